@@ -24,7 +24,7 @@ from bench.workloads import WORKLOADS
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 LIMIT = 1.03  # the project's
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
     rows = []
-    with Pool() as pool:
+    with RankPool() as pool:
         for axis in asked.only:
             plan = complete(replace(from_text(PLANS[axis]), threads=1), WORKLOAD.job())
             patience = asked.seconds * 3 + 300

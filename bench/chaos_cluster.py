@@ -133,7 +133,7 @@ class Yard:
         """One schedule: load, faults, peace, judgement."""
         began = time.monotonic()
         result = Result(schedule)
-        with connect(self.servers.address, secret=self.servers.secret, worker="judge", patience=ENDLESS) as client:
+        with connect(self.servers.address, secret=self.servers.secret, worker="judge", timeout=ENDLESS) as client:
             self.client = client
             self.until(self.whole, "the chains to be complete before the schedule", result)
             # The judge does not train: it must not hold back the clocks of those who do.
@@ -248,11 +248,11 @@ class Yard:
 
     def judge(self, schedule: Schedule, histories: Sequence[Life], result: Result) -> None:
         """Whether the histories can be, every chain is complete and all replicas are equal."""
-        with connect(self.servers.address, secret=self.servers.secret, worker="judge", patience=ENDLESS) as client:
+        with connect(self.servers.address, secret=self.servers.secret, worker="judge", timeout=ENDLESS) as client:
             self.client = client
             ids = schedule.number * 10 * KEYS + np.arange(KEYS)
             final = once(client.pull({TABLE: ids})[TABLE])
-            result.wrong += check(histories, final, shard_of(ids, client.map.shards))
+            result.wrong += check(histories, final, shard_of(ids, client.map.num_shards))
             self.until(self.whole, "the chains to be complete again", result)
             digests: dict[int, dict[str, str]] = {}
 
@@ -277,7 +277,7 @@ class Yard:
                 result.wrong.append(f"waited {patience:g} s for {what}")
                 return
             with contextlib.suppress(ServerError):  # the judge is away while workers train
-                self.client.acknowledged()  # takes in news
+                self.client.last_acknowledged()  # takes in news
             time.sleep(0.01)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import bench.common  # noqa: F401 (what the main module imports, which children import again)
 from bench.history_check import WIDTH, work
 from echelon.server import connect
-from echelon.server.client.combine import group
+from echelon.server.client.combine import group_by_route
 
 TABLE = "sums"
 
@@ -22,5 +22,5 @@ def live(address: str, secret: bytes, name: str, base: int, column: int, seed: i
     client.close()
 
 
-_loaded = group(np.arange(8), np.zeros(2, np.uint16), 1)
-_loaded.expand(_loaded.sum(np.ones((8, WIDTH), np.float32)))
+_loaded = group_by_route(np.arange(8), np.zeros(2, np.uint16), 1)
+_loaded.expand(_loaded.sum_gradients(np.ones((8, WIDTH), np.float32)))

@@ -34,8 +34,8 @@ from bench.cold_readers import State, forget, together, warm
 from bench.common import Row, among, machine, median, publish, take_turns, tell
 from bench.loaders import BARE, MAKERS, OURS, READERS, SAMPLES, Bare, Echelon, Material, Reader, Taken
 from echelon.data import Loader, Order, open_source
-from echelon.data.packed.block_layout import folded
-from echelon.data.shuffle import Keyed, shuffled
+from echelon.data.packed.block_layout import fold_crc
+from echelon.data.shuffle import FeistelPermutation, random_permutation
 
 #: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.
 LEAST = 0.7
@@ -217,14 +217,16 @@ print(before, max(most, anonymous()), seen)
 
 def memory(folder: Path, gigabytes: float) -> list[Row]:
     """Anonymous memory of a reader of a large packed set, above that of Python with torch."""
-    from echelon.data.packed.from_arrays import Arrays
+    from echelon.data.packed.from_arrays import ArrayPackingSource
     from echelon.data.packed.pack import pack
 
     samples = int(gigabytes * 1e9 / 3080)
     pattern = np.random.default_rng(0).integers(0, 256, (8192, 3, 32, 32), np.uint8)
     repeated = np.lib.stride_tricks.as_strided(pattern, (samples, 3, 32, 32), (0, *pattern.strides[1:]))
     pack(
-        Arrays({"image": repeated, "label": np.arange(samples)}, {"tuple": ["image", "label"]}, {"source": "large"}),
+        ArrayPackingSource(
+            {"image": repeated, "label": np.arange(samples)}, {"tuple": ["image", "label"]}, {"source": "large"}
+        ),
         folder / "large",
     )
     steps = samples // 64
@@ -245,9 +247,9 @@ def parts() -> list[Row]:
     source = open_source(torch.zeros(100_000, 1))
     steps = Loader(source, order, rank=0, ranks=1, micro=None)
     each: dict[str, tuple[Callable[[], object], float, str]] = {
-        "order as a table": (lambda: shuffled(10**6, 0), 1e-3, "ms per million samples"),
-        "order as a formula": (lambda: Keyed(10**9, 0).at(places), len(places) * 1e-9, "ns per sample"),
-        "checksum": (lambda: [folded(block, 0) for block in blocks], 1e-3, "ms per 16 MB"),
+        "order as a table": (lambda: random_permutation(10**6, 0), 1e-3, "ms per million samples"),
+        "order as a formula": (lambda: FeistelPermutation(10**9, 0).at(places), len(places) * 1e-9, "ns per sample"),
+        "checksum": (lambda: [fold_crc(block, 0) for block in blocks], 1e-3, "ms per 16 MB"),
         "CRC-32 of the same bytes": (lambda: [zlib.crc32(block) for block in blocks], 1e-3, "ms per 16 MB"),
         "a step of 16 numbers in memory": (lambda: list(steps.steps(0, 1000)), 1e-3, "µs per step"),
     }

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from bench.common import Row, among, machine, publish, tell
 from echelon.data import Packed
-from echelon.data.loader import Micro
-from echelon.data.packed.from_arrays import Arrays
+from echelon.data.loader import MicroBatch
+from echelon.data.packed.from_arrays import ArrayPackingSource
 from echelon.data.packed.pack import pack
 from echelon.engine.run import Run
 from echelon.job import Job
@@ -166,7 +166,7 @@ def measure(case: Case, folder: Path, device: str, workers: int, warm: int, step
         model=lambda: FromBytes(case.model(), device == "cuda"),
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-        data=Packed(folder, transform=case.transform), batch=case.batch, steps=warm + steps,
+        data=Packed(folder, transform=case.transform), batch_size=case.batch, steps=warm + steps,
     )  # fmt: skip
     plan = Plan(precision="bf16") if device == "cuda" else Plan()
     run = Run(job, plan, World(), device=torch.device(device), workers=workers)
@@ -177,11 +177,13 @@ def measure(case: Case, folder: Path, device: str, workers: int, warm: int, step
             _settled(device)
             began = time.perf_counter()
         run.step(batch)
-        waited.append(batch.waited)
+        waited.append(batch.wait_seconds)
     _settled(device)
     spent = time.perf_counter() - began
     assert batch is not None
-    there = replace(batch, micros=tuple(Micro(run.move(each.batch), each.samples) for each in batch.micros))
+    there = replace(
+        batch, micro_batches=tuple(MicroBatch(run.move(each.batch), each.samples) for each in batch.micro_batches)
+    )
     _settled(device)
     began = time.perf_counter()
     for _ in range(steps):
@@ -207,7 +209,7 @@ def _pack(case: Case, folder: Path) -> None:
         noise, (case.samples, 3, case.side, case.side), (4, case.side**2, case.side, 1)
     )
     arrays = {"image": rows, "label": draw.integers(0, 10, case.samples)}
-    pack(Arrays(arrays, {"tuple": ["image", "label"]}, {"source": "noise"}), folder, shards=16)
+    pack(ArrayPackingSource(arrays, {"tuple": ["image", "label"]}, {"source": "noise"}), folder, shards=16)
 
 
 def _settled(device: str) -> None:

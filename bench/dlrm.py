@@ -28,10 +28,10 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish, tell
 from echelon.engine.run import Run
 from echelon.job import Job
-from echelon.plan.parameter_server import Served
+from echelon.plan.parameter_server import ServedTable
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 #: Rows of each table, and numbers in a row.
@@ -117,7 +117,7 @@ def job(seed: int, count: int) -> Job:
         loss=lambda output, batch: F.binary_cross_entropy_with_logits(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.04),
         data=TensorDataset(held.numbers, held.ids, held.labels),
-        batch=BATCH,
+        batch_size=BATCH,
         epochs=1,
         seed=seed,
     )
@@ -126,7 +126,7 @@ def job(seed: int, count: int) -> Job:
 def plan_of(workers: int, mode: str) -> Plan:
     """All tables and all else on two servers."""
     text = f"dp={workers} exchange=server dense=server servers=2 rows=500 threads=1 {MODES[mode]}"
-    tables = tuple(Served(path=f"tables.{place}", rows=rows, dim=DIM) for place, rows in enumerate(TABLES))
+    tables = tuple(ServedTable(path=f"tables.{place}", rows=rows, dim=DIM) for place, rows in enumerate(TABLES))
     return dataclasses.replace(from_text(text), tables=tables)
 
 
@@ -139,15 +139,15 @@ def learn(world: World, mode: str, seed: int, train: int, test: int) -> dict[str
         began, cpu = time.perf_counter(), time.process_time()
         for batch in run.batches():
             run.step(batch)
-            if batch.step % 16 == 15 and run.hub is not None:
-                most = max(most, run.hub.ahead_of_slowest())
-        run.settle()
-        run.meet()
+            if batch.step % 16 == 15 and run.server_backend is not None:
+                most = max(most, run.server_backend.steps_ahead_of_slowest())
+        run.check_last_step()
+        run.synchronize()
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         held = clicks(seed, test, "test")
         scores = _gathered(world, torch.cat(list(_scored(run, held, world))))
-        most = int(max(run.ranks.gather(most)))
-    if not world.main:
+        most = int(max(run.ranks.all_gather_object(most)))
+    if not world.is_main:
         return {}
     labels = held.labels.numpy()
     return {"auc": auc(scores, labels), "best": auc(held.truth, labels), "seconds": took, "cpu": cpu, "ahead": most}
@@ -167,7 +167,7 @@ def _scored(run: Run, held: Clicks, world: World) -> Iterator[Tensor]:
 def _gathered(world: World, mine: Tensor) -> np.ndarray:
     if world.size == 1:
         return mine.numpy()
-    everyone: list[np.ndarray] | None = [np.empty(0)] * world.size if world.main else None
+    everyone: list[np.ndarray] | None = [np.empty(0)] * world.size if world.is_main else None
     dist.gather_object(mine.numpy(), everyone)
     return np.concatenate(everyone) if everyone is not None else np.empty(0)
 
@@ -193,7 +193,7 @@ def main() -> int:
     asked = parser.parse_args()
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     rows: list[Row] = []
-    with Pool() as pool:
+    with RankPool() as pool:
         for seed in range(asked.first, asked.first + asked.seeds):
             for mode in MODES if seed % 2 == 0 else reversed(MODES):
                 made = pool.run(asked.workers, learn, mode, seed, asked.train, asked.test, timeout=1800)[0]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import Row, publish, tell
-from echelon.testing.fault_catalogue import CATALOGUE
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.fault_catalogue import FAULTS
+from echelon.testing.rank_pool import RankError, RankPool
 from tests.verifier.fault_table import CAUGHT, QUIET, Caught, certify
 
 NONE = "no fault"
@@ -34,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faulty = [(case, model) for case in CAUGHT for model in case.models if asked.only in (None, case.fault)]
     quiet = [(Caught("", plan, (model,), ()), model) for model, plan in QUIET if asked.only in (None, NONE)]
     if not faulty and not quiet:
-        print(f"{asked.only}: no such fault; the catalogue has {', '.join(CATALOGUE)}", file=sys.stderr)
+        print(f"{asked.only}: no such fault; the catalogue has {', '.join(FAULTS)}", file=sys.stderr)
         return 2
     if asked.sample is not None:
         draw = random.Random(0)
         faulty = draw.sample(faulty, min(asked.sample, len(faulty)))
         quiet = draw.sample(quiet, min(asked.sample // 3, len(quiet)))
-    with Pool() as pool:
+    with RankPool() as pool:
         rows = [tell(_row(pool, case, model)) for case, model in (*faulty, *quiet)]
     notes = [
         "first: the first divergent tensor by step, kind and forward order, or the first module whose output is off"
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return publish("Faults", rows, json_path=asked.json, notes=notes)
 
 
-def _row(pool: Pool, case: Caught, model: str) -> Row:
+def _row(pool: RankPool, case: Caught, model: str) -> Row:
     what = {"fault": case.fault or NONE, "plan": case.plan, "model": model}
     try:
         certificate = certify(pool, model, case.plan, case.fault)
     except RankError as error:
         return Row(what=what | {"first": "", "named": str(error).splitlines()[-1]}, value=1, text="ended", limit=0)
     parts = certificate.divergent.split("; ")
-    outputs = [each for each in certificate.findings if each.kind == "output" and not each.good]
+    outputs = [each for each in certificate.findings if each.kind == "output" and not each.is_within_bound]
     first = f"output of {outputs[0].where}" if outputs else parts[0].partition(": ")[0]
     caught = not certificate.verified
     named = all(words in certificate.divergent for words in case.words)

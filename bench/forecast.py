@@ -32,8 +32,8 @@ from bench.common import Row, publish
 from bench.random_plans import draw, rows
 from echelon.engine.run import Run
 from echelon.hardware import measure
-from echelon.hardware.measure import Busy
-from echelon.hardware.measure_worker import queued
+from echelon.hardware.measure import BackgroundLoad
+from echelon.hardware.measure_worker import read_queued_seconds
 from echelon.job import Job
 from echelon.launchers.environment import child_environment
 from echelon.partition.complete_plan import complete
@@ -43,7 +43,7 @@ from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.simulator import simulate
 from echelon.testing.models import GPT, MLP, ResNet
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 #: DESIGN.md and the issue: memory within 10 %, time within 25 %.
@@ -71,7 +71,7 @@ def gpt(
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
         optimizer=_adamw,
         data=TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()),
-        batch=batch,
+        batch_size=batch,
         steps=1000,
         precision=precision,
         name="GPT",
@@ -88,7 +88,7 @@ def resnet(*, width: int, batch: int, precision: Any = "fp32") -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
         data=TensorDataset(images, labels),
-        batch=batch,
+        batch_size=batch,
         steps=1000,
         precision=precision,
         name="ResNet",
@@ -105,7 +105,7 @@ def mlp(*, width: int, layers: int, batch: int, precision: Any = "fp32") -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=_adamw,
         data=data,
-        batch=batch,
+        batch_size=batch,
         steps=1000,
         precision=precision,
         name="MLP",
@@ -138,7 +138,7 @@ def lstm(*, width: int, layers: int, length: int, batch: int) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=_adamw,
         data=TensorDataset(words, labels),
-        batch=batch,
+        batch_size=batch,
         steps=1000,
         name="LSTM",
     )
@@ -158,7 +158,7 @@ def resnet50(*, batch: int) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
         data=TensorDataset(images, labels),
-        batch=batch,
+        batch_size=batch,
         steps=1000,
         precision="bf16",
         name="ResNet-50",
@@ -275,15 +275,20 @@ def run_case(
     alone = threads == 1
     seconds: list[float] = []
     lost: list[float] = []
-    start, queue, busy = time.perf_counter(), queued(main=alone), time.process_time()
+    start, queue, busy = time.perf_counter(), read_queued_seconds(main_thread_only=alone), time.process_time()
     for batch in run.batches(STEPS):
         run.step(batch)
         if where.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         # It cannot have lost more than its own work leaves.
-        lost.append(min(queued(main=alone) - queue, seconds[-1] - (time.process_time() - busy) / threads))
-        start, queue, busy = time.perf_counter(), queued(main=alone), time.process_time()
+        lost.append(
+            min(
+                read_queued_seconds(main_thread_only=alone) - queue,
+                seconds[-1] - (time.process_time() - busy) / threads,
+            )
+        )
+        start, queue, busy = time.perf_counter(), read_queued_seconds(main_thread_only=alone), time.process_time()
     grown = _peak(where) - before
     run.close()
     return grown, seconds[1:], lost[1:]
@@ -293,7 +298,7 @@ def _answers(device: str, name: str, plan: Plan, tiny: Plan, threads: int) -> li
     """Run a case in new processes: what the last one left would count as held."""
     given = (device, name, plan.to_json(), tiny.to_json(), threads)
     if plan.ranks > 1:
-        with Pool() as pool:
+        with RankPool() as pool:
             return pool.run(plan.ranks, run_case, *given, timeout=900)
     # The pool's processes start with one thread, which the matrix library keeps to whatever torch is told later.
     code = f"import json; from bench.forecast import World, run_case; print(json.dumps(run_case(World(), *{given!r})))"
@@ -372,7 +377,7 @@ def run_drawn(options: argparse.Namespace) -> int:
     drawn = draw(jobs, profiles, cluster, count=options.drawn, seed=options.seed, ranks=ranks)
     tiny = [complete(replace(from_text(str(each.plan)), micro=None), DRAWN[each.model].tiny()) for each in drawn]
     seconds: dict[int, list[float]] = {place: [] for place in range(len(drawn))}
-    others = Busy()
+    others = BackgroundLoad()
     for _ in range(options.rounds):
         for place, each in enumerate(drawn):
             threads = each.plan.threads or max(cluster.cores // each.plan.ranks, 1)
@@ -421,7 +426,7 @@ def main() -> int:
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
     wall: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
     tiny = {key: _tiny(cases[key[0]], key[1]) for key in forecasts}
-    cores, others = measure().cores, Busy()
+    cores, others = measure().cores, BackgroundLoad()
     for _ in range(options.rounds):
         for (name, text), forecast in forecasts.items():
             threads = max(cores // forecast.plan.ranks, 1)

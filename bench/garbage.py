@@ -22,11 +22,11 @@ import numpy as np
 
 from echelon.errors import ServerError
 from echelon.server import Rule, Servers, Table, connect
-from echelon.server.local_servers import Child
+from echelon.server.local_servers import ChildProcess
 from echelon.server.protocol import shared_memory, wire
-from echelon.server.protocol.auth import ADMIN, SERVER, WORKER, Caller, greet
-from echelon.server.protocol.event_loop import split
-from echelon.server.status import ask
+from echelon.server.protocol.auth import ADMIN, SERVER, WORKER, CallerHandshake, authenticate
+from echelon.server.protocol.event_loop import parse_address
+from echelon.server.status import fetch_status
 
 IDS = np.arange(64)
 REPLY = 72
@@ -61,10 +61,10 @@ def sound(shards: int) -> list[bytes]:
         wire.encode(wire.WATCH, 7, {"after": 0}),
         wire.encode(wire.STATUS, 8, {}),
         wire.encode(wire.DECLARE, 9, {"spec": {"what": "table", "name": "other", "dim": 4}}),
-        wire.encode(wire.BEAT, 10, {"server": "s1", "incarnation": 1}),
-        wire.encode(wire.HAIL, 11, {"head": "s9", "incarnation": 99, "member": 1, "v": 1, "link": 1}),
-        wire.encode(wire.ENTRY, 12, {"n": 1, "v": 1}, [np.zeros(64, np.uint8)]),
-        wire.encode(wire.CAUGHTUP, 13, {"shard": 0, "learner": "s1", "incarnation": 1, "version": 1}),
+        wire.encode(wire.HEARTBEAT, 10, {"server": "s1", "incarnation": 1}),
+        wire.encode(wire.HELLO, 11, {"head": "s9", "incarnation": 99, "member": 1, "v": 1, "link": 1}),
+        wire.encode(wire.LOG_ENTRY, 12, {"n": 1, "v": 1}, [np.zeros(64, np.uint8)]),
+        wire.encode(wire.CAUGHT_UP, 13, {"shard": 0, "learner": "s1", "incarnation": 1, "version": 1}),
     ]
     return [b"".join(each) for each in made]
 
@@ -92,13 +92,13 @@ def mutated(frame: bytes, drawn: random.Random) -> bytes:
 
 def unproved(frames: list[bytes], drawn: random.Random) -> bytes:
     """What one sends who does not hold the secret, in one of several ways; then sound frames and garbage."""
-    caller = Caller(tokens.token_bytes(32), drawn.choice([WORKER, SERVER, ADMIN]))
+    caller = CallerHandshake(tokens.token_bytes(32), drawn.choice([WORKER, SERVER, ADMIN]))
     way = drawn.random()
     front = b""
     if way < 0.4:
-        front = mutated(caller.opening, drawn)
+        front = mutated(caller.hello, drawn)
     elif way < 0.7:
-        front = caller.opening + drawn.randbytes(32)
+        front = caller.hello + drawn.randbytes(32)
     return front + drawn.choice(frames[:2]) + mutated(drawn.choice(frames), drawn)
 
 
@@ -127,7 +127,7 @@ def strangers(targets: list[str], frames: list[bytes], drawn: random.Random, cou
     with contextlib.ExitStack() as stack:
         lines = []
         for _ in range(count):
-            connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
+            connection = socket.create_connection(parse_address(drawn.choice(targets)), timeout=PATIENCE)
             lines.append((stack.enter_context(connection), unproved(frames, drawn)))
         for got in at_once(lines):
             if got not in (0, REPLY):
@@ -139,12 +139,12 @@ def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: rando
     with contextlib.ExitStack() as stack:
         lines = []
         for _ in range(count):
-            address = split(drawn.choice(targets))
+            address = parse_address(drawn.choice(targets))
             connection = stack.enter_context(socket.create_connection(address, timeout=PATIENCE))
-            greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
+            authenticate(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), timeout=PATIENCE)
             connection.settimeout(PATIENCE)
             data = mutated(drawn.choice(frames), drawn)
-            made = shared_memory.offer(connection) if drawn.random() < 0.25 else None
+            made = shared_memory.make_offer(connection) if drawn.random() < 0.25 else None
             if made is not None:
                 stack.callback(made.close)
                 data = lent(made, data, drawn)
@@ -152,18 +152,20 @@ def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: rando
         at_once(lines)
 
 
-def lent(made: shared_memory.Offer, data: bytes, drawn: random.Random) -> bytes:
+def lent(made: shared_memory.SharedMemoryOffer, data: bytes, drawn: random.Random) -> bytes:
     """Garbage in memory, or an announcement or an offer that is garbage."""
     offered = b"".join(made.frame)
     data += (
-        bytes(max(0, shared_memory.LEAST - len(data))) if drawn.random() < 0.5 else drawn.randbytes(shared_memory.LEAST)
+        bytes(max(0, shared_memory.MIN_FRAME_BYTES - len(data)))
+        if drawn.random() < 0.5
+        else drawn.randbytes(shared_memory.MIN_FRAME_BYTES)
     )
-    note = b"".join(shared_memory.Shared(made.area, first=True).lend([data]) or [])
+    note = b"".join(shared_memory.SharedMemoryChannel(made.area, is_creator=True).publish([data]) or [])
     what = drawn.randrange(3)
     return (mutated(offered, drawn) if what == 0 else offered) + (mutated(note, drawn) if what == 1 else note)
 
 
-def running(servers: Servers) -> dict[str, Child]:
+def running(servers: Servers) -> dict[str, ChildProcess]:
     """The processes that live, by name."""
     every = {"controller": servers.controller, **servers.servers}
     return {name: child for name, child in every.items() if child.process.poll() is None}
@@ -195,7 +197,7 @@ def _attack(
         client.push({"canary": (IDS, np.ones((len(IDS), 4), np.float32))})
         client.flush()
         before = client.pull({"canary": IDS})["canary"]
-        found = ask(servers.address, servers.secret)
+        found = fetch_status(servers.address, servers.secret)
         targets = [servers.address, *(each["address"] for each in found["servers"].values())]
         good = sound(found["shards"])
         half = frames // 2
@@ -208,7 +210,7 @@ def _attack(
                 say(f"{reached['strangers']} of strangers")
         if not np.array_equal(client.pull({"canary": IDS})["canary"], before):
             raise Unsafe("strangers changed rows")
-        if set(ask(servers.address, servers.secret)["workers"]) - {"witness"}:
+        if set(fetch_status(servers.address, servers.secret)["workers"]) - {"witness"}:
             raise Unsafe("strangers joined")
         while (sent := reached["holders"]) < frames - half:
             holders(targets, servers.secret, good, drawn, min(TOGETHER, frames - half - sent))
@@ -237,7 +239,7 @@ def main() -> int:
             answer = None
         if answer is None or answer["crashes"]:
             for child in (servers.controller, *servers.servers.values()):
-                print(child.end())
+                print(child.describe_end())
     if answer is None:
         return 1
     print(answer)

@@ -39,9 +39,9 @@ def job():
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         data=TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()),
-        batch={batch},
+        batch_size={batch},
         steps={steps},
-        clip=1.0,
+        clip_norm=1.0,
         precision="{precision}",
     )
 """
@@ -64,7 +64,7 @@ def model():
         intermediate_size=512, max_position_embeddings=64))
 
 def job():
-    return echelon.Job(model=model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), data=Sentences(), batch=32, epochs=10)
+    return echelon.Job(model=model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), data=Sentences(), batch_size=32, epochs=10)
 """
 
 

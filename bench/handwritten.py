@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from bench.workloads import HeadGPT, Workload
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 from echelon.plan.plan import Plan
 from echelon.world import World
 
@@ -95,7 +95,7 @@ class Stages(ByHand):
         # Units are tokens, positions, and then the blocks.
         self.model = _Half(whole, world.rank, plan.stages[0] - 2)
         self.first, self.last = world.rank == 0, world.rank == world.size - 1
-        micros = split(workload.batch, 1, plan.micro)[0]
+        micros = split_batch(workload.batch, 1, plan.micro)[0]
         inputs, _ = workload.samples()
         tokens = torch.empty(micros[0].size, inputs.shape[1], dtype=inputs.dtype, device="meta")
         between = torch.empty(*tokens.shape, whole.tokens.embedding_dim, device="meta", requires_grad=True)

@@ -167,7 +167,7 @@ def until(client: Client, ready: Callable[[], bool]) -> bool:
     """Whether it came to be in time."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        client.acknowledged()  # takes in news
+        client.last_acknowledged()  # takes in news
         if ready():
             return True
         time.sleep(0.02)
@@ -190,7 +190,7 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
     cuts: list[float] = []
     secret = make_secret()
     with tempfile.TemporaryDirectory() as scratch, servers(mark, Path(scratch), secret, 2) as address:
-        judge = connect(address, secret=secret, worker="judge", patience=PATIENCE)
+        judge = connect(address, secret=secret, worker="judge", timeout=PATIENCE)
         zero = Init(kind="zeros")
         judge.declare(Table(name="sums", dim=WIDTH, rule=Rule(kind="sgd", lr=1.0), init=zero))
         if not until(judge, lambda: spread(judge)):
@@ -201,7 +201,7 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
         def load(column: int, path: Path) -> None:
             try:
                 with (
-                    connect(address, secret=secret, worker=str(column), patience=PATIENCE) as client,
+                    connect(address, secret=secret, worker=str(column), timeout=PATIENCE) as client,
                     open(path, "w") as record,
                 ):
                     work(client, "sums", 0, column, column, record, stop.is_set)
@@ -233,7 +233,7 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
         wrong += ["a worker did not end" for thread in threads if thread.is_alive()]
         lives = [Life.read(path, column) for column, path in enumerate(paths)]
         ids = np.arange(KEYS)
-        wrong += check(lives, once(judge.pull({"sums": ids})["sums"]), shard_of(ids, judge.map.shards))
+        wrong += check(lives, once(judge.pull({"sums": ids})["sums"]), shard_of(ids, judge.map.num_shards))
         equal = lambda: all(len(set(those.values())) == 1 for those in judge.digests().values())  # noqa: E731
         if not until(judge, equal):
             wrong.append("replicas differ")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.sample_dataset import Plain, plain
-from echelon.data.packed.manifest import NAME
+from echelon.data.packed.manifest import FILE_NAME
 from echelon.data.packed.reader import Packed
 from echelon.errors import DataError
 
@@ -84,7 +84,7 @@ def _looked_whole(folder: Path, right: dict[str, bytes]) -> list[str]:
             if path.read_bytes() != right[path.name]:
                 found.append(f"{path.name} had its name before it was whole")
         try:
-            if len(Packed(folder)) != 20000 or _files(folder)[NAME] != right[NAME]:
+            if len(Packed(folder)) != 20000 or _files(folder)[FILE_NAME] != right[FILE_NAME]:
                 found.append("a half packed folder was read")
         except DataError:
             pass

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.data import Loader, open_source
-from echelon.data.packed.from_arrays import Arrays
+from echelon.data.packed.from_arrays import ArrayPackingSource
 from echelon.data.packed.pack import pack
 
 
@@ -157,7 +157,9 @@ class Echelon(Reader):
     def prepare(self, folder: Path) -> None:
         names = list(self.material.arrays)
         sample: Any = names[0] if len(names) == 1 else {"tuple": names}
-        pack(Arrays(self.material.arrays, sample, {"source": self.material.name}), folder, shards=self.shards)
+        pack(
+            ArrayPackingSource(self.material.arrays, sample, {"source": self.material.name}), folder, shards=self.shards
+        )
         self._source = open_source(str(folder))
 
     def epoch(self, number: int) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 LIMIT = 1.05  # the project's: the largest rank within 5 % of its even part
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
     rows: list[Row] = []
-    with Pool() as pool:
+    with RankPool() as pool:
         if "zero" in asked.only:
             stages = [f"dp={ranks} zero={zero}" for ranks in asked.ranks.split(",") for zero in range(4)]
             for name in asked.workload:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return publish("Training state per rank", rows, json_path=asked.json, notes=notes)
 
 
-def _states(pool: Pool, name: str, texts: Sequence[str]) -> list[Row]:
+def _states(pool: RankPool, name: str, texts: Sequence[str]) -> list[Row]:
     alone = pool.run(1, hold, name, Plan())[0]
     rows = [_row(name, Plan(), alone, alone)]
     for text in texts:

@@ -56,7 +56,7 @@ class Moves(Yard):
     def settle(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for the map to say so."""
         waited = Result(Schedule(number=0, faults=(), seconds=0.0))
-        with connect(self.servers.address, secret=self.servers.secret, worker="watcher", patience=PATIENCE) as client:
+        with connect(self.servers.address, secret=self.servers.secret, worker="watcher", timeout=PATIENCE) as client:
             self.client = client
             self.until(ready, what, waited, patience=PATIENCE)
         if waited.wrong:
@@ -65,7 +65,7 @@ class Moves(Yard):
     def balanced(self) -> bool:
         """Whether every chain is complete, and every server heads its part of them."""
         state = self.client.map
-        return self.whole() and all(state.heads.count(name) >= state.shards // self.count for name in self.names())
+        return self.whole() and all(state.heads.count(name) >= state.num_shards // self.count for name in self.names())
 
     def fill(self, rows: int) -> None:
         """Rows that make moving a shard some work."""
@@ -96,7 +96,7 @@ def run(
 ) -> tuple[Result, list[tuple[str, float, float]], list[Life]]:
     """All moves. Result, (what, from, until) of each phase, histories."""
     from echelon.server.protocol import wire
-    from echelon.server.status import request
+    from echelon.server.status import send_request
 
     dice = random.Random(seed)
     yard = Moves(folder, servers=3, replicas=2, workers=2, staleness=None)
@@ -123,7 +123,7 @@ def run(
         def leave() -> None:
             name = dice.choice(yard.names())
             yard.count -= 1
-            request(yard.servers.address, yard.servers.secret, wire.DRAIN, {"server": name}, patience=PATIENCE)
+            send_request(yard.servers.address, yard.servers.secret, wire.DRAIN, {"server": name}, timeout=PATIENCE)
             yard.settle(drained(yard, name), f"{name} to be drained")
             yard.servers.servers.pop(name).stop()
 

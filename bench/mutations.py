@@ -28,14 +28,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish, tell
-from echelon.engine.checkpoint.tensor_storage import raw
+from echelon.engine.checkpoint.tensor_storage import tensor_bytes
 from echelon.engine.run import Run
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.server.protocol.specs import Init, Rule, Table, spec_to_plain
 from echelon.server.store import shard_checkpoint as served
-from echelon.server.store.store import Store
+from echelon.server.store.store import ParameterStore
 from echelon.world import World
 
 SHARDS = 4
@@ -64,9 +64,9 @@ def job() -> Job:
         model=lambda: nn.Sequential(Counted(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps),
+        lr_schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps),
         data=TensorDataset(torch.randn(32, 8, generator=draw), torch.randint(3, (32,), generator=draw)),
-        batch=8,
+        batch_size=8,
         epochs=2,
     )
 
@@ -99,7 +99,7 @@ def training(place: Path) -> Subject:
 
 def held(run: Run) -> dict[str, bytes]:
     """Everything that a run goes on from, as bytes."""
-    state = run.gather()
+    state = run.gather_full_state()
     assert state is not None
     tensors = state.parameters | state.buffers | {f"optimizer {key}": value for key, value in state.optimizer.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for o in run.optimizers for group in o.param_groups]
@@ -108,26 +108,26 @@ def held(run: Run) -> dict[str, bytes]:
         groups,
         [each.state_dict() for each in run.schedules],
         run.model[0].calls,
-        run.nominal,
-        run.changing,
+        run.nominal_count,
+        run.mutable_buffers,
     ]
-    return {key: bytes(raw(value)) for key, value in tensors.items()} | {"rest": repr(rest).encode()}
+    return {key: bytes(tensor_bytes(value)) for key, value in tensors.items()} | {"rest": repr(rest).encode()}
 
 
 def server(place: Path) -> Subject:
     """A parameter server's checkpoint."""
-    store = Store(shards=SHARDS, memory=16 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=16 << 20)
     store.declare(Table(name="emb", dim=3, rule=Rule(kind="adam"), init=Init(kind="normal")))
     for lsn in (1, 2):
         ids = np.arange(200) * 7919
         store.apply("emb", ids, np.full((200, 3), float(lsn)), lsn=np.full(SHARDS, lsn, np.int64))
         folder = place / f"server-{lsn}"
         parts = {
-            str(s): served.save(served.partial(folder), s, [({"lsn": lsn}, []), *store.snapshot(s)])
+            str(s): served.write_shard(served.partial_folder(folder), s, [({"lsn": lsn}, []), *store.snapshot(s)])
             for s in range(SHARDS)
         }
         specs = [spec_to_plain(spec) for spec in store.specs.values()]
-        served.complete(
+        served.complete_checkpoint(
             folder, {"shards": SHARDS, "specs": specs, "settings": {"staleness": None}, "count": lsn, "files": parts}
         )
     return Subject("server", place / "server-2", place / "server-1", load_server)
@@ -135,10 +135,10 @@ def server(place: Path) -> Subject:
 
 def load_server(folder: Path) -> dict[str, bytes]:
     """All of a server's checkpoint, as servers read it."""
-    manifest = served.verify(folder)
+    manifest = served.verify_checkpoint(folder)
     found = {"manifest": json.dumps({k: v for k, v in manifest.items() if k != "files"}, sort_keys=True).encode()}
     for shard in range(manifest["shards"]):
-        for place, (meta, arrays) in enumerate(served.load(folder, shard)):
+        for place, (meta, arrays) in enumerate(served.load_shard(folder, shard)):
             found[f"{shard} {place}"] = json.dumps(meta).encode() + b"".join(each.tobytes() for each in arrays)
     return found
 

@@ -23,7 +23,7 @@ from bench.ranks import race
 from bench.workloads import WORKLOADS
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 ONE_PROCESS, TWO_RANKS = 1.01, 1.02  # the project's limits
@@ -113,7 +113,7 @@ def _race(contenders: list[Contender], name: str, rounds: int, seconds: float, *
 
 
 def _two_ranks(name: str, fused: bool, asked: argparse.Namespace) -> list[Row]:
-    with Pool() as pool:
+    with RankPool() as pool:
         timings = pool.run(
             2, race_together, name, fused, asked.peers, asked.rounds, asked.seconds, timeout=asked.seconds * 3 + 300
         )[0]

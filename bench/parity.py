@@ -26,11 +26,11 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish
 from echelon.data.order import Order
 from echelon.job import Job
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import GPT
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 LIMIT = 1e-9  # the project's
@@ -65,9 +65,9 @@ class Cell:
             loss=_token_loss if self.norm == "none" else _label_loss,
             optimizer=_adamw if self.optimizer == "adamw" else _sgd,
             data=TensorDataset(*_samples(self.norm == "none", SAMPLES[self.uneven])),
-            batch=BATCH,
+            batch_size=BATCH,
             steps=STEPS,
-            clip=CLIP if self.clip else None,
+            clip_norm=CLIP if self.clip else None,
             seed=SEED,
         )
 
@@ -149,7 +149,7 @@ def groups(cell: Cell, size: int) -> list[list[int]]:
 
     Local batch norm: each micro-batch by itself. Synchronised: the ranks' j-th micro-batches at once.
     """
-    shares = split(size, cell.ranks, cell.plan().micro)
+    shares = split_batch(size, cell.ranks, cell.plan().micro)
     if cell.norm == "sync":
         turns: Iterable[Iterable[Any]] = zip(*shares, strict=True)
     else:
@@ -164,11 +164,11 @@ def reference(cell: Cell) -> Record:
     torch.manual_seed(job.seed)
     model = job.model().double().train()
     optimizer: Any = job.optimizer(model.parameters())
-    order = Order(samples=len(job.data), batch=job.batch, seed=job.seed)
+    order = Order(samples=len(job.data), batch=job.batch_size, seed=job.seed)
     losses: dict[str, Tensor] = {}
     gradients = []
     for step in range(STEPS):
-        size = order.size(step)
+        size = order.batch_size(step)
         inputs, targets = (part[torch.tensor(order.ids(step, 0, size))] for part in job.data.tensors)
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         items = (targets >= 0).sum()
@@ -183,9 +183,9 @@ def reference(cell: Cell) -> Record:
         gradients.append(
             {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
         )
-        if job.clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), job.clip)
-            assert norm > job.clip, "clipping that does not bind proves nothing"
+        if job.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+            assert norm > job.clip_norm, "clipping that does not bind proves nothing"
         optimizer.step()
     names = {id(value): name for name, value in model.named_parameters()}
     state = {
@@ -212,11 +212,11 @@ def measured(world: World, cell: Cell) -> Record | None:
     gradients = []
     for batch in run.batches():
         loss = run.backward(batch)
-        state = run.gather()
+        state = run.gather_full_state()
         run.update(loss, batch.samples)
         losses[f"step {batch.step}"] = loss.cpu()
         gradients.append(state.gradients if state is not None else {})
-    state = run.gather()
+    state = run.gather_full_state()
     run.close()
     if state is None:
         return None
@@ -260,7 +260,7 @@ def compare(world: World, chosen: Sequence[Cell]) -> list[dict[str, float]]:
     return found
 
 
-def run(chosen: Sequence[Cell], pool: Pool, *, timeout: float = 600.0) -> dict[Cell, dict[str, float]]:
+def run(chosen: Sequence[Cell], pool: RankPool, *, timeout: float = 600.0) -> dict[Cell, dict[str, float]]:
     """The cells' differences, each on as many ranks as it names."""
     found: dict[Cell, dict[str, float]] = {}
     for ranks in sorted({cell.ranks for cell in chosen}):
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = cells(map(int, asked.ranks.split(",")))
     if asked.sample:
         chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
-    with Pool() as pool:
+    with RankPool() as pool:
         found = run(chosen, pool, timeout=3600)
     rows = []
     for ranks, zero in sorted({(cell.ranks, cell.zero) for cell in found}):

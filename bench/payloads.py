@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench.mutations import job, load_server, server, training
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST
-from echelon.engine.checkpoint.tensor_storage import INDEX
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE
+from echelon.engine.checkpoint.tensor_storage import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.engine.weights import export_weights, load_weights
 from echelon.errors import EchelonError
@@ -78,22 +78,22 @@ class Made:
 
     def manifest(self, change: Callable[[dict[str, Any]], Any]) -> None:
         """Change the manifest and seal it again."""
-        plain = json.loads((self.folder / MANIFEST).read_text())
+        plain = json.loads((self.folder / MANIFEST_FILE).read_text())
         del plain["sha256"]
         change(plain)
-        (self.folder / MANIFEST).write_bytes(seal(plain))
+        (self.folder / MANIFEST_FILE).write_bytes(seal(plain))
 
     def raw_manifest(self, change: Callable[[str], str]) -> None:
         """Change the manifest's text and seal it again, whatever it then is."""
-        body = change((self.folder / MANIFEST).read_text().rpartition(',\n"sha256"')[0]).encode()
+        body = change((self.folder / MANIFEST_FILE).read_text().rpartition(',\n"sha256"')[0]).encode()
         tail = f',\n"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'
-        (self.folder / MANIFEST).write_bytes(body + tail.encode())
+        (self.folder / MANIFEST_FILE).write_bytes(body + tail.encode())
 
     def index(self, change: Callable[[dict[str, Any]], Any]) -> None:
         """Change the index, with its hash."""
-        plain = json.loads((self.folder / INDEX).read_text())
+        plain = json.loads((self.folder / INDEX_FILE).read_text())
         change(plain["model/0.weight"])
-        self.write(INDEX, json.dumps(plain).encode())
+        self.write(INDEX_FILE, json.dumps(plain).encode())
 
     def part(self, **changes: Any) -> None:
         """Change the first part of a tensor."""
@@ -120,7 +120,7 @@ def _linked_folder(made: Made) -> None:
 
 def _old_format(made: Made) -> None:
     (made.folder / ".metadata").write_bytes(made.code)
-    (made.folder / MANIFEST).write_text(json.dumps({"format": 2, "files": {}, "step": 1}))
+    (made.folder / MANIFEST_FILE).write_text(json.dumps({"format": 2, "files": {}, "step": 1}))
 
 
 def _padded(made: Made) -> None:
@@ -139,8 +139,8 @@ CHECKPOINTS: dict[str, Callable[[Made], Any]] = {
     "pickle as a listed .metadata": lambda m: m.write(".metadata", m.code),
     "pickle as data file": lambda m: m.write("rank-00000.bin", m.code),
     "pickle of the right size as data file": _padded,
-    "pickle as index": lambda m: m.write(INDEX, m.code),
-    "pickle as manifest": lambda m: (m.folder / MANIFEST).write_bytes(m.code),
+    "pickle as index": lambda m: m.write(INDEX_FILE, m.code),
+    "pickle as manifest": lambda m: (m.folder / MANIFEST_FILE).write_bytes(m.code),
     "format 2 with a pickled .metadata": _old_format,
     "absolute path in the manifest": lambda m: m.manifest(
         lambda d: d["files"].update({str(m.outside / "secret.bin"): {"bytes": 4096, "sha256": "0" * 64}})
@@ -150,10 +150,10 @@ CHECKPOINTS: dict[str, Callable[[Made], Any]] = {
     ),
     "part in ../outside": lambda m: m.part(file="../outside/secret.bin"),
     "part at an absolute path": lambda m: m.part(file=str(m.outside / "secret.bin")),
-    "part in an unlisted file": lambda m: m.part(file=MANIFEST),
+    "part in an unlisted file": lambda m: m.part(file=MANIFEST_FILE),
     "data file links outside": lambda m: _link(m.data(), m.outside / "secret.bin"),
-    "index links outside": lambda m: _link(m.folder / INDEX, m.outside / "secret.json"),
-    "manifest links outside": lambda m: _link(m.folder / MANIFEST, m.outside / "secret.json"),
+    "index links outside": lambda m: _link(m.folder / INDEX_FILE, m.outside / "secret.json"),
+    "manifest links outside": lambda m: _link(m.folder / MANIFEST_FILE, m.outside / "secret.json"),
     "folder links outside": _linked_folder,
     "data file is a pipe": _pipe,
     "huge tensor": lambda m: m.index(lambda e: e.update(shape=[2**50, 8])),
@@ -166,8 +166,8 @@ CHECKPOINTS: dict[str, Callable[[Made], Any]] = {
     "overlapping parts": lambda m: m.index(lambda e: e.update(parts=[{**e["parts"][0], "shape": [3, 8]}] * 2)),
     "dtype of twice the size": lambda m: m.index(lambda e: e.update(dtype="float64", shape=[3, 8])),
     "dtype that is a function": lambda m: m.index(lambda e: e.update(dtype="load")),
-    "index of lists": lambda m: m.write(INDEX, b'{"model/0.weight": [[1], [2]]}'),
-    "nested JSON": lambda m: m.write(INDEX, b'{"a":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
+    "index of lists": lambda m: m.write(INDEX_FILE, b'{"model/0.weight": [[1], [2]]}'),
+    "nested JSON": lambda m: m.write(INDEX_FILE, b'{"a":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
     "nested manifest": lambda m: m.raw_manifest(lambda t: t + ',"x":' + "[" * 200_000 + "]" * 200_000),
     "NaN in the manifest": lambda m: m.raw_manifest(lambda t: t.replace('"nominal": null', '"nominal": NaN')),
     "duplicate key in the manifest": lambda m: m.raw_manifest(lambda t: t + ',\n"step": 1'),
@@ -240,13 +240,13 @@ WEIGHTS: dict[str, Callable[[Made], Path]] = {
 
 def _entry(made: Made, name: str, data: bytes | None = None) -> None:
     """Let shard 1 of a server's checkpoint be in `name`."""
-    plain = json.loads((made.folder / served.MANIFEST).read_text())
+    plain = json.loads((made.folder / served.MANIFEST_NAME).read_text())
     del plain["sha256"]
     if data is not None:
         (made.folder / name).write_bytes(data)
     content = data if data is not None else (made.outside / "secret.bin").read_bytes()
     plain["files"]["1"] |= {"file": name, "sha256": hashlib.sha256(content).hexdigest()}
-    (made.folder / served.MANIFEST).write_bytes(seal(plain))
+    (made.folder / served.MANIFEST_NAME).write_bytes(seal(plain))
 
 
 def _server_link(made: Made) -> None:
@@ -262,7 +262,7 @@ SERVERS: dict[str, Callable[[Made], Any]] = {
     "server: shard links outside": _server_link,
     "server: pickle as shard": lambda m: _entry(m, "shard.safetensors", m.code),
     "server: shard with a huge head": lambda m: _entry(m, "shard.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
-    "server: pickle as manifest": lambda m: (m.folder / served.MANIFEST).write_bytes(m.code),
+    "server: pickle as manifest": lambda m: (m.folder / served.MANIFEST_NAME).write_bytes(m.code),
 }
 PAYLOADS = (*CHECKPOINTS, *WEIGHTS, *SERVERS)
 
@@ -309,14 +309,14 @@ def attack(place: Path, only: tuple[str, ...] = PAYLOADS) -> dict[str, str]:
     run, model = Run(job(), Plan(), World()), job().model()  # type: ignore[operator]
 
     def weights(path: Path) -> None:
-        load_weights(model, path, pieces={}, warn=lambda message: None)
+        load_weights(model, path, tp_shards={}, warn=lambda message: None)
 
     found = {}
     for number, name in enumerate(only):
         made = Made(place / str(number), (kept if name in SERVERS else good).folder)
         if name in WEIGHTS:
             path = WEIGHTS[name](made)
-            ways: list[Callable[[], Any]] = [lambda p=path: weights(p), lambda p=path: job_reader._weights(p)]
+            ways: list[Callable[[], Any]] = [lambda p=path: weights(p), lambda p=path: job_reader._load_weights(p)]
         elif name in SERVERS:
             SERVERS[name](made)
             ways = [lambda f=made.folder: load_server(f)]
@@ -326,7 +326,7 @@ def attack(place: Path, only: tuple[str, ...] = PAYLOADS) -> dict[str, str]:
                 lambda f=made.folder: run.load(f),
                 lambda f=made.folder: weights(f),
                 lambda f=made.folder, p=made.place: export_weights(f, p / "out.safetensors"),
-                lambda f=made.folder: job_reader._weights(f),
+                lambda f=made.folder: job_reader._load_weights(f),
             ]
         found[name] = _read(made, watch, ways)
         shutil.rmtree(made.place)

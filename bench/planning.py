@@ -72,7 +72,7 @@ def text(model: dict[str, Any], layers: int, batch: int) -> Job:
     made = language(model, "flash", torch.bfloat16, layers=layers, fused_norm=True)
     tokens = torch.zeros(model["seq_len"], dtype=torch.long)
     return Job(
-        model=made.model, loss=made.loss, optimizer=made.optimizer, data=Same(4 * batch, tokens, tokens), batch=batch, steps=1,
+        model=made.model, loss=made.loss, optimizer=made.optimizer, data=Same(4 * batch, tokens, tokens), batch_size=batch, steps=1,
         name=f"{model['arch']} x {layers}",
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def mlp() -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         data=data,
-        batch=batch,
+        batch_size=batch,
         steps=1,
         name="MLP x 10",
     )
@@ -114,7 +114,7 @@ def _profiled(make: Callable[..., Job], *given: Any) -> tuple[float, Profile]:
 
 def timed(profile: Profile, cluster: str) -> tuple[float, str]:
     """Seconds of the second search, and what it found."""
-    machines = catalogue.cluster(cluster)
+    machines = catalogue.parse_cluster(cluster)
     search(profile, machines)
     begun = time.perf_counter()
     found = search(profile, machines)

@@ -20,14 +20,14 @@ from bench.common import Row, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.simulator.rank_profile import parts
-from echelon.testing.rank_pool import Pool
-from echelon.trials.op_recorder import recording
+from echelon.simulator.rank_profile import rank_profiles
+from echelon.testing.rank_pool import RankPool
+from echelon.trials.op_recorder import record_ops
 from echelon.world import World
 
 LIMIT = 0.10  # the project's: memory within 10 %
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     job = WORKLOADS[NAME].job()
     known, rows = profile(job), []
-    with Pool() as pool:
+    with RankPool() as pool:
         for text in asked.plans.split(","):
             plan, whole = complete(from_text(text), job, known), 0.0
             for what in get_args(Recompute):
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def forecast(profile: Profile, plan: Plan) -> float:
     """The same by the simulator, of the rank that has most."""
-    micros = tuple(part.size for part in split(profile.batch, plan.mesh.dp, plan.micro)[0])
+    micros = tuple(part.size for part in split_batch(profile.batch, plan.mesh.dp, plan.micro)[0])
     return max(
-        part.waiting + max(moment.alive.at(max(micros)) for moment in part.profile.moments)
-        for part in parts(profile, plan, micros)
+        part.in_flight_bytes + max(moment.alive.at(max(micros)) for moment in part.profile.moments)
+        for part in rank_profiles(profile, plan, micros)
     )
 
 
@@ -72,11 +72,11 @@ def peak(world: World, plan: Plan) -> float:
         held = [each for each in run.model.parameters() if not each.is_meta]
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
-        with recording(run.model, batch.samples) as recorder:
+        with record_ops(run.model, batch.samples) as recorder:
             for value in (*held, *run.model.buffers()):
-                recorder.ignore(value)
+                recorder.ignore_storage(value)
             run.backward(batch)
-    return max(call.alive for call in recorder.trace.calls)
+    return max(call.alive_bytes for call in recorder.trace.calls)
 
 
 def _row(plan: Plan, expected: float, found: float, whole: float) -> Row:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from bench.common import Row, publish, tell
-from echelon.engine.checkpoint.checkpoint_reader import open_stored, tensors
+from echelon.engine.checkpoint.checkpoint_reader import open_checkpoint, read_full_tensors
 from echelon.observer import read_events
-from echelon.testing.fault_schedule import Stopped, stop_at
+from echelon.testing.fault_schedule import StoppedCommand, run_until_step
 
 STEPS, EVERY = 40, 3
 
@@ -56,10 +56,10 @@ def job():
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         data=TensorDataset(torch.randn(93, 1, 8, 8, generator=draw), torch.randint(5, (93,), generator=draw)),
-        batch=16,
+        batch_size=16,
         steps={STEPS},
-        clip=0.5,
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        clip_norm=0.5,
+        lr_schedule=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     )
 """
 
@@ -114,13 +114,13 @@ def break_and_resume(cell: Cell, folder: Path) -> Outcome:
         options = ["--out", str(folder / out), "--every", str(EVERY), "--quiet", "--plan", plan]
         return [sys.executable, "-m", "echelon", "train", str(file), *options]
 
-    def stop(step: int, with_signal: signal.Signals) -> Stopped:
+    def stop(step: int, with_signal: signal.Signals) -> StoppedCommand:
         events = folder / "broken" / "events.jsonl"
-        return stop_at(
+        return run_until_step(
             command("broken"),
             events=events,
             step=step,
-            with_signal=with_signal,
+            stop_signal=with_signal,
             delay=cell.delay,
             environment=environment,
         )
@@ -128,8 +128,8 @@ def break_and_resume(cell: Cell, folder: Path) -> Outcome:
     _finish(command("whole"), environment)
     killed = stop(cell.kill, signal.SIGKILL)
     interrupted = stop(cell.interrupt, signal.SIGINT)
-    if interrupted.code != 130:
-        raise SystemExit(f"{cell}: interrupted, it ended with {interrupted.code}\n{interrupted.output}")
+    if interrupted.exit_code != 130:
+        raise SystemExit(f"{cell}: interrupted, it ended with {interrupted.exit_code}\n{interrupted.output}")
     _finish(command("broken"), environment)
     whole, broken = (
         read_checkpoint(folder / name / "checkpoints" / f"step-{STEPS:08d}") for name in ("whole", "broken")
@@ -156,7 +156,7 @@ def _finish(command: Sequence[str], environment: dict[str, str]) -> None:
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    return tensors(open_stored(folder))
+    return read_full_tensors(open_checkpoint(folder))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

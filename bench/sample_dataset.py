@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from echelon.data import Loader, Packed, open_source
-from echelon.data.packed.from_samples import Values
-from echelon.data.packed.inspect import damages
+from echelon.data.packed.from_samples import SamplePackingSource
+from echelon.data.packed.inspect import find_damage
 from echelon.data.packed.pack import pack
 from echelon.errors import DataError
 
@@ -36,7 +36,7 @@ def samples(count: int) -> list[dict[str, Any]]:
 def make(folder: Path, count: int = 120, shards: int = 3) -> list[Plain]:
     """Pack samples, several blocks in each file; returns what reading must give."""
     rows = samples(count)
-    origin = Values(rows, {"source": "made for a test"})
+    origin = SamplePackingSource(rows, {"source": "made for a test"})
     origin.row_bytes = 2**15  # as if rows were larger: 16 of them make a block
     pack(origin, folder, shards=shards)
     tokens = [np.array(row["tokens"], np.int64).tobytes() for row in rows]
@@ -95,7 +95,7 @@ def skipping(folder: str | Path, right: list[Plain], **how: Any) -> bool:
 
 def verified(folder: str | Path, right: list[Plain], **how: Any) -> bool:
     """`echelon data verify` finds something wrong, or all samples are as they were."""
-    return bool(list(damages(str(folder)))) or everything(folder, right, **how)
+    return bool(list(find_damage(str(folder)))) or everything(folder, right, **how)
 
 
 WAYS: dict[str, Callable[..., bool]] = {

@@ -23,14 +23,14 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish
 from echelon.engine.run import Run
 from echelon.hardware import measure
-from echelon.hardware.measure import Busy
+from echelon.hardware.measure import BackgroundLoad
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.simulator import simulate
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 #: DESIGN.md: time within 25 %.
@@ -73,7 +73,7 @@ def job() -> Job:
         loss=lambda output, batch: F.binary_cross_entropy_with_logits(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
         data=TensorDataset(users, seen, torch.rand(count, generator=draw).round()),
-        batch=BATCH,
+        batch_size=BATCH,
         steps=1000,
     )
 
@@ -88,7 +88,7 @@ def run_plan(world: World, document: str) -> list[float]:
         run.step(batch)
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
-    run.meet()
+    run.synchronize()
     run.ranks.barrier()  # the servers end with rank 0
     run.close()
     return seconds[WARM:]
@@ -100,13 +100,13 @@ def main() -> int:
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    cluster, made, others = measure(refresh=options.refresh), job(), Busy()
+    cluster, made, others = measure(refresh=options.refresh), job(), BackgroundLoad()
     known = profile(made)
     forecasts = {text: simulate(known, cluster, complete(from_text(text), made, known)) for text in PLANS}
     seconds: dict[str, list[float]] = {text: [] for text in PLANS}
     for _ in range(options.rounds):
         for text, forecast in forecasts.items():
-            with Pool() as pool:
+            with RankPool() as pool:
                 answers = pool.run(forecast.plan.ranks, run_plan, forecast.plan.to_json(), timeout=300)
             seconds[text] += [float(np.mean(each)) for each in zip(*answers, strict=True)]
             print(f"{text}: {np.median(seconds[text]) * 1e3:.1f} ms", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def job():
         loss=lambda output, batch: task.loss(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         data=task.data(),
-        batch=task.BATCH,
+        batch_size=task.BATCH,
         steps=2,
     )
 """

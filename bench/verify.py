@@ -39,9 +39,9 @@ def job():
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         data=TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()),
-        batch=16,
+        batch_size=16,
         steps=100,
-        clip=1.0,
+        clip_norm=1.0,
     )
 """
 
@@ -83,7 +83,7 @@ def _measure(folder: Path, plan: str) -> Row:
     wall, cpu = time.perf_counter() - began, _processor() - before
     if done.returncode:
         raise SystemExit(f'"{plan}" ended with {done.returncode}\n{done.stdout}\n{done.stderr}')
-    worst = max(finding.worst for finding in Certificate.load(folder / "certificate.json").findings)
+    worst = max(finding.max_difference for finding in Certificate.load(folder / "certificate.json").findings)
     what = {"plan": plan, "largest difference": f"{worst:.1e}", "processor": f"{cpu:.1f} s"}
     return Row(what=what, value=wall, text=f"{wall:.1f} s", limit=LIMIT, detail={"wall": wall, "cpu": cpu})
 

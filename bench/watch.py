@@ -29,7 +29,7 @@ from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
 from echelon.testing.models import GPT, MLP
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 
 SHARE, SECONDS, LONG = 0.005, 3e-4, 0.1
@@ -51,7 +51,7 @@ def job(name: str) -> Job:
             loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
             data=TensorDataset(torch.randn(4096, 64, generator=draw), torch.randint(0, 10, (4096,), generator=draw)),
-            batch=128,
+            batch_size=128,
             epochs=10000,
         )
     text = torch.randint(0, 512, (512, 65), generator=draw)
@@ -60,7 +60,7 @@ def job(name: str) -> Job:
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         data=TensorDataset(text[:, :-1].clone(), text[:, 1:].clone()),
-        batch=16,
+        batch_size=16,
         epochs=10000,
     )
 
@@ -69,7 +69,7 @@ def race(world: World, name: str, rounds: int, order: tuple[bool, ...]) -> list[
     """The rounds as this rank measured them. `order`: which of four runs are watched."""
     made = job(name)
     plan, steps = CASES[name]
-    runs = [Run(made, complete(from_text(plan), made), world, watch=on) for on in order]
+    runs = [Run(made, complete(from_text(plan), made), world, monitor_divergence=on) for on in order]
     for run, on in zip(runs, order, strict=True):
         if not on:
             _blind(run)
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
     rows = []
-    with Pool() as pool:
+    with RankPool() as pool:
         for name in asked.only.split(","):
             found = [
                 each

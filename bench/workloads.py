@@ -44,7 +44,7 @@ class Workload:
             loss=lambda output, batch: loss(output, batch[-1]),
             optimizer=lambda parameters: make(parameters, fused),
             data=TensorDataset(*self.samples()),
-            batch=self.batch,
+            batch_size=self.batch,
             steps=steps,
             name=self.name,
             **fields,

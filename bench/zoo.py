@@ -27,18 +27,18 @@ from pathlib import Path
 
 import echelon
 from bench.common import Row, among, machine, publish
-from echelon.errors import EchelonError, NothingToCut, PlanError
+from echelon.errors import EchelonError, PlanError, UnsplittableModelError
 from echelon.partition.complete_plan import complete
 from echelon.plan.certificate import Certificate
-from echelon.plan.check import check, require
-from echelon.plan.describe import cut_bytes
-from echelon.plan.fallback import fall_back
+from echelon.plan.check import check, require_executable
+from echelon.plan.describe import cut_fraction
+from echelon.plan.fallback import fall_back_to_data_parallel
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_ranges
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from tests.zoo import NAMED, ZOO
 from tests.zoo.expected import expected
 from tests.zoo.prove import prove_and_count
@@ -104,8 +104,8 @@ class Cell:
 
 
 @cache
-def _pool() -> Pool:
-    return Pool()
+def _pool() -> RankPool:
+    return RankPool()
 
 
 @cache
@@ -124,7 +124,7 @@ def _completed(name: str, mesh: str) -> Plan:
     return complete(from_text(mesh), ZOO[name](), _profile(name))
 
 
-def judge(pool: Pool, name: str, text: str) -> Cell:
+def judge(pool: RankPool, name: str, text: str) -> Cell:
     """The cell of a model and a plan."""
     began = time.monotonic()
     try:
@@ -151,50 +151,50 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
-def _judged(pool: Pool, name: str, text: str) -> Cell:
+def _judged(pool: RankPool, name: str, text: str) -> Cell:
     wanted, why = from_text(text), ""
     problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems and all("`whole`" in each.remedy for each in problems):
-        wanted, why = dataclasses.replace(wanted, whole=True), "whole, as check asks"
+        wanted, why = dataclasses.replace(wanted, shard_as_one=True), "whole, as check asks"
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
-    if any(each.uncut for each in problems):
+    if any(each.nothing_to_cut for each in problems):
         # Falling back leaves the whole plan, so that what else was wrong with it does not matter.
         return _fallen(pool, name, wanted, text, "; ".join(map(str, problems)))
     if problems:
         return Cell(model=name, plan=text, verdict="refused", why="; ".join(map(str, problems)))
     try:
-        if wanted.open:
+        if wanted.incomplete:
             found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
             wanted = dataclasses.replace(
-                wanted, placements=found.placements, uncut=found.uncut, stages=found.stages, model=found.model
+                wanted, placements=found.placements, replicated=found.replicated, stages=found.stages, model=found.model
             )
-    except NothingToCut as error:
+    except UnsplittableModelError as error:
         return _fallen(pool, name, wanted, text, str(error))
     return _proved(pool, name, wanted, text, why)
 
 
-def _fallen(pool: Pool, name: str, wanted: Plan, text: str, why: str) -> Cell:
+def _fallen(pool: RankPool, name: str, wanted: Plan, text: str, why: str) -> Cell:
     """What becomes of the plan that takes the place of one that cuts nothing."""
-    other, _ = fall_back(wanted, _profile(name))
-    require(other, _profile(name))
+    other, _ = fall_back_to_data_parallel(wanted, _profile(name))
+    require_executable(other, _profile(name))
     cell = _proved(pool, name, other, text, f'to "{other}": {why}')
     return dataclasses.replace(cell, verdict="falls back") if cell.verdict == "verified" else cell
 
 
-def _proved(pool: Pool, name: str, wanted: Plan, text: str, why: str) -> Cell:
+def _proved(pool: RankPool, name: str, wanted: Plan, text: str, why: str) -> Cell:
     known = _profile(name)
     told = pool.run(
         wanted.ranks, prove_and_count, name, wanted.to_json(), known.to_json() if known else None, timeout=180
     )
     certificate = Certificate.from_json(told[0].certificate)
-    worst = max(certificate.findings, key=lambda each: each.worst / each.bound)
+    worst = max(certificate.findings, key=lambda each: each.max_difference / each.bound)
     notes = [each for each in certificate.notes if "all the same" in each or "could not" in each or "ill-cond" in each]
     return Cell(
         model=name,
         plan=text,
         verdict="verified" if certificate.verified else "not verified",
         why="; ".join(each for each in (why, "" if certificate.verified else certificate.divergent, *notes) if each),
-        worst=worst.worst,
+        worst=worst.max_difference,
         bound=worst.bound,
         sent=max(each.sent for each in told),
         held=max(each.held for each in told),
@@ -209,15 +209,15 @@ def _shares(plan: Plan, known: Profile | None) -> dict[str, float]:
     if plan.mesh.tp == 1:
         return found
 
-    paired = cut_bytes(plan, known, "column", "between", "row", "attention")
-    return found | {"cut": cut_bytes(plan, known), "paired": paired, "stored": cut_bytes(plan, known, "stored")}
+    paired = cut_fraction(plan, known, "column", "between", "row", "attention")
+    return found | {"cut": cut_fraction(plan, known), "paired": paired, "stored": cut_fraction(plan, known, "stored")}
 
 
 def _work(plan: Plan, known: Profile) -> float:
     """Of the busiest rank of the pipeline axis."""
     work = [0.0] * plan.mesh.pp
-    for stage, visits in enumerate(stage_ranges(plan, len(known.visits))):
-        work[stage % plan.mesh.pp] += sum(known.visits[place].work for place in visits)
+    for stage, visits in enumerate(stage_ranges(plan, len(known.pipeline_units))):
+        work[stage % plan.mesh.pp] += sum(known.pipeline_units[place].cost for place in visits)
     return max(work) / sum(work)
 
 

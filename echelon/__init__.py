@@ -8,7 +8,7 @@
     import echelon
 
     def job():
-        return echelon.Job(model=Net, loss=..., optimizer=..., data=..., batch=256, epochs=3)
+        return echelon.Job(model=Net, loss=..., optimizer=..., data=..., batch_size=256, epochs=3)
 
     echelon.train(job)
 
@@ -19,7 +19,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.launchers.environment import keep_memory
+from echelon.launchers.environment import keep_freed_memory
 
 if TYPE_CHECKING:
     from echelon.errors import EchelonError
@@ -59,7 +59,7 @@ __all__ = [
 
 
 if "torch" not in sys.modules:
-    keep_memory()
+    keep_freed_memory()
 
 
 def __getattr__(name: str) -> Any:

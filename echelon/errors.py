@@ -45,7 +45,7 @@ class PlanError(EchelonError):
         self.problems = tuple(problems)
 
 
-class NothingToCut(PlanError):  # noqa: N818 (a reason; its base says error)
+class UnsplittableModelError(PlanError):
     """A plan whose tp or pp finds nothing of the model to cut: sharded data parallelism over the same ranks would do."""
 
 
@@ -57,11 +57,11 @@ class DataError(EchelonError):
     """A data set that cannot give the samples it promised."""
 
 
-class LostError(DataError):
+class MissingDataError(DataError):
     """A file that is not there, or not as it was packed: to try again would not help."""
 
 
-class DamagedError(DataError):
+class CorruptDataError(DataError):
     """A block that is not as it was packed: another copy of its file may be."""
 
 
@@ -76,11 +76,11 @@ class WorldError(EchelonError):
 class LaunchError(EchelonError):
     """Ranks that could not be started, or one that died.
 
-    `kind`: the class of that rank's own error, if it reported one; `started`: whether steps were trained before.
+    `error_class`: the class of that rank's own error, if it reported one; `started`: whether steps were trained before.
     """
 
     exit_code = 1
-    kind = ""
+    error_class = ""
     started = False
 
 
@@ -88,7 +88,7 @@ class CheckpointError(EchelonError):
     """A checkpoint that is missing, damaged or cannot be written."""
 
 
-class ForeignCheckpoint(CheckpointError):  # noqa: N818 (a kind of checkpoint; its base says error)
+class IncompatibleCheckpointError(CheckpointError):
     """A whole checkpoint of another job or format: an older one would not fit either."""
 
 
@@ -101,7 +101,7 @@ class TrainingError(EchelonError):
 class DivergenceError(TrainingError):
     """Ranks that must compute the same do not, or together compute something else than one device would.
 
-    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known. `agreed`: the last step that
+    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known. `last_agreed_step`: the last step that
     was checked and found right, where later ones may be wrong.
     """
 
@@ -112,13 +112,13 @@ class DivergenceError(TrainingError):
         rank: int | None = None,
         tensor: str | None = None,
         cause: str | None = None,
-        agreed: int | None = None,
+        last_agreed_step: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.tensor, self.cause, self.agreed = rank, tensor, cause, agreed
+        self.rank, self.tensor, self.cause, self.last_agreed_step = rank, tensor, cause, last_agreed_step
 
 
-class UnpartedState(DivergenceError):  # noqa: N818 (what the model has; its base says error)
+class UnshardableStateError(DivergenceError):
     """A model whose state follows from whole batches (a queue, a codebook): ranks or micro-batches cannot keep it as one device does."""
 
 
@@ -128,7 +128,7 @@ class VerificationError(EchelonError):
     exit_code = 1
 
 
-class UnprovedPlan(VerificationError):  # noqa: N818 (what the plan is; its base says error)
+class UnverifiedPlanError(VerificationError):
     """A plan that may not train, because its proof failed or could not be made."""
 
 
@@ -138,7 +138,7 @@ class ServerError(EchelonError):
     exit_code = 1
 
 
-class ShardsLost(ServerError):  # noqa: N818 (what happened; its base says error)
+class ShardsLostError(ServerError):
     """All replicas of some shards are gone."""
 
     def __init__(self, message: str, shards: Sequence[int] = ()) -> None:

@@ -37,24 +37,24 @@ class Event:
     def to_line(self) -> str:
         """As one line of JSON. A value that is not a number is written as null (JSON has no NaN)."""
         line = {"kind": self.kind, "step": self.step, "rank": self.rank, "time": round(self.time, 3), **self.data}
-        return json.dumps(_finite(line))
+        return json.dumps(_replace_non_finite(line))
 
     @classmethod
     def from_line(cls, line: str) -> Event:
         """The event that `to_line` wrote."""
-        plain = json.loads(line)
-        head = {name: plain.pop(name) for name in ("kind", "step", "rank", "time")}
-        return cls(**head, data=plain)
+        fields = json.loads(line)
+        header = {name: fields.pop(name) for name in ("kind", "step", "rank", "time")}
+        return cls(**header, data=fields)
 
 
 Listener = Callable[[Event], None]
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return value

@@ -28,14 +28,14 @@ class Job:
     """What to train.
 
     `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens). `loss=None`
-    takes the model's own `output.loss`, over the labels that are not -100. `batch` is the global batch: micro-batches and accumulation
+    takes the model's own `output.loss`, over the labels that are not -100. `batch_size` is the global batch: micro-batches and accumulation
     are the plan's.
     """
 
     model: nn.Module | Callable[[], nn.Module]
     optimizer: Callable[[Iterable[Any]], Optimizers]
     data: Any
-    batch: int
+    batch_size: int
     loss: Loss | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -43,10 +43,10 @@ class Job:
     inputs: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     #: `(optimizer) or (optimizer, total_steps) -> LRScheduler`, stepped once per optimizer step.
-    schedule: Callable[..., Any] | None = None
+    lr_schedule: Callable[..., Any] | None = None
     #: Largest gradient norm; None: no clipping.
-    clip: float | None = None
-    evaluation: Any = None
+    clip_norm: float | None = None
+    eval_data: Any = None
     #: name -> `(output, batch) -> mean or (sum, count)`, aggregated over every sample of the evaluation.
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
@@ -60,37 +60,43 @@ class Job:
     #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
     weights: str | Path | None = None
 
-    def __new__(cls, *values: Any, **given: Any) -> Self:
+    def __new__(cls, *positional: Any, **arguments: Any) -> Self:
         """Answer a wrong name in words; copies are made with nothing given."""
-        known = cls.__dataclass_fields__
-        if values:
+        job_fields = cls.__dataclass_fields__
+        if positional:
             raise JobError(
-                f"a Job's fields are given by name: Job(model=...), not Job({type(values[0]).__name__}, ...)"
+                f"a Job's fields are given by name: Job(model=...), not Job({type(positional[0]).__name__}, ...)"
             )
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}=?" if near else f"its fields are {', '.join(known)}"
+        for name in arguments:
+            if name not in job_fields:
+                close_matches = difflib.get_close_matches(name, job_fields, 1)
+                hint = (
+                    f"did you mean {close_matches[0]}=?" if close_matches else f"its fields are {', '.join(job_fields)}"
+                )
                 raise JobError(f"a Job has no {name}=; {hint}")
-        needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
-        missing = [f"{name}=" for name in needed if name not in given]
-        if given and missing:
+        required = [
+            field_name
+            for field_name, job_field in job_fields.items()
+            if job_field.default is MISSING and job_field.default_factory is MISSING
+        ]
+        missing = [f"{name}=" for name in required if name not in arguments]
+        if arguments and missing:
             raise JobError(
                 f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given"
             )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if type(self.batch) is not int or self.batch < 1:
-            raise JobError(f"batch={self.batch!r}: the global batch is a whole number of samples, at least 1")
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise JobError(f"batch_size={self.batch_size!r}: the global batch is a whole number of samples, at least 1")
         if (self.epochs is None) == (self.steps is None):
             raise JobError("give one of epochs= and steps=: how long to train")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise JobError(f"{name}={value!r}: a whole number of at least 1")
-        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
-            raise JobError(f"clip={self.clip!r}: a gradient norm, a number above 0, or None for no clipping")
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            raise JobError(f"clip_norm={self.clip_norm!r}: a gradient norm, a number above 0, or None for no clipping")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
             raise JobError(f"seed={self.seed!r}: a whole number of 64 bits at most")
         if type(self.drop_last) is not bool:
@@ -111,14 +117,14 @@ class Job:
             raise JobError(
                 "optimizer= is a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
             )
-        for name in ("loss", "inputs", "collate", "schedule"):
+        for name in ("loss", "inputs", "collate", "lr_schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise JobError(f"{name}={value!r} is not a function")
         self._check_metrics()
-        if _is_empty(self.evaluation):
+        if _is_empty(self.eval_data):
             raise JobError(
-                f"evaluation= is empty ({type(self.evaluation).__name__}): give at least one sample to evaluate on, or leave it out"
+                f"eval_data= is empty ({type(self.eval_data).__name__}): give at least one sample to evaluate on, or leave it out"
             )
         if _is_number(self.warmup_data) and not 0 < self.warmup_data < 1:
             raise JobError(
@@ -126,7 +132,7 @@ class Job:
             )
         if _is_empty(self.warmup_data):
             raise JobError("warmup_data= is empty: give at least one sample to begin with, or leave it out")
-        self._check_calls()
+        self._check_signatures()
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
@@ -143,26 +149,35 @@ class Job:
                     "metrics={'loss': ...}: the loss is always evaluated, under this name; give another name"
                 )
 
-    def _check_calls(self) -> None:
+    def _check_signatures(self) -> None:
         """Each function takes what it will be called with: told now, with its place, not in the first step."""
-        made = isinstance(self.model, type) or not hasattr(self.model, "forward")
+        is_factory = isinstance(self.model, type) or not hasattr(self.model, "forward")
         calls: list[tuple[str, Any, tuple[str, ...]]] = [
-            ("model", self.model if made else None, ("",)),
+            ("model", self.model if is_factory else None, ("",)),
             ("loss", self.loss, ("output, batch",)),
             ("optimizer", self.optimizer, ("params",)),
             ("inputs", self.inputs, ("batch",)),
             ("collate", self.collate, ("samples",)),
-            ("schedule", self.schedule, ("optimizer", "optimizer, total_steps")),
+            ("lr_schedule", self.lr_schedule, ("optimizer", "optimizer, total_steps")),
             *((f"metrics[{name!r}]", metric, ("output, batch",)) for name, metric in self.metrics.items()),
         ]
         for name, function, forms in calls:
             if function is not None and not any(
-                takes(function, len(form.split(", ")) if form else 0) for form in forms
+                accepts_arguments(function, len(form.split(", ")) if form else 0) for form in forms
             ):
-                said = " or ".join(f"{name}({form})" for form in forms)
+                call_forms = " or ".join(f"{name}({form})" for form in forms)
                 raise JobError(
-                    f"{name}= is called as {said}, and {place(function)} takes {inspect.signature(function)}"
+                    f"{name}= is called as {call_forms}, and {function_location(function)} takes {inspect.signature(function)}"
                 )
+
+
+#: What earlier versions and other libraries call a Job's fields.
+_OTHER_NAMES = {
+    "batch": "batch_size", "schedule": "lr_schedule", "scheduler": "lr_schedule", "lr_scheduler": "lr_schedule", "clip": "clip_norm",
+    "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm", "evaluation": "eval_data", "eval_dataset": "eval_data",
+    "val_data": "eval_data", "dataset": "data", "train_dataset": "data", "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate",
+    "max_epochs": "epochs", "max_steps": "steps", "dtype": "precision",
+}  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
@@ -176,7 +191,7 @@ def _is_empty(data: Any) -> bool:
         return False
 
 
-def takes(function: Callable[..., Any], count: int) -> bool:
+def accepts_arguments(function: Callable[..., Any], count: int) -> bool:
     """Whether it can be called with `count` values; of what Python cannot say nothing is held against it."""
     try:
         signature = inspect.signature(function)
@@ -189,7 +204,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def place(function: Any) -> str:
+def function_location(function: Any) -> str:
     """Where a function stands: `job.py line 12`, or its name."""
     while isinstance(function, partial):
         function = function.func
@@ -202,15 +217,15 @@ def place(function: Any) -> str:
 
 def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
     """The model's output for a collated batch: how a batch reaches the model is decided here and nowhere else."""
-    arguments, keywords = _inputs(model, batch) if job.inputs is None else job.inputs(batch)
+    arguments, keywords = _select_inputs(model, batch) if job.inputs is None else job.inputs(batch)
     if job.loss is None:
-        keywords = {**_items(model, batch), **keywords}
+        keywords = {**_count_keyword(model, batch), **keywords}
     return model(*arguments, **keywords)
 
 
-def _inputs(model: nn.Module, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _select_inputs(model: nn.Module, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
-        accepted = _accepted(getattr(model.forward, "__func__", model.forward))
+        accepted = _accepted_keywords(getattr(model.forward, "__func__", model.forward))
         if accepted is None:
             return (), batch
         keywords = {key: value for key, value in batch.items() if key in accepted}
@@ -232,10 +247,10 @@ def _inputs(model: nn.Module, batch: Any) -> tuple[Sequence[Any], Mapping[str, A
 
 def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None) -> Tensor | tuple[Tensor, Any]:
     """The batch's loss: a scalar mean, or `(sum, count)`. `model` tells how a model's own loss counts its labels."""
-    loss = job.loss(output, batch) if job.loss is not None else _own_loss(output, batch, model)
+    loss = job.loss(output, batch) if job.loss is not None else _model_loss(output, batch, model)
     if isinstance(loss, tuple):
         if len(loss) == 2 and _is_number(loss[0]):
-            loss = _tensor(loss[0], like=loss[1]), loss[1]
+            loss = _as_tensor(loss[0], like=loss[1]), loss[1]
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
         total, count = loss
@@ -255,14 +270,14 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
     return loss.reshape(())
 
 
-def _tensor(number: Any, *, like: Any) -> Tensor:
+def _as_tensor(number: Any, *, like: Any) -> Tensor:
     """A plain number as a tensor: (0, 0) where nothing counts."""
     import torch
 
     return torch.tensor(float(number), device=getattr(like, "device", None))
 
 
-def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
+def _model_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
     """`output.loss`, weighed by the labels that count where there are such labels: ragged batches then average rightly."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
@@ -275,27 +290,36 @@ def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
     if loss.requires_grad:
         from echelon.loss_counts import read_counts
 
-        reading = read_counts(loss, summed=False)
-        if reading.only is not None and model is not None and model not in _LABELS and not _is_fake(loss):
-            _LABELS[model] = _labels_like(reading.only, batch)
-        if reading.terms:
+        loss_counts = read_counts(loss, accept_sums=False)
+        if (
+            loss_counts.only_term is not None
+            and model is not None
+            and model not in _LABEL_COUNTING
+            and not _is_fake(loss)
+        ):
+            _LABEL_COUNTING[model] = _infer_label_counting(loss_counts.only_term, batch)
+        if loss_counts.terms:
             # Of several averages each has its own count, which the engine reads and watches.
-            return loss if reading.only is None or reading.only.by_shape else _as_sum(loss, reading.only.count)
-    count = _counted(batch, model)
-    return loss if count is None else _as_sum(loss, count)
+            return (
+                loss
+                if loss_counts.only_term is None or loss_counts.only_term.counted_by_shape
+                else _mean_to_sum(loss, loss_counts.only_term.count)
+            )
+    count = _count_labels(batch, model)
+    return loss if count is None else _mean_to_sum(loss, count)
 
 
-def _as_sum(mean: Tensor, count: Any) -> tuple[Tensor, Any]:
+def _mean_to_sum(mean: Tensor, count: Any) -> tuple[Tensor, Any]:
     """A mean as (sum, count). A mean over no label is NaN; as a part of the step's sum it is nothing."""
     import torch
 
     count = torch.as_tensor(count, device=mean.device)
-    total = mean * count.to(mean.dtype).where(count > 0, 1)
-    return total.where(count > 0, total.new_zeros(())), count
+    loss_sum = mean * count.to(mean.dtype).where(count > 0, 1)
+    return loss_sum.where(count > 0, loss_sum.new_zeros(())), count
 
 
 #: By model: which labels its own loss was seen to average over, for losses without a graph: "all" that count, "shifted", or "none".
-_LABELS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_LABEL_COUNTING: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -304,8 +328,8 @@ def _is_fake(tensor: Tensor) -> bool:
     return type(tensor) is not torch.Tensor or tensor.is_meta
 
 
-def _labels_like(term: Any, batch: Any) -> str:
-    labels = _labels(batch)
+def _infer_label_counting(term: Any, batch: Any) -> str:
+    labels = _class_labels(batch)
     if term.by_shape or labels is None:
         return "none"
     count = float(term.count)
@@ -314,40 +338,42 @@ def _labels_like(term: Any, batch: Any) -> str:
     return "all" if count == float((labels != -100).sum()) else "none"
 
 
-def _items(model: nn.Module, batch: Any) -> dict[str, Any]:
+def _count_keyword(model: nn.Module, batch: Any) -> dict[str, Any]:
     """`num_items_in_batch` for a model that takes it: it then divides its sum by that, whatever labels it counts itself."""
     forward = model.forward
     owner = getattr(forward, "__self__", model)
-    accepted = _accepted(getattr(forward, "__func__", forward))
+    accepted = _accepted_keywords(getattr(forward, "__func__", forward))
     if accepted is None:
         # Any keyword may end anywhere: only models that say so (as HF's do) use this one for their loss.
-        takes = getattr(owner, "accepts_loss_kwargs", hasattr(owner, "loss_function"))
+        accepts_count = getattr(owner, "accepts_loss_kwargs", hasattr(owner, "loss_function"))
     else:
-        takes = "num_items_in_batch" in accepted
-    count = _counted(batch, owner) if takes else None
+        accepts_count = "num_items_in_batch" in accepted
+    count = _count_labels(batch, owner) if accepts_count else None
     return {} if count is None else {"num_items_in_batch": count.clamp(min=1)}
 
 
-def _counted(batch: Any, model: nn.Module | None) -> Any:
+def _count_labels(batch: Any, model: nn.Module | None) -> Any:
     """How many labels of `batch` the model's own loss counts, as a tensor; None: it has no labels that are counted."""
-    labels = _labels(batch)
-    seen = _LABELS.get(model) if model is not None else None
-    if labels is None or seen == "none":
+    labels = _class_labels(batch)
+    counting = _LABEL_COUNTING.get(model) if model is not None else None
+    if labels is None or counting == "none":
         return None
-    kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
-    if labels.dim() > 1 and (seen == "shifted" or (seen is None and ("CausalLM" in kind or "LMHead" in kind))):
+    model_kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
+    if labels.dim() > 1 and (
+        counting == "shifted" or (counting is None and ("CausalLM" in model_kind or "LMHead" in model_kind))
+    ):
         labels = labels[..., 1:]  # token t predicts token t + 1: the first label is never counted
     return (labels != -100).sum()
 
 
-def _labels(batch: Any) -> Any:
+def _class_labels(batch: Any) -> Any:
     """Labels that are classes; detection has lists of boxes, regression has numbers: such losses are means over samples."""
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels if hasattr(labels, "is_floating_point") and not labels.is_floating_point() else None
 
 
 @lru_cache(maxsize=64)
-def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
+def _accepted_keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
     """Names that a forward takes by keyword; None: any."""
     parameters = inspect.signature(forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -355,25 +381,29 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)) - {"self"}
 
 
-def lift(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`model` in `dtype`, in place; complex numbers stay complex, of twice the width."""
-    wide = dtype.to_complex()
+    complex_dtype = dtype.to_complex()
     return model._apply(
-        lambda t: t.to(wide if t.is_complex() else dtype) if t.is_complex() or t.is_floating_point() else t
+        lambda tensor: (
+            tensor.to(complex_dtype if tensor.is_complex() else dtype)
+            if tensor.is_complex() or tensor.is_floating_point()
+            else tensor
+        )
     )
 
 
-def make_dense(model: nn.Module, keep: Collection[int] = ()) -> list[str]:
+def disable_sparse_gradients(model: nn.Module, kept_ids: Collection[int] = ()) -> list[str]:
     """Have no module give sparse gradients, which cannot be added up over ranks; returns the paths of those that did.
 
-    The same is trained: an optimizer that takes either kind makes the same update of both. `keep`: ids of weights whose optimizer does not.
+    The same is trained: an optimizer that takes either kind makes the same update of both. `kept_ids`: ids of weights whose optimizer does not.
     """
-    found = []
+    paths = []
     for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and hasattr(module, "weight") and id(module.weight) not in keep:
+        if getattr(module, "sparse", False) is True and hasattr(module, "weight") and id(module.weight) not in kept_ids:
             module.sparse = False
-            found.append(path or "model")
-    return found
+            paths.append(path or "model")
+    return paths
 
 
 def call_optimizer(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
@@ -381,32 +411,35 @@ def call_optimizer(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> 
     `getattr(p, "_no_decay", False)` or `id(p) in mine` would take a pair without an error, and group it wrongly."""
     try:
         return job.optimizer(value for _, value in parameters)
-    except Exception as first:
+    except Exception as parameters_error:
         try:
             return job.optimizer(iter(parameters))
-        except Exception as second:
+        except Exception as pairs_error:
             # The message of a function that unpacks pairs says nothing where it was given parameters.
             raise (
-                second if isinstance(first, TypeError | ValueError) and _UNPACKING.search(str(first)) else first
+                pairs_error
+                if isinstance(parameters_error, TypeError | ValueError)
+                and _UNPACKING_ERROR.search(str(parameters_error))
+                else parameters_error
             ) from None
 
 
-_UNPACKING = re.compile(r"unpack|0-d tensor|update sequence")
+_UNPACKING_ERROR = re.compile(r"unpack|0-d tensor|update sequence")
 
 
 def require_trainable(model: nn.Module) -> None:
     """Refuse a model of which a step would change nothing: torch would fail in backward, and not say why."""
-    found = dict(model.named_parameters())
-    if any(value.requires_grad for value in found.values()):
+    parameters = dict(model.named_parameters())
+    if any(value.requires_grad for value in parameters.values()):
         return
-    kind = type(model).__name__
-    if not found:
+    model_type = type(model).__name__
+    if not parameters:
         raise JobError(
-            f"model ({kind}) has no parameters: there is nothing to train; add a layer that has some, or keep tensors "
+            f"model ({model_type}) has no parameters: there is nothing to train; add a layer that has some, or keep tensors "
             "that shall learn as nn.Parameter"
         )
-    names = ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else "")
+    names = ", ".join(list(parameters)[:3]) + (", ..." if len(parameters) > 3 else "")
     raise JobError(
-        f"model ({kind}): all {len(found)} parameters have requires_grad=False ({names}): there is nothing to train; "
+        f"model ({model_type}): all {len(parameters)} parameters have requires_grad=False ({names}): there is nothing to train; "
         "call requires_grad_() on those that shall learn"
     )

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.tree import map_tensors, tensors, tree_leaves
+from echelon.tree import map_tensors, tree_leaves, tree_tensors
 
 Scalar = float | Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class LossTerm:
     """One average in a loss: `name` is its operator, `count` what its sum is divided by."""
 
     name: str
@@ -36,62 +36,75 @@ class Term:
     #: What makes it its sum again: `count`, unless nothing was counted (a focal loss is a sum over negatives too).
     scale: Scalar
     #: Whether the count is the number of elements of a tensor, and not of those that a loss chose to count.
-    by_shape: bool = False
+    counted_by_shape: bool = False
     #: Whether it is a sum divided by a number, which may be `max(count, least)`; and whether that number is 1, the usual least.
-    divided: bool = False
-    at_one: bool | Tensor = False
+    is_divided: bool = False
+    divided_by_one: bool | Tensor = False
     #: Whether the number is more than what was counted.
-    hidden: bool = False
+    is_clamped: bool = False
     #: Whether it is multiplied by zero.
-    void: bool = False
+    is_zeroed: bool = False
     #: What divides it besides its own count: the length, where it is an entry of a list whose mean is the loss.
-    outer: Scalar = 1.0
+    list_length: Scalar = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class LossReading:
     """The averages that a loss adds up, and the operators through which the graph could not be read."""
 
-    terms: tuple[Term, ...] = ()
-    opaque: tuple[str, ...] = ()
+    terms: tuple[LossTerm, ...] = ()
+    opaque_operators: tuple[str, ...] = ()
 
     @property
-    def only(self) -> Term | None:
+    def only_term(self) -> LossTerm | None:
         """The one average that the loss is, up to constant factors; None where it is a sum of several, or not readable."""
-        return self.terms[0] if len(self.terms) == 1 and not self.opaque else None
+        return self.terms[0] if len(self.terms) == 1 and not self.opaque_operators else None
 
 
 #: Operators that average over every element of their input, by the name of their backward without its number.
-_MEANS = {
+_MEAN_OPERATORS = {
     "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss", "KlDiv",
 }  # fmt: skip
 #: Operators that average over the rows of their input.
-_ROW_MEANS = {"MultiMarginLoss", "MultilabelMarginLoss"}
+_ROW_MEAN_OPERATORS = {"MultiMarginLoss", "MultilabelMarginLoss"}
 #: Operators that leave a single number as it is, or add numbers up.
-_TRANSPARENT = {
+_TRANSPARENT_OPERATORS = {
     "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose", "T", "Expand", "Clone", "ToCopy", "Alias",
     "AliasBackward", "Copy", "CopyBackwards", "Neg", "Add", "Sub", "Rsub", "Where", "Select", "NanToNum",
 }  # fmt: skip
 #: Those of them that only look at it in another shape.
-_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Alias"}
-_SUMS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
+_VIEW_OPERATORS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Alias"}
+_SUM_OPERATORS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
 #: `reduction=` as autograd saves it.
 _REDUCED_BY_MEAN, _REDUCED_BY_SUM = 1, 2
 #: Operators through which numbers that do not require gradients may be samples.
-_MIXING = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div"}
+_MIXING_OPERATORS = {
+    "Mul",
+    "Mm",
+    "Bmm",
+    "Addmm",
+    "Baddbmm",
+    "Mv",
+    "Dot",
+    "Embedding",
+    "Index",
+    "Gather",
+    "Where",
+    "Div",
+}
 #: How the operators end that compare outputs with targets.
-_LOSSES = ("Loss", "Loss2D", "Logits", "Entropy")
+_LOSS_SUFFIXES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
-_PENALTY = 16
+_MAX_PENALTY_NODES = 16
 #: A count that grows by more than rounding, and how far a sum may be off.
-_GROWN, _CLOSE = 1 + 1e-6, 1e-3
+_MIN_GROWTH, _SUM_TOLERANCE = 1 + 1e-6, 1e-3
 #: Elements of outputs and batches that are given again more than twice.
-_REPEATED = 2**24
+_MAX_REPEATED_NUMEL = 2**24
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
-_MOST = 1024
+_MAX_NODES = 1024
 
 
-class ModelOutput(torch.autograd.Function):
+class ModelOutputMarker(torch.autograd.Function):
     """Marks what a model returned, where nothing of the model is in the graph: it is no parameter."""
 
     @staticmethod
@@ -105,263 +118,279 @@ class ModelOutput(torch.autograd.Function):
         return gradient
 
 
-def read_counts(loss: Tensor, *, summed: bool = True, most: int | None = None) -> Reading:
-    """The averages in `loss`, a single number; empty where it has no graph. `summed`: a loss with reduction="sum" that is divided by a count is an
-    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's). `most`: averages after which
+def read_counts(loss: Tensor, *, accept_sums: bool = True, max_terms: int | None = None) -> LossReading:
+    """The averages in `loss`, a single number; empty where it has no graph. `accept_sums`: a loss with reduction="sum" that is divided by a count is an
+    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's). `max_terms`: averages after which
     reading ends."""
-    terms: list[Term] = []
+    terms: list[LossTerm] = []
     opaque: list[str] = []
     if loss.grad_fn is None:
-        return Reading()
-    _walk(loss.grad_fn, terms, opaque, summed=summed, most=most)
-    return Reading(terms=tuple(terms), opaque=tuple(opaque))
+        return LossReading()
+    _collect_terms(loss.grad_fn, terms, opaque, accept_sums=accept_sums, max_terms=max_terms)
+    return LossReading(terms=tuple(terms), opaque_operators=tuple(opaque))
 
 
-def recount(terms: Sequence[Term], again: Callable[[int], Tensor | None]) -> tuple[Term | None, bool]:
+def recount_term(
+    terms: Sequence[LossTerm], repeat_loss: Callable[[int], Tensor | None]
+) -> tuple[LossTerm | None, bool]:
     """The only term with what it really counts, where `max(count, least)` may hide that (None where it does not show), and whether that is sure.
 
-    `again(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`. So does
+    `repeat_loss(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`. So does
     its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum. A sum of zero does not show whether it grows.
     """
-    term, first = terms[0], again(1)
-    if len(terms) > 1 or first is None:
+    term, first_loss = terms[0], repeat_loss(1)
+    if len(terms) > 1 or first_loss is None:
         return None, False
-    total = float(first.detach()) * float(term.scale)
+    total = float(first_loss.detach()) * float(term.scale)
     for times in (1, 2, 4, 8, 16, 32, 64):
-        loss = first if times == 1 else again(times)
-        reading = None if loss is None else read_counts(loss).only
+        loss = first_loss if times == 1 else repeat_loss(times)
+        reading = None if loss is None else read_counts(loss).only_term
         if loss is None or reading is None:
             break
-        grown = reading.scale
+        repeated_scale = reading.scale
         # It may draw or ask other ranks, samples may lie in no row of their own, or the model computes the loss: then it does not grow so.
-        if not math.isclose(float(loss.detach()) * float(grown), times * total, rel_tol=_CLOSE):
+        if not math.isclose(float(loss.detach()) * float(repeated_scale), times * total, rel_tol=_SUM_TOLERANCE):
             return None, False
-        if times > 1 and grown > term.scale * _GROWN:
-            count = grown / times
-            return replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=_CLOSE)), True
-    return (replace(term, count=term.scale * 0, hidden=True), bool(total)) if times > 2 else (None, False)
+        if times > 1 and repeated_scale > term.scale * _MIN_GROWTH:
+            count = repeated_scale / times
+            return replace(
+                term, count=count, is_clamped=not math.isclose(count, term.scale, rel_tol=_SUM_TOLERANCE)
+            ), True
+    return (replace(term, count=term.scale * 0, is_clamped=True), bool(total)) if times > 2 else (None, False)
 
 
-def given_again(value: Any, samples: int, times: int) -> Any:
+def repeat_samples(value: Any, sample_count: int, times: int) -> Any:
     """An output or a batch with every sample given `times` times; tensors without one row per sample stay as they are. None where that is too
     much (twice is never), or where samples hold more than tensors."""
     if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value)):
         return None
-    if times > 2 and times * sum(part.numel() for part in tensors(value)) > _REPEATED:
+    if times > 2 and times * sum(tensor.numel() for tensor in tree_tensors(value)) > _MAX_REPEATED_NUMEL:
         return None
-    return map_tensors(lambda part: torch.cat([part] * times) if part.dim() and len(part) == samples else part, value)
+    return map_tensors(
+        lambda tensor: torch.cat([tensor] * times) if tensor.dim() and len(tensor) == sample_count else tensor, value
+    )
 
 
-def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool, most: int | None) -> None:
+def _collect_terms(
+    node: Any, terms: list[LossTerm], opaque: list[str], *, accept_sums: bool, max_terms: int | None
+) -> None:
     """Add the averages below `node`, the loss itself."""
     #: Operators, each with the factor by which its output enters the loss, what that was divided by last on the way, if anything, and the factor
     #: before that.
     pending: list[tuple[Any, Scalar, Scalar | None, Scalar]] = [(node, 1.0, None, 1.0)]
     #: Terms that are multiplied by zero.
-    void: list[Term] = []
+    zeroed_terms: list[LossTerm] = []
     visits = 0
-    while pending and len(terms) != most:
-        node, factor, divisor, outer = pending.pop()
+    while pending and len(terms) != max_terms:
+        node, factor, divisor, list_length = pending.pop()
         visits += 1
-        if visits > _MOST:
+        if visits > _MAX_NODES:
             opaque.append("a loss of very many terms")
             terms.clear()
             return
-        kind = _kind(node)
-        found = _average(node, kind)
-        if found is not None or (_is_sum(node, kind, summed=summed) and not _single_inputs(node)):
-            name = f"{kind} / count" if found is None else kind
+        operator = _operator_name(node)
+        mean_divisor = _mean_divisor(node, operator)
+        if mean_divisor is not None or (
+            _is_sum(node, operator, accept_sums=accept_sums) and not _has_single_inputs(node)
+        ):
+            name = f"{operator} / count" if mean_divisor is None else operator
             if not isinstance(factor, Tensor) and factor == 0:
-                void.append(Term(name=name.lower(), count=0.0, scale=0.0, void=True))
+                zeroed_terms.append(LossTerm(name=name.lower(), count=0.0, scale=0.0, is_zeroed=True))
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
-            elif (found is not None or divisor is not None) and not _of_parameters(node):
-                count = scale = _positive(_over(1.0 if found is None else found, factor))
-                nothing = found is None and _counts_nothing(node, divisor)
-                if isinstance(nothing, Tensor):
-                    count = torch.where(nothing, 0.0, count)
-                elif nothing:
+            elif (mean_divisor is not None or divisor is not None) and not _is_penalty(node):
+                count = scale = _absolute(_divide(1.0 if mean_divisor is None else mean_divisor, factor))
+                is_empty = mean_divisor is None and _is_empty_sum(node, divisor)
+                if isinstance(is_empty, Tensor):
+                    count = torch.where(is_empty, 0.0, count)
+                elif is_empty:
                     count = 0.0
                 terms.append(
-                    Term(
+                    LossTerm(
                         name=name.lower(),
                         count=count,
                         scale=scale,
-                        by_shape=found is not None and "NllLoss" not in kind,
-                        divided=found is None,
-                        at_one=found is None and divisor == 1,
-                        outer=_positive(_over(1.0, outer if found is None else factor)),
+                        counted_by_shape=mean_divisor is not None and "NllLoss" not in operator,
+                        is_divided=mean_divisor is None,
+                        divided_by_one=mean_divisor is None and divisor == 1,
+                        list_length=_absolute(_divide(1.0, list_length if mean_divisor is None else factor)),
                     )
                 )
-        elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
+        elif operator == "Div" and _has_one_element(node) and not _has_gradient_input(node, 1):
             other = node._saved_other
-            pending.append((node.next_functions[0][0], _over(factor, other), _plain(other), factor))
-        elif kind == "Mul" and _is_single(node) and _multiplies_averages(node):
+            pending.append((node.next_functions[0][0], _divide(factor, other), _to_scalar(other), factor))
+        elif operator == "Mul" and _has_one_element(node) and _multiplies_averages(node):
             opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
-        elif kind == "Mul" and _is_single(node):
-            pending.extend((*each, outer) for each in _factors(node, factor, divisor))
-        elif kind in ("Mean", "Sum", "Stack", "Cat") or (kind in _TRANSPARENT and _is_single(node)):
-            if kind == "Mean":  # of a list
-                length = float(_elements(node.next_functions[0][0]) or 1)
-                factor, outer = _over(factor, length), _over(outer, length)
+        elif operator == "Mul" and _has_one_element(node):
+            pending.extend((*side, list_length) for side in _product_sides(node, factor, divisor))
+        elif operator in ("Mean", "Sum", "Stack", "Cat") or (
+            operator in _TRANSPARENT_OPERATORS and _has_one_element(node)
+        ):
+            if operator == "Mean":  # of a list
+                length = float(_numel(node.next_functions[0][0]) or 1)
+                factor, list_length = _divide(factor, length), _divide(list_length, length)
             pending.extend(
-                (each, factor, divisor, outer) for each, _ in reversed(node.next_functions) if each is not None
+                (side, factor, divisor, list_length) for side, _ in reversed(node.next_functions) if side is not None
             )
         elif not _is_leaf(node):
             opaque.append(node.name())
-    if void and not terms:
-        terms.append(void[0])
+    if zeroed_terms and not terms:
+        terms.append(zeroed_terms[0])
 
 
-def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
+def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
     """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then.
 
-    One sample whose targets are all zero looks the same where a sum is divided by the number of samples: `recount` decides.
+    One sample whose targets are all zero looks the same where a sum is divided by the number of samples: `recount_term` decides.
     """
-    below = node.next_functions[0][0]
-    if divisor is None or below is None or (not isinstance(divisor, Tensor) and divisor != 1):
+    summed = node.next_functions[0][0]
+    if divisor is None or summed is None or (not isinstance(divisor, Tensor) and divisor != 1):
         return False
-    if _elements(below) == 0:
+    if _numel(summed) == 0:
         return divisor == 1
-    saved = [getattr(below, name, None) for name in ("_saved_self", "_saved_other")] if _kind(below) == "Mul" else []
+    saved = (
+        [getattr(summed, name, None) for name in ("_saved_self", "_saved_other")]
+        if _operator_name(summed) == "Mul"
+        else []
+    )
     empty = [~mask.any() for mask in saved if type(mask) is Tensor]
     if not empty:
         return False
-    nothing = torch.stack(empty).any() & (divisor == 1)
-    return nothing if isinstance(divisor, Tensor) or nothing.device.type != "cpu" else bool(nothing)
+    is_empty = torch.stack(empty).any() & (divisor == 1)
+    return is_empty if isinstance(divisor, Tensor) or is_empty.device.type != "cpu" else bool(is_empty)
 
 
-def _is_sum(node: Any, kind: str, *, summed: bool) -> bool:
-    return kind in _SUMS or (summed and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
+def _is_sum(node: Any, operator: str, *, accept_sums: bool) -> bool:
+    return operator in _SUM_OPERATORS or (accept_sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
 
 
-def _average(node: Any, kind: str) -> Scalar | None:
+def _mean_divisor(node: Any, operator: str) -> Scalar | None:
     """What an operator that averages divides by; None: it is none."""
-    if kind == "Mean" and not _single_inputs(node):
+    if operator == "Mean" and not _has_single_inputs(node):
         return float(
             node._saved_self_sym_numel
             if hasattr(node, "_saved_self_sym_numel")
             else math.prod(node._saved_self_sym_sizes)
         )
-    if kind in ("NllLoss", "NllLoss2D", "NllLossNd") and node._saved_reduction == _REDUCED_BY_MEAN:
-        return _plain(node._saved_total_weight)
+    if operator in ("NllLoss", "NllLoss2D", "NllLossNd") and node._saved_reduction == _REDUCED_BY_MEAN:
+        return _to_scalar(node._saved_total_weight)
     if getattr(node, "_saved_reduction", None) != _REDUCED_BY_MEAN:
         return None
-    if kind in _MEANS:
+    if operator in _MEAN_OPERATORS:
         return float(node._saved_self.numel())
-    return float(len(node._saved_self)) if kind in _ROW_MEANS and node._saved_self.dim() > 1 else None
+    return float(len(node._saved_self)) if operator in _ROW_MEAN_OPERATORS and node._saved_self.dim() > 1 else None
 
 
-def _of_parameters(node: Any) -> bool:
+def _is_penalty(node: Any) -> bool:
     """Whether an average or a sum is over parameters alone: a penalty, whatever the samples are."""
-    pending, seen = [node], 0
+    pending, node_count = [node], 0
     while pending:
         node = pending.pop()
-        seen += 1
-        kind = _kind(node)
-        if kind == "AccumulateGrad":
+        node_count += 1
+        operator = _operator_name(node)
+        if operator == "AccumulateGrad":
             continue
-        if kind.endswith(_LOSSES):  # first: of most losses this is all there is to look at, at every step
+        if operator.endswith(_LOSS_SUFFIXES):  # first: of most losses this is all there is to look at, at every step
             return False
-        inner = [each for each, _ in node.next_functions]
-        constant = None in inner and not _scalar_side(node)
-        if seen > _PENALTY or not inner or kind == ModelOutput.__name__:
+        inputs = [input_node for input_node, _ in node.next_functions]
+        has_constant = None in inputs and not _has_scalar_operand(node)
+        if node_count > _MAX_PENALTY_NODES or not inputs or operator == ModelOutputMarker.__name__:
             return False
-        if "Convolution" in kind or (constant and (kind in _MIXING or _grows(node))):
+        if "Convolution" in operator or (has_constant and (operator in _MIXING_OPERATORS or _broadcasts(node))):
             return False
-        pending += [each for each in inner if each is not None]
+        pending += [input_node for input_node in inputs if input_node is not None]
     return True
 
 
-def _grows(node: Any) -> bool:
+def _broadcasts(node: Any) -> bool:
     """Whether an operator broadcasts what it differentiates by, as over samples."""
-    largest = max(_elements(each) for each, _ in node.next_functions if each is not None)
-    return _elements(node) > largest
+    largest = max(_numel(input_node) for input_node, _ in node.next_functions if input_node is not None)
+    return _numel(node) > largest
 
 
-def _elements(node: Any) -> int:
+def _numel(node: Any) -> int:
     metadata: Any = getattr(node, "_input_metadata", ())
     return math.prod(metadata[0].shape) if metadata else 0
 
 
-def _scalar_side(node: Any) -> bool:
+def _has_scalar_operand(node: Any) -> bool:
     """Whether what a product or quotient does not differentiate by is a single number."""
     other = getattr(node, "_saved_other", None)
-    return _kind(node) in ("Mul", "Div") and (not isinstance(other, Tensor) or other.numel() == 1)
+    return _operator_name(node) in ("Mul", "Div") and (not isinstance(other, Tensor) or other.numel() == 1)
 
 
 def _multiplies_averages(node: Any) -> bool:
     """Whether both sides of a product depend on samples."""
-    sides = [each for each, _ in node.next_functions if each is not None]
-    return len(sides) > 1 and not any(_of_parameters(each) for each in sides)
+    sides = [side for side, _ in node.next_functions if side is not None]
+    return len(sides) > 1 and not any(_is_penalty(side) for side in sides)
 
 
-def _factors(node: Any, factor: Scalar, divisor: Scalar | None) -> Iterator[tuple[Any, Scalar, Scalar | None]]:
+def _product_sides(node: Any, factor: Scalar, divisor: Scalar | None) -> Iterator[tuple[Any, Scalar, Scalar | None]]:
     """The differentiable sides of a product of single numbers, each with the other side as its factor."""
-    sides = [each for each, _ in node.next_functions]
-    for place, side in enumerate(sides):
+    sides = [input_node for input_node, _ in node.next_functions]
+    for index, side in enumerate(sides):
         if side is None:
             continue
-        other = getattr(node, "_saved_self" if place else "_saved_other", None)
+        other = getattr(node, "_saved_self" if index else "_saved_other", None)
         if other is None:
             other = 1.0
         # A number times a sum is a coefficient; a tensor times a sum may be the reciprocal of a count.
-        data = isinstance(other, Tensor) and other.dtype.is_floating_point
-        yield side, _times(factor, other), _plain(other) if divisor is None and data else divisor
+        is_tensor = isinstance(other, Tensor) and other.dtype.is_floating_point
+        yield side, _multiply(factor, other), _to_scalar(other) if divisor is None and is_tensor else divisor
 
 
-def _kind(node: Any) -> str:
+def _operator_name(node: Any) -> str:
     name: str = node.name().removeprefix("torch::autograd::")
     return name.rstrip("0123456789").removesuffix("Backward")
 
 
-def _is_single(node: Any) -> bool:
+def _has_one_element(node: Any) -> bool:
     """Whether the operator's output is one number."""
-    return _elements(node) == 1
+    return _numel(node) == 1
 
 
-def _single_inputs(node: Any) -> bool:
+def _has_single_inputs(node: Any) -> bool:
     """Whether an operator reduces single numbers, one by one or stacked: `torch.stack([a, b]).sum()`."""
-    inner = [each for each, _ in node.next_functions if each is not None]
-    if inner and _kind(inner[0]) in ("Stack", "Cat"):
-        inner = [each for each, _ in inner[0].next_functions if each is not None]
-        return bool(inner) and all(_is_single(each) for each in inner)
-    return bool(inner) and all(_is_scalar(each) for each in inner)
+    inputs = [input_node for input_node, _ in node.next_functions if input_node is not None]
+    if inputs and _operator_name(inputs[0]) in ("Stack", "Cat"):
+        inputs = [input_node for input_node, _ in inputs[0].next_functions if input_node is not None]
+        return bool(inputs) and all(_has_one_element(input_node) for input_node in inputs)
+    return bool(inputs) and all(_is_scalar(input_node) for input_node in inputs)
 
 
 def _is_scalar(node: Any) -> bool:
     """Whether the output is one number without dimensions, or a view of such a one; a batch of one sample has a dimension too."""
-    while _is_single(node) and node._input_metadata[0].shape and _kind(node) in _VIEWS:
+    while _has_one_element(node) and node._input_metadata[0].shape and _operator_name(node) in _VIEW_OPERATORS:
         node = node.next_functions[0][0]
         if node is None:
             return False
-    return _is_single(node) and not node._input_metadata[0].shape
+    return _has_one_element(node) and not node._input_metadata[0].shape
 
 
-def _differentiable(node: Any, place: int) -> bool:
-    return len(node.next_functions) > place and node.next_functions[place][0] is not None
+def _has_gradient_input(node: Any, index: int) -> bool:
+    return len(node.next_functions) > index and node.next_functions[index][0] is not None
 
 
 def _is_leaf(node: Any) -> bool:
-    return _kind(node) == "AccumulateGrad"
+    return _operator_name(node) == "AccumulateGrad"
 
 
-def _times(factor: Scalar, by: Scalar) -> Scalar:
-    return factor * _plain(by)
+def _multiply(factor: Scalar, other: Scalar) -> Scalar:
+    return factor * _to_scalar(other)
 
 
-def _over(value: Scalar, by: Scalar) -> Scalar:
-    divisor = _plain(by)
-    if isinstance(divisor, Tensor) or divisor:
-        return value / divisor
+def _divide(value: Scalar, divisor: Scalar) -> Scalar:
+    scalar = _to_scalar(divisor)
+    if isinstance(scalar, Tensor) or scalar:
+        return value / scalar
     return math.inf  # a mean over nothing: its sum is multiplied by infinity, its count is zero
 
 
-def _positive(weight: Scalar) -> Scalar:
+def _absolute(weight: Scalar) -> Scalar:
     """Whatever the sign of the loss is: that of a sum and its count cancel."""
     return weight.abs() if isinstance(weight, Tensor) else abs(weight)
 
 
-def _plain(value: Any) -> Scalar:
+def _to_scalar(value: Any) -> Scalar:
     """A number; of an accelerator, which must not be waited for, a tensor in double precision."""
     if isinstance(value, Tensor):
         value = value.detach() if value.requires_grad else value

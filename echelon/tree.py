@@ -20,47 +20,47 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
 
 #: Of an object nothing is left but its type.
-_ATTRIBUTES = object()
-_PACKED = ("data", "batch_sizes", "sorted_indices", "unsorted_indices")
+_ATTRIBUTE_CONTAINER = object()
+_PACKED_SEQUENCE_FIELDS = ("data", "batch_sizes", "sorted_indices", "unsorted_indices")
 
 
-class Structure:
+class TreeSpec:
     """A tree without its leaves. Two are equal where the containers are of the same types with the same keys."""
 
-    __slots__ = ("_context", "_hollow", "_kind", "children")
+    __slots__ = ("_context", "_template", "_type", "children")
 
-    def __init__(self, kind: Any, context: Any, children: tuple[Structure, ...], hollow: Any = None) -> None:
-        self._kind, self._context, self.children = kind, context, children
-        self._hollow = hollow
+    def __init__(self, container_type: Any, context: Any, children: tuple[TreeSpec, ...], template: Any = None) -> None:
+        self._type, self._context, self.children = container_type, context, children
+        self._template = template
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and (
-            self is other or (self._kind, self._context, self.children) == (other._kind, other._context, other.children)
+        return isinstance(other, TreeSpec) and (
+            self is other or (self._type, self._context, self.children) == (other._type, other._context, other.children)
         )
 
     def __hash__(self) -> int:
-        return hash((self._kind, self.children))
+        return hash((self._type, self.children))
 
-    def build(self, leaves: Iterator[Any]) -> Any:
+    def unflatten(self, leaves: Iterator[Any]) -> Any:
         """The tree, of the next leaves."""
-        if self._kind is None:
+        if self._type is None:
             return next(leaves)
-        parts = [child.build(leaves) for child in self.children]
-        return _rebuilt(self._kind, self._context, parts, self._hollow)
+        parts = [child.unflatten(leaves) for child in self.children]
+        return _rebuild_container(self._type, self._context, parts, self._template)
 
 
-_LEAF = Structure(None, None, ())
+_LEAF = TreeSpec(None, None, ())
 
 
-def tree_flatten(value: Any) -> tuple[list[Any], Structure]:
+def tree_flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of `value`, in order, and what remains of it."""
     leaves: list[Any] = []
     return leaves, _flatten(value, leaves, ())
 
 
-def tree_unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
+def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
     """The inverse of `tree_flatten`."""
-    return structure.build(iter(leaves))
+    return structure.unflatten(iter(leaves))
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -86,7 +86,7 @@ def copy_tensors(value: Any) -> Any:
     return map_tensors(Tensor.clone, value)
 
 
-def tensors(value: Any) -> list[Tensor]:
+def tree_tensors(value: Any) -> list[Tensor]:
     """The tensors in `value`, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -94,122 +94,127 @@ def tensors(value: Any) -> list[Tensor]:
 def to_device(value: Any, device: torch.device, change: Callable[[Tensor], Tensor] | None = None) -> Any:
     """`value` on `device`. `change` moves one tensor (default: `.to(device)`); leaves that can be moved by themselves (`.to`) are."""
 
-    def moved(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device) if change is None else change(leaf)
         return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
-    return tree_map(moved, value)
+    return tree_map(move_leaf, value)
 
 
-def _flatten(value: Any, leaves: list[Any], above: tuple[int, ...]) -> Structure:
-    found = None if isinstance(value, Tensor) or id(value) in above else _parts(value)
-    if found is None:
+def _flatten(value: Any, leaves: list[Any], ancestors: tuple[int, ...]) -> TreeSpec:
+    container = None if isinstance(value, Tensor) or id(value) in ancestors else _open_container(value)
+    if container is None:
         leaves.append(value)
         return _LEAF
-    kind, context, parts, hollow = found
-    within = (*above, id(value))
-    return Structure(kind, context, tuple(_flatten(part, leaves, within) for part in parts), hollow)
+    container_type, context, parts, template = container
+    path = (*ancestors, id(value))
+    return TreeSpec(container_type, context, tuple(_flatten(part, leaves, path) for part in parts), template)
 
 
-def _parts(value: Any) -> tuple[Any, Any, Iterable[Any], Any] | None:
+def _open_container(value: Any) -> tuple[Any, Any, Iterable[Any], Any] | None:
     """(type, keys, parts, what is left without them) of a container; None: a leaf."""
-    kind = type(value)
-    if kind is PackedSequence:  # its batch sizes stay on the host, whatever happens to the rest
+    container_type = type(value)
+    if container_type is PackedSequence:  # its batch sizes stay on the host, whatever happens to the rest
         rest = value._replace(data=None, sorted_indices=None, unsorted_indices=None)
-        return kind, _PACKED, (value.data, value.sorted_indices, value.unsorted_indices), rest
-    if kind is torch.Size:
+        return container_type, _PACKED_SEQUENCE_FIELDS, (value.data, value.sorted_indices, value.unsorted_indices), rest
+    if container_type is torch.Size:
         return None
-    node = SUPPORTED_NODES.get(kind)
+    node = SUPPORTED_NODES.get(container_type)
     if node is not None:
         parts, context = node.flatten_fn(value)
-        return kind, context, parts, None
+        return container_type, context, parts, None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind, value._fields, tuple(value), None
+        return container_type, value._fields, tuple(value), None
     if isinstance(value, dict):
-        return kind, tuple(value), value.values(), None if vars_of(value) is value else _emptied(value, tuple(value))
+        return (
+            container_type,
+            tuple(value),
+            value.values(),
+            None if instance_dict(value) is value else _emptied_copy(value, tuple(value)),
+        )
     if isinstance(value, list | tuple):
-        return kind, len(value), value, None
-    names = _attributes(value)
+        return container_type, len(value), value, None
+    names = _container_attributes(value)
     if names:
-        return kind, names, [getattr(value, name) for name in names], _ATTRIBUTES
+        return container_type, names, [getattr(value, name) for name in names], _ATTRIBUTE_CONTAINER
     if isinstance(value, Mapping):
-        return kind, tuple(value), value.values(), None
+        return container_type, tuple(value), value.values(), None
     return None
 
 
-def _attributes(value: Any) -> tuple[str, ...]:
+def _container_attributes(value: Any) -> tuple[str, ...]:
     """The attributes of an object that is a container; none: it is a leaf, or holds its parts in another way."""
     if isinstance(value, type | Module | Enum):
         return ()
-    names, own = _stored(value), vars_of(value)
+    names, attributes = _stored_names(value), instance_dict(value)
     if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
         return names
-    return names if any(isinstance(each, Tensor) for each in own.values()) else ()
+    return names if any(isinstance(value_of_attribute, Tensor) for value_of_attribute in attributes.values()) else ()
 
 
-def vars_of(value: Any) -> dict[str, Any]:
+def instance_dict(value: Any) -> dict[str, Any]:
     """An object's own attributes; none where it has no place for them."""
-    found = getattr(value, "__dict__", None)
-    return found if isinstance(found, dict) else {}
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
-def _stored(value: Any) -> tuple[str, ...]:
+def _stored_names(value: Any) -> tuple[str, ...]:
     """The names under which an object stores values, in slots too."""
     slots: list[str] = []
     for base in type(value).__mro__:
-        own = base.__dict__.get("__slots__", ())
-        slots += [own] if isinstance(own, str) else own
+        slots_of_base = base.__dict__.get("__slots__", ())
+        slots += [slots_of_base] if isinstance(slots_of_base, str) else slots_of_base
     filled = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-    return tuple(dict.fromkeys([*filled, *vars_of(value)]))
+    return tuple(dict.fromkeys([*filled, *instance_dict(value)]))
 
 
-def _bare(kind: Any) -> Any:
+def _new_instance(container_type: Any) -> Any:
     """An object of a type, without attributes. No constructor runs: it may want more than its parts."""
     try:
-        return object.__new__(kind)
+        return object.__new__(container_type)
     except TypeError:
-        return kind.__new__(kind)
+        return container_type.__new__(container_type)
 
 
-def _emptied(value: dict[Any, Any], keys: tuple[Any, ...]) -> Any:
-    return _filled(copy.copy(value), keys, [None] * len(keys))
+def _emptied_copy(value: dict[Any, Any], keys: tuple[Any, ...]) -> Any:
+    return _fill_dict(copy.copy(value), keys, [None] * len(keys))
 
 
-def _filled(new: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
+def _fill_dict(new: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
     """`new`, a dict with attributes, with other values; those that it mirrors as attributes too."""
-    own = vars_of(new)
+    attributes = instance_dict(new)
     for key, part in zip(keys, parts, strict=True):
         dict.__setitem__(new, key, part)
-        if key in own:
-            own[key] = part
+        if key in attributes:
+            attributes[key] = part
     return new
 
 
-def _rebuilt(kind: Any, context: Any, parts: list[Any], hollow: Any) -> Any:
-    if kind is PackedSequence:
+def _rebuild_container(container_type: Any, context: Any, parts: list[Any], template: Any) -> Any:
+    if container_type is PackedSequence:
         data, sorted_indices, unsorted_indices = parts
-        return hollow._replace(data=data, sorted_indices=sorted_indices, unsorted_indices=unsorted_indices)
-    node = SUPPORTED_NODES.get(kind)
+        return template._replace(data=data, sorted_indices=sorted_indices, unsorted_indices=unsorted_indices)
+    node = SUPPORTED_NODES.get(container_type)
     if node is not None:
         return node.unflatten_fn(parts, context)
-    if hollow is not None:
-        if isinstance(hollow, dict):
-            return _filled(copy.copy(hollow), context, parts)
-        new = _bare(kind)
+    if template is not None:
+        if isinstance(template, dict):
+            return _fill_dict(copy.copy(template), context, parts)
+        new = _new_instance(container_type)
         for name, part in zip(context, parts, strict=True):
             object.__setattr__(new, name, part)
         return new
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return kind._make(parts)
-    if issubclass(kind, Mapping):
-        return _constructed(kind, dict(zip(context, parts, strict=True)))
-    return _constructed(kind, parts)
+    if issubclass(container_type, tuple) and hasattr(container_type, "_fields"):
+        return container_type._make(parts)
+    if issubclass(container_type, Mapping):
+        return _construct_container(container_type, dict(zip(context, parts, strict=True)))
+    return _construct_container(container_type, parts)
 
 
-def _constructed(kind: Any, parts: Any) -> Any:
+def _construct_container(container_type: Any, parts: Any) -> Any:
     """A container of the same type; a plain one where its constructor wants something else."""
     try:
-        return kind(parts)
+        return container_type(parts)
     except TypeError:
         return parts

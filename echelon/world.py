@@ -15,9 +15,9 @@ from pathlib import Path
 from echelon.errors import WorldError
 
 #: Where our own launcher puts the address of a file store (no port, so no race for one).
-STORE = "ECHELON_STORE"
+STORE_VARIABLE = "ECHELON_STORE"
 
-_SOURCES = {
+_LAUNCHER_VARIABLES = {
     "torchrun": {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
     "slurm": {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"},
     "mpi": {
@@ -28,11 +28,11 @@ _SOURCES = {
     },
 }
 #: Variables that hold the number of processes.
-WORLD_SIZES = frozenset(names["size"] for names in _SOURCES.values())
+WORLD_SIZE_VARIABLES = frozenset(names["size"] for names in _LAUNCHER_VARIABLES.values())
 #: Where Slurm says how many tasks each node has, the step's own first. SLURM_NTASKS_PER_NODE is there only where it was asked for.
-_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_SLURM_TASK_VARIABLES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 #: Slurm numbers the steps that `srun` starts from 0; from this number on they are its own: batch script, interactive shell.
-_SLURM_OWN_STEPS = 0xFFFFFFF0
+_FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class World:
             )
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0, the one that speaks."""
         return self.rank == 0
 
@@ -64,26 +64,31 @@ class World:
 def read_world(environment: Mapping[str, str] | None = None) -> World:
     """The world that the environment describes."""
     env = os.environ if environment is None else environment
-    for source, names in _SOURCES.items():
-        if names["rank"] not in env and names["size"] not in env:
+    for launcher, variables in _LAUNCHER_VARIABLES.items():
+        if variables["rank"] not in env and variables["size"] not in env:
             continue
-        if source == "slurm" and not _started_by_srun(env):
+        if launcher == "slurm" and not _is_started_by_srun(env):
             continue
-        return _read(env, source, names)
+        return _parse_world(env, launcher, variables)
     return World()
 
 
-def variables_of_one(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def single_process_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of launchers that are set, with the values that describe a world of one."""
     env = os.environ if environment is None else environment
-    one = {"rank": "0", "size": "1", "local_rank": "0", "local_size": "1"}
-    return {name: one[part] for names in _SOURCES.values() for part, name in names.items() if name in env}
+    single_process = {"rank": "0", "size": "1", "local_rank": "0", "local_size": "1"}
+    return {
+        variable: single_process[field]
+        for variables in _LAUNCHER_VARIABLES.values()
+        for field, variable in variables.items()
+        if variable in env
+    }
 
 
-def _started_by_srun(env: Mapping[str, str]) -> bool:
+def _is_started_by_srun(env: Mapping[str, str]) -> bool:
     """Slurm describes the allocation to any shell in it, whatever its size; only what `srun` starts is a task of a step."""
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _SLURM_OWN_STEPS
+    return step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
@@ -91,8 +96,8 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     env = os.environ if environment is None else environment
     if env.get("ECHELON_CACHE"):
         return Path(env["ECHELON_CACHE"])
-    home = env.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "echelon"
+    cache_home = env.get("XDG_CACHE_HOME")
+    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "echelon"
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -107,76 +112,78 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> str:
     return env.get("CUDA_VISIBLE_DEVICES", "all")
 
 
-def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> World:
-    missing = [names[part] for part in ("rank", "size") if names[part] not in env]
+def _parse_world(env: Mapping[str, str], launcher: str, variables: Mapping[str, str]) -> World:
+    missing = [variables[field] for field in ("rank", "size") if variables[field] not in env]
     if missing:
-        present = names["rank"] if missing[0] == names["size"] else names["size"]
+        present = variables["rank"] if missing[0] == variables["size"] else variables["size"]
         raise WorldError(
-            f"{present}={env[present]} is set but {missing[0]} is not ({source}); start the ranks with torchrun or srun, "
+            f"{present}={env[present]} is set but {missing[0]} is not ({launcher}); start the ranks with torchrun or srun, "
             f"or unset {present} to run alone"
         )
-    defaults = {"local_rank": env[names["rank"]], "local_size": env[names["size"]]}
-    numbers = {part: _number(name, env.get(name, defaults.get(part, ""))) for part, name in names.items()}
-    if source == "slurm":
-        numbers["local_size"] = _slurm_local_size(env, numbers["size"])
-    address = _address(env, source) if numbers["size"] > 1 else ""
-    return World(**numbers, address=address, launched=True)
+    defaults = {"local_rank": env[variables["rank"]], "local_size": env[variables["size"]]}
+    values = {
+        field: _parse_int(variable, env.get(variable, defaults.get(field, ""))) for field, variable in variables.items()
+    }
+    if launcher == "slurm":
+        values["local_size"] = _slurm_local_size(env, values["size"])
+    address = _rendezvous_address(env, launcher) if values["size"] > 1 else ""
+    return World(**values, address=address, launched=True)
 
 
-def _number(name: str, text: str) -> int:
+def _parse_int(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"{name}={text!r} is not a whole number") from None
+        raise WorldError(f"{variable}={text!r} is not a whole number") from None
 
 
 def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
     """How many of a step's tasks share this node."""
     if size == 1:
         return 1
-    name = next((name for name in _SLURM_TASKS if env.get(name)), None)
-    if name is None:
+    variable = next((variable for variable in _SLURM_TASK_VARIABLES if env.get(variable)), None)
+    if variable is None:
         raise WorldError(
-            f"{size} tasks under Slurm and none of {', '.join(_SLURM_TASKS)} is set: how many share a node is unknown; start the "
+            f"{size} tasks under Slurm and none of {', '.join(_SLURM_TASK_VARIABLES)} is set: how many share a node is unknown; start the "
             "ranks with srun, or with torchrun on each node"
         )
-    counts = _tasks_per_node(name, env[name])
+    counts = _tasks_per_node(variable, env[variable])
     if len(set(counts)) == 1:
         return counts[0]
     node = env.get("SLURM_NODEID", "")
     if not node.isdigit() or int(node) >= len(counts):
         raise WorldError(
-            f"{name}={env[name]} and SLURM_NODEID={node!r}: which of these nodes this is is unknown; start the ranks with srun"
+            f"{variable}={env[variable]} and SLURM_NODEID={node!r}: which of these nodes this is is unknown; start the ranks with srun"
         )
     return counts[int(node)]
 
 
-def _tasks_per_node(name: str, text: str) -> list[int]:
+def _tasks_per_node(variable: str, text: str) -> list[int]:
     """Slurm's "4(x2),3" as [4, 4, 3]."""
     counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
-            raise WorldError(f"{name}={text!r} is not of Slurm's form 4(x2),3: tasks per node (x nodes)")
-        counts += [int(found[1])] * int(found[2] or 1)
+    for group in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        if match is None:
+            raise WorldError(f"{variable}={text!r} is not of Slurm's form 4(x2),3: tasks per node (x nodes)")
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
-def _address(env: Mapping[str, str], source: str) -> str:
-    if STORE in env:
-        return f"file://{env[STORE]}"
+def _rendezvous_address(env: Mapping[str, str], launcher: str) -> str:
+    if STORE_VARIABLE in env:
+        return f"file://{env[STORE_VARIABLE]}"
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not host or not port:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        verb, it = ("is", "it") if len(missing) == 1 else ("are", "them")
+        verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
         raise WorldError(
-            f"several ranks but {' and '.join(missing)} {verb} not set: they cannot find each other; torchrun sets {it}, under Slurm "
-            f"or MPI export {it}"
+            f"several ranks but {' and '.join(missing)} {verb} not set: they cannot find each other; torchrun sets {pronoun}, under Slurm "
+            f"or MPI export {pronoun}"
         )
     if not port.isdigit():
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")
     # torchrun's agent already listens on that port: torch's own env:// knows how to join it, tcp:// would bind it again.
-    return "env://" if source == "torchrun" else f"tcp://{host}:{port}"
+    return "env://" if launcher == "torchrun" else f"tcp://{host}:{port}"
 
 
 def usable_cores() -> int:

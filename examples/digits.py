@@ -51,11 +51,11 @@ def job() -> echelon.Job:
         model=net,
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.05),
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, steps),
+        lr_schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, steps),
         data=train,
-        batch=64,
+        batch_size=64,
         epochs=12,
-        evaluation=test,
+        eval_data=test,
         metrics={"accuracy": accuracy},
     )
 

@@ -77,12 +77,12 @@ def gpt(*, name: str, context: int, width: int, layers: int, batch: int, steps: 
         model=lambda: GPT(context=context, width=width, layers=layers, heads=4),
         loss=cross_entropy,
         optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1),
-        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1),
-        clip=1.0,
+        lr_schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1),
+        clip_norm=1.0,
         data=TensorDataset(*samples[:-held_out]),
-        evaluation=TensorDataset(*samples[-held_out:]),
+        eval_data=TensorDataset(*samples[-held_out:]),
         metrics={"bits_per_byte": bits_per_byte},
-        batch=batch,
+        batch_size=batch,
         steps=steps,
     )
 

@@ -64,9 +64,9 @@ def job() -> echelon.Job:
         optimizer=lambda params: torch.optim.Adagrad(params, lr=0.05),
         data=clicks(60_000, seed=1),
         warmup_data=0.1,
-        batch=512,
+        batch_size=512,
         epochs=2,
-        evaluation=clicks(10_000, seed=2),
+        eval_data=clicks(10_000, seed=2),
         metrics={"right": right},
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from tests.sampling import SEED, WHOLE, drawing
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
@@ -82,9 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pool]:
+def ranks() -> Iterator[RankPool]:
     """Rank processes, started on first need and shared by the whole session: `ranks.run(4, function, *args)`."""
-    with Pool() as pool:
+    with RankPool() as pool:
         yield pool
 
 

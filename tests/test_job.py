@@ -76,7 +76,7 @@ def job(model: Any, **changes: Any) -> Job:
         for i in range(8)
     ]
     data[0]["labels"][:] = -100  # a sample, and with micro=1 a whole micro-batch, in which nothing counts
-    settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "data": data, "batch": 8, "epochs": 1}
+    settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "data": data, "batch_size": 8, "epochs": 1}
     return Job(model=model, **{**settings, **changes})
 
 
@@ -124,7 +124,7 @@ def test_labels_may_be_a_list() -> None:
     assert loss.item() > 1
 
 
-NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "batch": 1, "steps": 1}
+NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "batch_size": 1, "steps": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,18 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
         ({"seed": "abc"}, r"seed='abc': a whole number"),
         ({"drop_last": 1}, r"drop_last=1: True leaves out the short last batch"),
         ({"seed": 2**64}, r"seed=18446744073709551616: a whole number of 64 bits"),
-        ({"clip": "1.0"}, r"clip='1.0': a gradient norm, a number above 0"),
-        ({"clip": True}, r"clip=True: a gradient norm"),
+        ({"clip_norm": "1.0"}, r"clip_norm='1.0': a gradient norm, a number above 0"),
+        ({"clip_norm": True}, r"clip_norm=True: a gradient norm"),
         ({"metrics": [print]}, r"metrics= is a list: give each a name, metrics=\{'accuracy': accuracy\}"),
         ({"metrics": {"accuracy": 0.5}}, r"metrics=\{'accuracy': 0.5\}: give text as the name and a function"),
         ({"metrics": {"loss": lambda output, batch: 0}}, r"the loss is always evaluated, under this name"),
         ({"name": 3}, r"name=3: text"),
         ({"weights": {"a": 1}}, r"weights= is a dict: give the path"),
-        ({"evaluation": []}, r"evaluation= is empty \(list\): give at least one sample to evaluate on"),
+        ({"eval_data": []}, r"eval_data= is empty \(list\): give at least one sample to evaluate on"),
         ({"modle": nn.Identity}, r"a Job has no modle=; did you mean model=\?"),
-        ({"batch_size": 8}, r"a Job has no batch_size=; did you mean batch=\?"),
+        ({"batch": 8}, r"a Job has no batch=; did you mean batch_size=\?"),
+        ({"evaluation": [1]}, r"a Job has no evaluation=; did you mean eval_data=\?"),
+        ({"max_grad_norm": 1.0}, r"a Job has no max_grad_norm=; did you mean clip_norm=\?"),
         ({"xyzzy": 8}, r"a Job has no xyzzy=; its fields are model, optimizer, data, batch, loss"),
         (
             {"loss": lambda output: 0},
@@ -156,8 +158,8 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
         ({"inputs": lambda: 0}, r"inputs= is called as inputs\(batch\)"),
         ({"collate": lambda a, b: 0}, r"collate= is called as collate\(samples\)"),
         (
-            {"schedule": lambda: 0},
-            r"schedule= is called as schedule\(optimizer\) or schedule\(optimizer, total_steps\)",
+            {"lr_schedule": lambda: 0},
+            r"lr_schedule= is called as lr_schedule\(optimizer\) or lr_schedule\(optimizer, total_steps\)",
         ),
         ({"metrics": {"a": lambda output: 0}}, r"metrics\['a'\]= is called as metrics\['a'\]\(output, batch\)"),
     ],
@@ -169,15 +171,15 @@ def test_wrong_fields_are_told_at_once(changes: dict[str, Any], words: str) -> N
 
 def test_right_fields_are_taken() -> None:
     made = Job(
-        **NEEDED, loss=nn.CrossEntropyLoss(), clip=1, schedule=lambda optimizer, steps: None, evaluation=torch.zeros(1),
+        **NEEDED, loss=nn.CrossEntropyLoss(), clip_norm=1, lr_schedule=lambda optimizer, steps: None, eval_data=torch.zeros(1),
         metrics={"a": lambda output, batch, extra=0: 0}, collate=list, weights=Path("w"), seed=-1,
     )  # fmt: skip
     assert copy.copy(made) == made
-    assert replace(made, model=nn.Linear(2, 2)).clip == 1
+    assert replace(made, model=nn.Linear(2, 2)).clip_norm == 1
 
 
 def test_what_a_job_lacks_is_named() -> None:
     with pytest.raises(JobError, match=r"a Job needs optimizer= and data=, which are not given"):
-        Job(model=nn.Identity, batch=1, steps=1)  # type: ignore[call-arg]
+        Job(model=nn.Identity, batch_size=1, steps=1)  # type: ignore[call-arg]
     with pytest.raises(JobError, match=r"fields are given by name"):
         Job(nn.Identity)  # type: ignore[call-arg,misc]

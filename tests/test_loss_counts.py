@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.loss_counts import given_again, read_counts, recount
+from echelon.loss_counts import read_counts, recount_term, repeat_samples
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, -100, 3, 2, 1])
@@ -71,13 +71,13 @@ def test_the_graph_gives_what_each_mean_divides_by(name: str) -> None:
     loss, counts = LOSSES[name]
     reading = read_counts(loss(X @ nn.Parameter(torch.eye(4))))
     assert [float(term.count) for term in reading.terms] == pytest.approx(counts)
-    assert not reading.opaque
+    assert not reading.opaque_operators
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("summed")])
 def test_sums_by_reduction_are_left_to_models_that_know_their_number_of_labels(name: str) -> None:
     loss = LOSSES[name][0](X @ nn.Parameter(torch.eye(4)))
-    assert not read_counts(loss, summed=False).terms
+    assert not read_counts(loss, accept_sums=False).terms
 
 
 def test_a_connectionist_loss_averages_over_samples_and_not_over_labels() -> None:
@@ -97,7 +97,7 @@ def test_a_connectionist_loss_averages_over_samples_and_not_over_labels() -> Non
 def test_what_is_no_sum_of_means_is_named(loss: Callable[[Tensor], Tensor]) -> None:
     reading = read_counts(loss(X @ nn.Parameter(torch.eye(4))))
     assert not reading.terms
-    assert reading.opaque
+    assert reading.opaque_operators
 
 
 def test_without_a_graph_nothing_is_read() -> None:
@@ -120,16 +120,16 @@ def test_what_a_minimum_hides_is_counted(positives: float, least: float, masked:
     output = (X @ nn.Parameter(torch.eye(4)))[:4, 0]
 
     def again(times: int) -> Tensor:
-        y, weight = given_again((output, weights), 4, times)
+        y, weight = repeat_samples((output, weights), 4, times)
         each = y.square() * weight if masked else y.square()
         return 0.5 * each.sum() / weight.sum().clamp(min=least)
 
-    term, sure = recount(read_counts(again(1)).terms, again)
+    term, sure = recount_term(read_counts(again(1)).terms, again)
     assert sure == (not masked or positives > 0)  # a sum of zero does not show whether it grows
     assert term is not None
     assert term.count == 2 * positives
     assert term.scale == 2 * max(positives, least)
-    assert term.hidden == (positives < least)
+    assert term.is_clamped == (positives < least)
 
 
 def test_a_count_that_does_not_follow_its_samples_is_not_taken_for_zero() -> None:
@@ -137,8 +137,8 @@ def test_a_count_that_does_not_follow_its_samples_is_not_taken_for_zero() -> Non
     boxes = torch.tensor([2])  # of all samples together, by their number
 
     def again(times: int) -> Tensor:
-        y, given = given_again((output, boxes), 4, times)
+        y, given = repeat_samples((output, boxes), 4, times)
         return y[given].square().sum() / max(len(given), 1)
 
-    assert recount(read_counts(again(1)).terms, again) == (None, False)
-    assert given_again((output, {"lengths": [1, 1, 1, 1]}), 4, 2) is None
+    assert recount_term(read_counts(again(1)).terms, again) == (None, False)
+    assert repeat_samples((output, {"lengths": [1, 1, 1, 1]}), 4, 2) is None

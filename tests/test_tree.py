@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from echelon.tree import map_tensors, tensors, to_device, tree_flatten, tree_map, tree_unflatten
+from echelon.tree import map_tensors, to_device, tree_flatten, tree_map, tree_tensors, tree_unflatten
 
 Point = namedtuple("Point", "x y")
 
@@ -93,11 +93,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_map_keeps_the_type_and_leaves_the_original_alone(name: str) -> None:
     value = CASES[name]()
-    before = [each.clone() for each in tensors(value)]
+    before = [each.clone() for each in tree_tensors(value)]
     doubled = map_tensors(lambda x: x * 2, value)
     assert type(doubled) is type(value)
-    assert [each.tolist() for each in tensors(doubled)] == [(each * 2).tolist() for each in before]
-    assert [each.tolist() for each in tensors(value)] == [each.tolist() for each in before]
+    assert [each.tolist() for each in tree_tensors(doubled)] == [(each * 2).tolist() for each in before]
+    assert [each.tolist() for each in tree_tensors(value)] == [each.tolist() for each in before]
     assert bool(before) == (name not in ("strings", "size"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import WorldError
-from echelon.world import World, read_world, variables_of_one
+from echelon.world import World, read_world, single_process_variables
 
 TORCHRUN = {
     "RANK": "3",
@@ -25,7 +25,7 @@ def test_alone() -> None:
 def test_torchrun() -> None:
     world = read_world(TORCHRUN)
     assert world == World(rank=3, size=4, local_rank=1, local_size=2, address="env://", launched=True)
-    assert not world.main
+    assert not world.is_main
 
 
 def test_our_launcher_meets_in_a_file() -> None:
@@ -33,7 +33,10 @@ def test_our_launcher_meets_in_a_file() -> None:
 
 
 def test_variables_of_one_process_cover_every_launcher_that_is_set() -> None:
-    assert variables_of_one({"RANK": "3", "SLURM_NTASKS": "8", "HOME": "/"}) == {"RANK": "0", "SLURM_NTASKS": "1"}
+    assert single_process_variables({"RANK": "3", "SLURM_NTASKS": "8", "HOME": "/"}) == {
+        "RANK": "0",
+        "SLURM_NTASKS": "1",
+    }
 
 
 def test_slurm_and_mpi() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from echelon.errors import EchelonError
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,12 +104,12 @@ class Reused:
 
     name = "fast"
 
-    def __init__(self, work: Path, *, timeout: float, pool: Pool | None = None) -> None:
+    def __init__(self, work: Path, *, timeout: float, pool: RankPool | None = None) -> None:
         self._work, self._timeout, self._owned = work, timeout, pool is None
         self._command = Command(work, timeout=timeout)
         if pool is None:
             os.environ.update({key: environment(work)[key] for key in ("ECHELON_CACHE", "HF_HUB_OFFLINE")})
-        self._pool = pool or Pool()
+        self._pool = pool or RankPool()
 
     def train(self, job: str, plan: str, folder: Path, *, every: int | None = None) -> Outcome:
         """The same as `Command.train`; `auto`, which decides the number of ranks, goes through the command line."""
@@ -118,7 +118,9 @@ class Reused:
         file, began, code, raised, said = write_job(self._work, job), time.monotonic(), 0, "", ""
         options = {"folder": str(folder), "quiet": True} | ({} if every is None else {"every": every, "keep": 99})
         try:
-            self._pool.run(ranks_of(plan), train_in_rank, str(file), plan, options, timeout=self._timeout, group=False)
+            self._pool.run(
+                ranks_of(plan), train_in_rank, str(file), plan, options, timeout=self._timeout, init_process_group=False
+            )
         except RankError as error:
             code = None if "did not finish within" in str(error) else 1
             expected = isinstance(error.error, EchelonError)

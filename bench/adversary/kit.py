@@ -97,6 +97,6 @@ def plain(**changes: Any) -> dict[str, Any]:
     """Keyword arguments of a harmless job, of which a hostile one changes a few."""
     usual = {
         "model": net(), "loss": cross_entropy, "optimizer": sgd(), "data": classes(),
-        "evaluation": held_out(), "metrics": {"accuracy": accuracy},
+        "eval_data": held_out(), "metrics": {"accuracy": accuracy},
     }  # fmt: skip
     return usual | changes

@@ -18,7 +18,7 @@ from bench.published.prepare import prepared
 from bench.published.rows import ROWS, Refused, Row, scan
 from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
-from echelon.simulator.calibration import Fitted, fitted, rounded, written
+from echelon.simulator.calibration import FittedConstants, format_constants_file, load_constants, round_constants
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(each.reason, file=sys.stderr)
     if not rows and not refused:
         print(f"{given.rows}: no row in it; one JSON object a line is wanted", file=sys.stderr)
-    constants = rounded(fit(rows, made)) if given.fit else fitted()
+    constants = round_constants(fit(rows, made)) if given.fit else load_constants()
     if given.fit:
-        Path(given.fit).write_text(written(constants), encoding="utf-8")
+        Path(given.fit).write_text(format_constants_file(constants), encoding="utf-8")
     begun = clock.perf_counter()
     found = {row.id: outcome(row, made[row.id], constants) for row in rows}
     took = clock.perf_counter() - begun
@@ -89,7 +89,7 @@ def laid_out(rows: Sequence[Row]) -> tuple[dict[str, list[Case]], list[Refused]]
 
 
 def left_out(
-    rows: list[Row], made: dict[str, list[Case]], everything: Fitted, starts: Sequence[float] = STARTS
+    rows: list[Row], made: dict[str, list[Case]], everything: FittedConstants, starts: Sequence[float] = STARTS
 ) -> dict[str, Any]:
     """Scores of forecasts by constants that were fitted without the source that they are for. `everything`: those of all rows, for
     sources of which nothing is scored, so that leaving them out changes nothing."""

@@ -11,10 +11,10 @@ from typing import Any
 from bench.published.rows import Row
 from echelon.errors import PlanError
 from echelon.plan import catalogue
-from echelon.plan.cluster import Cluster, Wire
+from echelon.plan.cluster import Cluster, Interconnect
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.simulator.training_stack import Stack
+from echelon.simulator.training_stack import TrainingStack
 
 _GIGA, _TERA = 1e9, 1e12
 #: Devices of a usual node.
@@ -31,7 +31,7 @@ _KERNELS = {"flash1": "flash1", "flash": "flash1", "cudnn": "cudnn"}
 
 def _kernel(given: dict[str, Any], hardware: dict[str, Any]) -> str:
     """Which kernel a fused attention is. Devices that compute in 4 bits came after the second version."""
-    sheet = catalogue.device(hardware["gpu"]).sheet
+    sheet = catalogue.catalogue_device(hardware["gpu"]).sheet
     later = sheet is not None and "fp4" in sheet.peaks
     return "flash2" if later and given["attention"] == "flash" else _KERNELS.get(given["attention"], "flash2")
 
@@ -85,29 +85,29 @@ def _chunks(given: dict[str, Any]) -> int:
     return given["vp"] or (2 if given["schedule"] == "interleaved" else 1)
 
 
-def stack_of(given: dict[str, Any], hardware: dict[str, Any]) -> Stack:
+def stack_of(given: dict[str, Any], hardware: dict[str, Any]) -> TrainingStack:
     """How others than echelon's engine execute the plan."""
     half, recompute = is_half(given), given["recompute"]
     narrow = {"fp8": "fp8", "nvfp4": "fp4"}.get(given["precision"])
-    return Stack(
-        scope=given["zero_scope"],
+    return TrainingStack(
+        shard_group_size=given["zero_scope"],
         recompute=recompute if recompute in ("attention", "ops", "alternate") else "plan",
-        narrow=narrow,  # type: ignore[arg-type]
+        block_precision=narrow,  # type: ignore[arg-type]
         # These find the largest number of a tensor before they narrow it; the others know it from steps before, or by rows.
-        scanned=given["fp8_recipe"] in ("current", "tensorwise"),
-        fetched=1 if given["fp8_all_gather"] or given["fp8_params"] else None,
-        parameters=1 if given["fp8_params"] else None,
+        scans_for_scale=given["fp8_recipe"] in ("current", "tensorwise"),
+        gather_width=1 if given["fp8_all_gather"] or given["fp8_params"] else None,
+        parameter_width=1 if given["fp8_params"] else None,
         chunks=_chunks(given),
-        attention=_kernel(given, hardware),  # type: ignore[arg-type]
-        master=True,
-        beside=False,
-        gradients=_gradient_bytes(given, half=half),
-        message=4 if not half or given["grad_reduce"] == "fp32" else 2,
-        overlap=given["overlap"] is not False,
+        attention_kernel=_kernel(given, hardware),  # type: ignore[arg-type]
+        master_weights=True,
+        keeps_shards=False,
+        gradient_width=_gradient_bytes(given, half=half),
+        message_width=4 if not half or given["grad_reduce"] == "fp32" else 2,
+        overlaps_data_parallel=given["overlap"] is not False,
         # Pipelines exchange gradients when all micro-batches are done, unless they say otherwise.
-        overlap_stages=given["overlap"] is True,
+        overlaps_in_pipeline=given["overlap"] is True,
         # Transformer Engine's products run beside the collectives of tp.
-        overlap_tensor=given["async_tp"] is True or (kernels(given) and given["async_tp"] is None),
+        overlaps_tensor_parallel=given["async_tp"] is True or (kernels(given) and given["async_tp"] is None),
     )
 
 
@@ -121,36 +121,42 @@ def _gradient_bytes(given: dict[str, Any], *, half: bool) -> int:
 def cluster_of(row: Row, hardware: dict[str, Any]) -> Cluster:
     """The machines of a row, by the figures that it gives; what it does not give is the catalogue's."""
     name = hardware["gpu"]
-    device = catalogue.device(name)
+    device = catalogue.catalogue_device(name)
     assert device.sheet is not None
     peaks = dict(device.sheet.peaks)
     for key, field in (("half", "16bit"), ("fp8", "fp8"), ("fp4", "fp4"), ("tf32", "tf32"), ("fp32", "fp32")):
         value = hardware.get(f"peak_tflops_dense_{field}")
         if value:
             peaks[key] = value * _TERA
-    power = min(hardware["power_cap_w"] / catalogue.watts(name), 1.0) if hardware["power_cap_w"] else 1.0
+    power = min(hardware["power_cap_w"] / catalogue.rated_watts(name), 1.0) if hardware["power_cap_w"] else 1.0
     bandwidth = hardware["hbm_gb_s"] * _GIGA if hardware["hbm_gb_s"] else device.sheet.bandwidth
     # The name-plate of later cards is of what is built in, and the catalogue has what can be used.
-    printed = int(hardware["mem_gb"] * catalogue.SEEN * 2**30) if hardware["mem_gb"] else device.memory
+    printed = (
+        int(hardware["mem_gb"] * catalogue.VISIBLE_MEMORY_FRACTION * 2**30) if hardware["mem_gb"] else device.memory
+    )
     memory = min(printed, device.memory)
     device = replace(device, sheet=replace(device.sheet, peaks=peaks, bandwidth=bandwidth, power=power), memory=memory)
     per_node = hardware["gpus_per_node"] or usual_node(hardware)
-    inside = _wire(name, hardware["intra"], inside=True) or catalogue.inside(name)
-    between = _wire(name, hardware["inter"], inside=False) or catalogue.between(name)
-    made = catalogue.build(row.id, device, per_node, -(-row.gpus // per_node), inside=inside, between=between)
+    inside = _wire(name, hardware["intra"], inside=True) or catalogue.intra_node_link(name)
+    between = _wire(name, hardware["inter"], inside=False) or catalogue.inter_node_link(name)
+    made = catalogue.build_cluster(
+        row.id, device, per_node, -(-row.gpus // per_node), intra_node=inside, inter_node=between
+    )
     # Domains of one node talk over its network too.
     return replace(made, network=made.network or between) if inside and 0 < inside.domain < per_node else made
 
 
 def usual_node(hardware: dict[str, Any]) -> int:
     """Devices of a node where a row does not say: trays of four where domains are larger than nodes, eight in all others."""
-    wire = catalogue.inside(hardware["gpu"])
+    wire = catalogue.intra_node_link(hardware["gpu"])
     return 4 if wire and wire.domain > _NODE else _NODE
 
 
-def _wire(name: str, link: dict[str, Any], *, inside: bool) -> Wire | None:
+def _wire(name: str, link: dict[str, Any], *, inside: bool) -> Interconnect | None:
     if not link["gb_s"]:
         return None
-    usual = catalogue.inside(name)
+    usual = catalogue.intra_node_link(name)
     domain = link.get("domain") or (usual.domain if usual and inside else 0)
-    return Wire(kind=link["kind"] or (usual.kind if usual and inside else ""), rate=link["gb_s"] * _GIGA, domain=domain)
+    return Interconnect(
+        kind=link["kind"] or (usual.kind if usual and inside else ""), rate=link["gb_s"] * _GIGA, domain=domain
+    )

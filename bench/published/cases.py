@@ -23,14 +23,14 @@ from bench.published.rows import TRANSFORMERS, Row
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
-from echelon.simulator.calibration import Fitted
-from echelon.simulator.model_summary import Work
-from echelon.simulator.plan_layout import Layout, lay_out
-from echelon.simulator.sheet_memory import fullest, reserved
-from echelon.simulator.sheet_step import Known, Placed, step_time
+from echelon.simulator.calibration import FittedConstants
+from echelon.simulator.model_summary import ModelSummary
+from echelon.simulator.plan_layout import PlanLayout, lay_out_plan
+from echelon.simulator.sheet_memory import fullest_rank_memory, reserved_bytes
+from echelon.simulator.sheet_step import PassCache, PlacedPlan, step_time
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
-Worker = Callable[..., Work]
+Worker = Callable[..., ModelSummary]
 #: Plausible values of facts that a row lacks.
 _RANGES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp32"),
@@ -57,20 +57,26 @@ _LONG = 16384
 class Case:
     """One row under one assumption about what it lacks."""
 
-    layout: Layout
+    layout: PlanLayout
     cluster: Cluster
     #: With samples of the usual length, where that is not the longest: decides the time, as the longest decides the memory.
-    usual: Layout | None = None
+    usual: PlanLayout | None = None
     #: What of the row's plan is otherwise here, because it cannot be laid out as it stands.
     note: str = ""
 
-    def seconds(self, constants: Fitted, known: dict[object, Known] | None = None) -> float:
+    def seconds(self, constants: FittedConstants, known: dict[object, PassCache] | None = None) -> float:
         """Of one step. `known`: what was priced before with the same constants, by all that decides it."""
         layout = self.usual or self.layout
         stack = layout.stack
-        alike = (id(layout.work.block), repr(layout.sheet), stack.attention, stack.narrow, stack.scanned)
+        alike = (
+            id(layout.model.block),
+            repr(layout.sheet),
+            stack.attention_kernel,
+            stack.block_precision,
+            stack.scans_for_scale,
+        )
         priced = None if known is None else known.setdefault(alike, {})
-        return step_time([Placed(layout, self.cluster, priced)], constants).step
+        return step_time([PlacedPlan(layout, self.cluster, priced)], constants).step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +93,13 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-def outcome(row: Row, cases: Sequence[Case], constants: Fitted) -> Outcome:
+def outcome(row: Row, cases: Sequence[Case], constants: FittedConstants) -> Outcome:
     """The forecast of a row. Of several cases those that fit count, where some do: a run that was printed has run."""
     found = []
     for case in cases:
-        held, _ = fullest(case.layout, constants)
+        held, _ = fullest_rank_memory(case.layout, constants)
         on_card = row.measured.get("mem_kind") != "reserved"
-        shown = reserved(held, case.layout.capacity, constants)
+        shown = reserved_bytes(held, case.layout.capacity, constants)
         size = (shown + held.framework * on_card) / 2**30
         fits = held.high + held.framework <= case.layout.capacity
         found.append((case.seconds(constants), size, fits, case.layout.batch))
@@ -238,7 +244,7 @@ def _choices(row: Row, plan: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     if row.gpus > _per_node(row.hardware) and _unknown(row, "inter"):
         choices["inter"] = _BETWEEN
     if row.gpus > 1 and _unknown(row, "intra"):
-        wire = catalogue.inside(row.hardware["gpu"])
+        wire = catalogue.intra_node_link(row.hardware["gpu"])
         choices["intra"] = tuple(share * wire.rate / 1e9 for share in _INSIDE) if wire else (None,)
     return choices
 
@@ -299,5 +305,5 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
     ]
     plan, batch = plan_of(given)
     machine, stack = cluster_of(row, hardware), stack_of(given, hardware)
-    layout, *usual = (lay_out(work, batch, machine, plan, stack) for work in works)
+    layout, *usual = (lay_out_plan(work, batch, machine, plan, stack) for work in works)
     return Case(layout=layout, cluster=machine, usual=usual[0] if usual else None, note=note.removesuffix("; "))

@@ -13,13 +13,13 @@ from scipy.optimize import differential_evolution, least_squares
 
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
-from echelon.simulator.calibration import Fitted, bounds, chosen
-from echelon.simulator.sheet_memory import Parts, held_by_ranks, put_together, reserved
-from echelon.simulator.sheet_step import Known
+from echelon.simulator.calibration import FittedConstants, constant_bounds, fit_setting
+from echelon.simulator.sheet_memory import RankMemory, rank_memories, reserved_bytes, with_overheads
+from echelon.simulator.sheet_step import PassCache
 
 #: Constants of memory; all others are of time.
 MEMORY = ("slack", "cached", "context", "buffers", "spread", "unsure")
-TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
+TIME = tuple(field.name for field in fields(FittedConstants) if field.name not in MEMORY)
 #: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
 _ROBUST = 0.1
 #: How strongly a constant is held to the middle of its range, in units of the range: decides only what the rows leave open.
@@ -37,13 +37,13 @@ _EDGE = 0.01
 Cases = Mapping[str, Sequence[Case]]
 
 
-def fit(rows: Sequence[Row], cases: Cases, starts: Sequence[float] = STARTS) -> Fitted:
+def fit(rows: Sequence[Row], cases: Cases, starts: Sequence[float] = STARTS) -> FittedConstants:
     """The constants by these rows alone: nothing that was fitted before is looked at."""
-    middle = Fitted(**{name: (low + high) / 2 for name, (low, high) in bounds().items()})
+    middle = FittedConstants(**{name: (low + high) / 2 for name, (low, high) in constant_bounds().items()})
     return fit_memory(rows, cases, fit_time(rows, cases, middle, starts))
 
 
-def fit_time(rows: Sequence[Row], cases: Cases, first: Fitted, starts: Sequence[float]) -> Fitted:
+def fit_time(rows: Sequence[Row], cases: Cases, first: FittedConstants, starts: Sequence[float]) -> FittedConstants:
     """Constants that bring the step times of `rows` nearest, every source weighing the same; those of memory as in `first`."""
     scored = spread_out(list(sets(row for row in rows if "time" in row.counts)))
     if not scored:
@@ -53,13 +53,13 @@ def fit_time(rows: Sequence[Row], cases: Cases, first: Fitted, starts: Sequence[
         (cases[alike[0].id], math.log(median(row.measured["iteration_s"] for row in alike)), 1 / math.sqrt(sources[alike[0].source]))
         for alike in scored
     ]  # fmt: skip
-    low, high = (numpy.array([bounds()[name][side] for name in TIME]) for side in (0, 1))
+    low, high = (numpy.array([constant_bounds()[name][side] for name in TIME]) for side in (0, 1))
 
-    def at(point: numpy.ndarray) -> Fitted:
+    def at(point: numpy.ndarray) -> FittedConstants:
         return replace(first, **dict(zip(TIME, map(float, low + point * (high - low)), strict=True)))
 
     def residuals(point: numpy.ndarray) -> numpy.ndarray:
-        constants, known = at(point), dict[object, Known]()
+        constants, known = at(point), dict[object, PassCache]()
         found = [
             weight * _soft(math.log(median(case.seconds(constants, known) for case in each)) - target)
             for each, target, weight in targets
@@ -88,13 +88,13 @@ def _soft(error: float) -> float:
     return math.copysign(_ROBUST * math.sqrt(math.log1p((error / _ROBUST) ** 2)), error)
 
 
-def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
+def fit_memory(rows: Sequence[Row], cases: Cases, first: FittedConstants) -> FittedConstants:
     """Constants that bring the peaks nearest and tell best what fits; the others as in `first`. `fits` is a step: found by trying, not
     by slopes. To call what failed possible is as bad as to call impossible what ran."""
     scored = [row for row in rows if {"memory", "fit"} & set(row.counts)]
     if not scored:
         return first
-    held = [held_by_ranks(cases[row.id][0].layout) for row in scored]
+    held = [rank_memories(cases[row.id][0].layout) for row in scored]
     begins = numpy.cumsum([0, *map(len, held)])[:-1]
     # Places of each row's ranks; rows that have fewer repeat their first.
     most, lines = max(map(len, held)), numpy.arange(len(held))
@@ -114,17 +114,17 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
     )
     names = [row.source if "memory" in row.counts else "" for row in scored]
     printing = [[place for place, name in enumerate(names) if name == source] for source in sorted({*names} - {""})]
-    low, high = (numpy.array([bounds()[name][side] for name in MEMORY]) for side in (0, 1))
-    strength = chosen("hold")
+    low, high = (numpy.array([constant_bounds()[name][side] for name in MEMORY]) for side in (0, 1))
+    strength = fit_setting("hold")
 
     def loss(point: numpy.ndarray) -> float:
         constants = replace(first, **dict(zip(MEMORY, map(float, point), strict=True)))
-        memory = put_together(parts, constants)
+        memory = with_overheads(parts, constants)
         # As forecasts do: the rank that may need most tells all.
         needed = memory.high + memory.framework
         places = ranks[lines, numpy.argmax(needed[ranks], axis=1)]
         upper = needed[places]
-        kept = reserved(memory, of, constants)[places]
+        kept = reserved_bytes(memory, of, constants)[places]
         shown = kept + memory.framework[places] * on_card
         errors = numpy.abs(numpy.log(shown / 2**30 / printed))
         # Smooth near the edge, so that a rare row does not decide.
@@ -141,7 +141,7 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
     return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))
 
 
-def together(ranks: Sequence[Parts]) -> Parts:
+def together(ranks: Sequence[RankMemory]) -> RankMemory:
     """What many ranks hold as arrays, so that they are put together at once."""
-    names = [field.name for field in fields(Parts) if field.name != "where"]
-    return Parts(**{name: numpy.array([getattr(each, name) for each in ranks]) for name in names}, where="")
+    names = [field.name for field in fields(RankMemory) if field.name != "where"]
+    return RankMemory(**{name: numpy.array([getattr(each, name) for each in ranks]) for name in names}, where="")

@@ -15,7 +15,7 @@ from rich.progress import track
 from bench.published.cases import Case, cases
 from bench.published.rows import Row
 from echelon.errors import EchelonError
-from echelon.simulator.model_summary import Work
+from echelon.simulator.model_summary import ModelSummary
 from echelon.world import usable_cores
 
 Found = list[Case] | EchelonError
@@ -32,7 +32,7 @@ def prepared(rows: Sequence[Row]) -> dict[str, Found]:
     return {row.id: found[row.id] for row in rows}
 
 
-def worker(model: dict[str, Any], *, core: str, half: bool, fused_norm: bool, layers: int) -> Work:
+def worker(model: dict[str, Any], *, core: str, half: bool, fused_norm: bool, layers: int) -> ModelSummary:
     """What the simulator needs of a row's model."""
     from bench.published.profiles import key_of, work  # torch is needed from here on
 

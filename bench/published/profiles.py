@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
 from echelon.job import Job
-from echelon.plan.profile import Module, Profile, Visit, fold_path
+from echelon.plan.profile import ModuleProfile, PipelineUnit, Profile, fold_path
 from echelon.profiler import profile as trace
-from echelon.simulator.model_summary import Work
-from echelon.simulator.summarize_profile import distil
+from echelon.simulator.model_summary import ModelSummary
+from echelon.simulator.summarize_profile import summarize_profile
 
 #: Blocks that are traced.
 TRACED = 2
@@ -65,32 +65,32 @@ def job(model: dict[str, Any], core: str, dtype: torch.dtype, *, layers: int, fu
 def _job(model: Any, loss: Any, inputs: torch.Tensor, targets: torch.Tensor) -> Job:
     return Job(
         model=model, loss=loss, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), data=TensorDataset(inputs, targets),
-        batch=1, steps=1,
+        batch_size=1, steps=1,
     )  # fmt: skip
 
 
 @cache
-def work(key: Key, layers: int) -> Work:
+def work(key: Key, layers: int) -> ModelSummary:
     """What the simulator needs of a model with so many blocks."""
     shape = key[0]
-    return distil(shallow(key) if shape[0] in CONVNETS else deepen(shallow(key), layers))
+    return summarize_profile(shallow(key) if shape[0] in CONVNETS else deepen(shallow(key), layers))
 
 
 def deepen(profile: Profile, layers: int) -> Profile:
     """The profile of a model whose two blocks alike are followed by more of them."""
-    first, *_ = profile.units
+    first, *_ = profile.fsdp_units
     folded = fold_path(first)
-    more = layers - len(profile.units)
+    more = layers - len(profile.fsdp_units)
 
     def path(number: int) -> str:
         return folded.replace("*", str(number), 1)
 
     def times(count: int) -> int:
         # What does not divide belongs to the model's ends: backward of what comes before the blocks is noted with the first of them.
-        each, once = divmod(count, len(profile.units))
+        each, once = divmod(count, len(profile.fsdp_units))
         return each * layers + once
 
-    def grown(outer: Module) -> Module:
+    def grown(outer: ModuleProfile) -> ModuleProfile:
         block = next(m for m in profile.modules if m.path == folded)
         return replace(
             outer,
@@ -101,8 +101,8 @@ def deepen(profile: Profile, layers: int) -> Profile:
         return name == folded or name.startswith(folded + ".")
 
     one = [each for each in profile.parameters if each.name.startswith(path(0) + ".")]
-    kept = sum(m.kept.per_sample for m in profile.modules if fold_path(m.path) == folded)
-    fixed = sum(m.kept.fixed for m in profile.modules if fold_path(m.path) == folded)
+    kept = sum(m.saved.per_sample for m in profile.modules if fold_path(m.path) == folded)
+    fixed = sum(m.saved.fixed for m in profile.modules if fold_path(m.path) == folded)
     before = [each for each in profile.parameters if not repeated(fold_path(each.name))]
     parameters = [
         *before,
@@ -125,24 +125,24 @@ def deepen(profile: Profile, layers: int) -> Profile:
             replace(
                 moment,
                 alive=replace(moment.alive, fixed=moment.alive.fixed + more * fixed, per_sample=moment.alive.per_sample + more * kept),
-                kept=replace(moment.kept, fixed=moment.kept.fixed + more * fixed, per_sample=moment.kept.per_sample + more * kept),
+                saved=replace(moment.saved, fixed=moment.saved.fixed + more * fixed, per_sample=moment.saved.per_sample + more * kept),
             )
             for moment in profile.moments
         ),
         optimizers=tuple(
-            replace(rule, state=round(rule.state * elements / profile.elements), elements=elements) for rule in profile.optimizers
+            replace(rule, state_bytes=round(rule.state_bytes * elements / profile.elements), trainable_elements=elements) for rule in profile.optimizers
         ),
-        units=tuple(path(n) for n in range(layers)),
-        unit_bytes=profile.unit_bytes[:1] * layers,
-        visits=_visits(profile, path, layers),
+        fsdp_units=tuple(path(n) for n in range(layers)),
+        fsdp_unit_bytes=profile.fsdp_unit_bytes[:1] * layers,
+        pipeline_units=_visits(profile, path, layers),
     )  # fmt: skip
 
 
-def _visits(profile: Profile, path: Callable[[int], str], layers: int) -> tuple[Visit, ...]:
+def _visits(profile: Profile, path: Callable[[int], str], layers: int) -> tuple[PipelineUnit, ...]:
     """The calls of a deeper model: what comes before the blocks, as many blocks, what comes after them."""
-    blocks = [visit for visit in profile.visits if visit.path in profile.units]
+    blocks = [visit for visit in profile.pipeline_units if visit.path in profile.fsdp_units]
     if not blocks:
         return ()
-    first, last = profile.visits.index(blocks[0]), profile.visits.index(blocks[-1])
+    first, last = profile.pipeline_units.index(blocks[0]), profile.pipeline_units.index(blocks[-1])
     more = tuple(replace(blocks[min(n, len(blocks) - 1)], path=path(n)) for n in range(layers))
-    return (*profile.visits[:first], *more, *profile.visits[last + 1 :])
+    return (*profile.pipeline_units[:first], *more, *profile.pipeline_units[last + 1 :])

@@ -15,10 +15,10 @@ from echelon.cli import cache, data, doctor, explain, export, pack, plan, report
 from echelon.cli.common import wants_traceback
 from echelon.errors import EchelonError
 from echelon.launchers.environment import fix_hash_seed
-from echelon.launchers.rank_ipc import in_words
+from echelon.launchers.rank_ipc import format_error
 
 
-class Verbs(TyperGroup):
+class CommandGroup(TyperGroup):
     """The verbs. An error becomes one message and an exit code; the traceback is for --debug."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -36,20 +36,20 @@ class Verbs(TyperGroup):
         except Exception as error:
             if wants_traceback(ctx) or isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "show"):
                 raise  # the last: the command line's own usage errors, which show themselves
-            typer.echo(f"error: {in_words(error)}", err=True)
+            typer.echo(f"error: {format_error(error)}", err=True)
             raise typer.Exit(1) from None
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=CommandGroup,
     help="Trains any PyTorch model in parallel: plans it for the devices there are, proves the plan, trains it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help in plain text: drawing it with rich takes longer than everything else
 )
-for verb in (doctor, plan, explain, simulate, verify, train, pack, report, export, serve):
-    app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
+for command_module in (doctor, plan, explain, simulate, verify, train, pack, report, export, serve):
+    app.command()(getattr(command_module, command_module.__name__.rpartition(".")[2]))
 app.add_typer(data.app, name="data")
 app.add_typer(cache.app, name="cache")
 app.add_typer(server.app, name="server")

@@ -6,76 +6,88 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from echelon.cli.common import Debug, Json, console, print_json, table
-from echelon.plan.format_units import seconds, size
+from echelon.cli.common import DebugOption, JsonOption, make_console, make_table, print_json
+from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from echelon.data.packed.remote_cache import Cache
+    from echelon.data.packed.remote_cache import FileCache
 
 app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
-def show(json: Json = False, debug: Debug = False) -> None:
+def show(json: JsonOption = False, debug: DebugOption = False) -> None:
     """What is kept, newest first, and whether it would still be used."""
-    from echelon.plan.document_cache import Store, installed_versions
+    from echelon.plan.document_cache import DocumentCache, installed_versions
     from echelon.world import cache_folder
 
-    folder, copies = cache_folder(), _copies()
-    files, total = copies.kept() if copies else (0, 0)
-    entries = Store(folder).show(versions=installed_versions())
+    folder, remote_cache = cache_folder(), _open_remote_cache()
+    files, total = remote_cache.usage() if remote_cache else (0, 0)
+    entries = DocumentCache(folder).list_entries(versions=installed_versions())
     if json:
-        kept = [
+        entry_documents = [
             {
                 "kind": entry.kind, "key": entry.key, "path": str(entry.path), "bytes": entry.bytes, "age": entry.age,
-                "good": entry.good,
+                "good": entry.is_valid,
             }
             for entry in entries
         ]  # fmt: skip
-        where = str(copies.folder) if copies else None
+        cache_folder_path = str(remote_cache.folder) if remote_cache else None
         print_json(
-            {"folder": str(folder), "entries": kept, "copies": {"folder": where, "files": files, "bytes": total}}
+            {
+                "folder": str(folder),
+                "entries": entry_documents,
+                "copies": {"folder": cache_folder_path, "files": files, "bytes": total},
+            }
         )
         return
     if not entries and not files:
         typer.echo(f"{folder}: nothing is kept")
         return
-    rows = table("kind", "of", "state", "size", "age", left=3)
+    entry_table = make_table("kind", "of", "state", "size", "age", text_columns=3)
     for entry in entries:
-        rows.add_row(entry.kind, entry.key, "good" if entry.good else "stale", size(entry.bytes), seconds(entry.age))
-    screen = console()
+        entry_table.add_row(
+            entry.kind,
+            entry.key,
+            "good" if entry.is_valid else "stale",
+            format_bytes(entry.bytes),
+            format_seconds(entry.age),
+        )
+    terminal = make_console()
     if entries:
-        screen.print(rows)
-        screen.print(f"in {folder}")
-    if copies and files:
-        screen.print(f"{_counted(files)} of remote data, {size(total)}, in {copies.folder}", soft_wrap=True)
+        terminal.print(entry_table)
+        terminal.print(f"in {folder}")
+    if remote_cache and files:
+        terminal.print(
+            f"{_format_copies(files)} of remote data, {format_bytes(total)}, in {remote_cache.folder}", soft_wrap=True
+        )
 
 
 @app.command()
-def clear(json: Json = False, debug: Debug = False) -> None:
+def clear(json: JsonOption = False, debug: DebugOption = False) -> None:
     """Delete all of it that is not in use; it is made again when it is needed."""
-    from echelon.plan.document_cache import Store
+    from echelon.plan.document_cache import DocumentCache
     from echelon.world import cache_folder
 
-    folder, copies = cache_folder(), _copies()
-    count = Store(folder).clear()
-    gone, used = copies.clear() if copies else (0, 0)
+    folder, remote_cache = cache_folder(), _open_remote_cache()
+    count = DocumentCache(folder).clear()
+    deleted, in_use = remote_cache.clear() if remote_cache else (0, 0)
     if json:
-        print_json({"folder": str(folder), "cleared": count, "copies": {"cleared": gone, "in_use": used}})
+        print_json({"folder": str(folder), "cleared": count, "copies": {"cleared": deleted, "in_use": in_use}})
         return
     typer.echo(f"{count} document{'s' * (count != 1)} deleted from {folder}")
-    if copies and gone + used:
-        stay = f"; {used} in use left there" if used else ""
-        typer.echo(f"{_counted(gone)} of remote data deleted from {copies.folder}{stay}")
+    if remote_cache and deleted + in_use:
+        remainder = f"; {in_use} in use left there" if in_use else ""
+        typer.echo(f"{_format_copies(deleted)} of remote data deleted from {remote_cache.folder}{remainder}")
 
 
-def _copies() -> Cache | None:
+def _open_remote_cache() -> FileCache | None:
     """The copies of remote data that named no folder for them, if there are any."""
-    from echelon.data.packed.remote_cache import Cache, default_folder
+    from echelon.data.packed.remote_cache import FileCache, default_cache_folder
 
-    folder = default_folder()
-    return Cache(folder, 0) if folder.is_dir() else None
+    folder = default_cache_folder()
+    return FileCache(folder, 0) if folder.is_dir() else None
 
 
-def _counted(copies: int) -> str:
-    return f"{copies} cop{'y' if copies == 1 else 'ies'}"
+def _format_copies(count: int) -> str:
+    return f"{count} cop{'y' if count == 1 else 'ies'}"

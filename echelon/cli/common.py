@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from echelon.flow.resolve_plan import Subject
+    from echelon.flow.resolve_plan import JobSource
     from echelon.plan.cluster import Cluster
     from echelon.plan.plan import Plan
     from echelon.plan.profile import Profile
 
-DEBUG = "echelon.debug"
+DEBUG_KEY = "echelon.debug"
 
 
-def _remember(ctx: typer.Context, value: bool) -> bool:
+def _store_debug(ctx: typer.Context, value: bool) -> bool:
     if value:
-        ctx.find_root().meta[DEBUG] = True
+        ctx.find_root().meta[DEBUG_KEY] = True
     return value
 
 
 def wants_traceback(ctx: typer.Context) -> bool:
     """Whether --debug was given."""
-    return bool(ctx.find_root().meta.get(DEBUG))
+    return bool(ctx.find_root().meta.get(DEBUG_KEY))
 
 
-File = Annotated[
+JobFile = Annotated[
     str, typer.Argument(metavar="FILE[:name]", help="A job file; `name` is the function in it, else `job`.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", callback=_remember, help="Show the traceback of an error.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+DebugOption = Annotated[bool, typer.Option("--debug", callback=_store_debug, help="Show the traceback of an error.")]
 PlanOption = Annotated[
     str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
 ]
@@ -49,7 +49,7 @@ ClusterOption = Annotated[
 ]
 
 
-Picture = Annotated[
+PictureOption = Annotated[
     str | None,
     typer.Option("--picture", metavar="FILE", help="Draw the step, the memory and the mesh: a .svg or a .png file."),
 ]
@@ -63,15 +63,15 @@ def draw_plan(profile: Profile, cluster: Cluster, plan: Plan, picture: str | Non
     if picture is None and trace is None:
         return []
     from echelon.observer import plan_figure as drawing
-    from echelon.simulator.timeline import timeline
+    from echelon.simulator.timeline import build_timeline
 
-    step = timeline(profile, cluster, plan)
-    made = [drawing.draw(step, picture)] if picture is not None else []
-    made += [drawing.trace(step, trace)] if trace is not None else []
-    return [str(each) for each in made]
+    step_timeline = build_timeline(profile, cluster, plan)
+    paths = [drawing.write_figure(step_timeline, picture)] if picture is not None else []
+    paths += [drawing.write_trace(step_timeline, trace)] if trace is not None else []
+    return [str(path) for path in paths]
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Seconds of `90`, `45s`, `90m`, `12h` or `3d`."""
     scale = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
@@ -88,35 +88,37 @@ def print_json(answer: Any) -> None:
     typer.echo(json.dumps(answer, indent=2))
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Where tables go."""
     from rich.console import Console
 
     return Console(highlight=False)
 
 
-def table(*columns: str, left: int = 1) -> Table:
-    """A table of plain lines whose first `left` columns hold words and whose others hold figures."""
+def make_table(*columns: str, text_columns: int = 1) -> Table:
+    """A table of plain lines whose first `text_columns` columns hold words and whose others hold figures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
-    return made
+    result = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        result.add_column(
+            name, justify="left" if index < text_columns else "right", overflow="fold", no_wrap=index >= text_columns
+        )
+    return result
 
 
-def read_subject(file: str) -> tuple[Subject, Profile]:
+def read_job(file: str) -> tuple[JobSource, Profile]:
     """A job file and its profile."""
-    from echelon.flow.resolve_plan import Subject
+    from echelon.flow.resolve_plan import JobSource
 
-    subject = Subject(file)
-    profile = subject.profile()
-    warn(subject.warnings)
-    return subject, profile
+    job_source = JobSource(file)
+    profile = job_source.profile()
+    print_warnings(job_source.warnings)
+    return job_source, profile
 
 
-def warn(messages: Iterable[str]) -> None:
+def print_warnings(messages: Iterable[str]) -> None:
     """What a person should know, beside the answer."""
     for message in messages:
         typer.echo(f"warning: {message}", err=True)
@@ -125,7 +127,7 @@ def warn(messages: Iterable[str]) -> None:
 def read_cluster(file: str | None) -> Cluster:
     """The cluster that was asked for: one of the catalogue, a file's, or this machine, measured."""
     if file is None:
-        return measured()
+        return measure_machine()
     from pathlib import Path
 
     from echelon.plan import catalogue
@@ -133,23 +135,23 @@ def read_cluster(file: str | None) -> Cluster:
 
     if file.endswith(".json") or (Path(file).is_file() and not file.endswith(".toml")):
         return Cluster.load(file)
-    return catalogue.cluster(file)
+    return catalogue.parse_cluster(file)
 
 
-def measured(*, refresh: bool = False) -> Cluster:
+def measure_machine(*, refresh: bool = False) -> Cluster:
     """This machine; where it has to be measured first, with a bar on a terminal and a line elsewhere."""
     from rich.console import Console
     from rich.progress import Progress
 
     from echelon.hardware import measure
 
-    screen = Console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("measuring this machine", total=1.0, visible=False)
 
-        def progress(what: str, share: float) -> None:
-            if not screen.is_terminal and not bar.tasks[task].visible:
+        def progress(description: str, share: float) -> None:
+            if not stderr.is_terminal and not bar.tasks[task].visible:
                 typer.echo("measuring this machine, once (about half a minute, with a GPU one)", err=True)
-            bar.update(task, description=what, completed=share, visible=True)
+            bar.update(task, description=description, completed=share, visible=True)
 
         return measure(refresh=refresh, progress=progress)

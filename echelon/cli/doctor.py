@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.common import Debug, Json, console, measured, print_json, table
-from echelon.plan.format_units import seconds, size
+from echelon.cli.common import DebugOption, JsonOption, make_console, make_table, measure_machine, print_json
+from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +23,8 @@ def doctor(
         str | None,
         typer.Option("--out", "-o", metavar="FILE", help="Keep the cluster in a file, to plan for it elsewhere."),
     ] = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Show what is here and what will not work.
 
@@ -32,39 +32,45 @@ def doctor(
     """
     from echelon.plan.codec import to_plain
 
-    cluster = measured(refresh=refresh)
+    cluster = measure_machine(refresh=refresh)
     if out is not None:
         cluster.save(out)
-    versions, problems, slow = _versions(), _problems(cluster), _slow(cluster.nodes[0].devices[0])
+    versions, problems, slow_operations = (
+        _installed_versions(),
+        _list_problems(cluster),
+        _slow_precisions(cluster.nodes[0].devices[0]),
+    )
     if json:
-        print_json({"cluster": to_plain(cluster), "versions": versions, "slow": slow, "will_not_work": problems})
+        print_json(
+            {"cluster": to_plain(cluster), "versions": versions, "slow": slow_operations, "will_not_work": problems}
+        )
         return
-    screen = console()
+    terminal = make_console()
     for node in cluster.nodes:
-        screen.print(f"{node.name}: {node.cores} cores, {size(node.memory)} of memory")
+        terminal.print(f"{node.name}: {node.cores} cores, {format_bytes(node.memory)} of memory")
         for device in node.devices:
             instructions = f"; instructions: {', '.join(device.instructions)}" if device.instructions else ""
-            screen.print(f"{device.kind} {device.name}: {size(device.memory)}{instructions}")
-            screen.print(_rates(device))
+            terminal.print(f"{device.kind} {device.name}: {format_bytes(device.memory)}{instructions}")
+            terminal.print(_rate_table(device))
         if node.links:
-            rows = table("between ranks", "by", "ranks", "latency", "bandwidth", left=2)
+            link_table = make_table("between ranks", "by", "ranks", "latency", "bandwidth", text_columns=2)
             for link in node.links:
-                rate = f"{size(link.bandwidth)}/s"
-                rows.add_row(
-                    link.operation.replace("_", "-"), link.backend, str(link.ranks), seconds(link.latency), rate
+                rate = f"{format_bytes(link.bandwidth)}/s"
+                link_table.add_row(
+                    link.operation.replace("_", "-"), link.backend, str(link.ranks), format_seconds(link.latency), rate
                 )
-            screen.print(rows)
-    screen.print("versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()))
+            terminal.print(link_table)
+    terminal.print("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     for note in cluster.notes:
-        screen.print(f"note: {note}")
-    for what in slow:
-        screen.print(f"slow: {what}")
+        terminal.print(f"note: {note}")
+    for warning in slow_operations:
+        terminal.print(f"slow: {warning}")
     for problem in problems:
-        screen.print(f"will not work: {problem}")
+        terminal.print(f"will not work: {problem}")
 
 
 #: Family of operators -> how their names begin, what is counted, and how much of it is the unit.
-_FAMILIES = {
+_OPERATOR_FAMILIES = {
     "matrix products": (("mm", "addmm", "bmm", "baddbmm"), "GFLOP/s", 1e9),
     "convolutions": (("convolution",), "GFLOP/s", 1e9),
     "attention": (("scaled_dot", "_scaled_dot", "_flash", "_efficient"), "GFLOP/s", 1e9),
@@ -73,75 +79,77 @@ _FAMILIES = {
 }
 
 
-def _rates(device: Device) -> Table:
+def _rate_table(device: Device) -> Table:
     """The best rate of each family of operators, by type and by how many ranks compute at once."""
-    best: dict[tuple[str, str, str], float] = {}
+    best_rates: dict[tuple[str, str, str], float] = {}
     for curve in device.curves:
-        family = next(name for name, (starts, _, _) in _FAMILIES.items() if curve.operation.startswith(starts))
+        family = next(
+            name for name, (prefixes, _, _) in _OPERATOR_FAMILIES.items() if curve.operation.startswith(prefixes)
+        )
         load = (
             f"{curve.ranks} x {curve.threads} thread{'s' * (curve.threads > 1)}"
             if device.kind == "cpu"
             else f"{curve.ranks}"
         )
         key = (family, curve.dtype, load)
-        best[key] = max(best.get(key, 0.0), *(point.rate for point in curve.points))
-    rows = table("measured", "type", "ranks", "up to, per rank", left=3)
-    for family, (_, unit, scale) in _FAMILIES.items():
-        for (name, dtype, load), rate in sorted(best.items()):
+        best_rates[key] = max(best_rates.get(key, 0.0), *(point.rate for point in curve.points))
+    rate_table = make_table("measured", "type", "ranks", "up to, per rank", text_columns=3)
+    for family, (_, unit, scale) in _OPERATOR_FAMILIES.items():
+        for (name, dtype, load), rate in sorted(best_rates.items()):
             if name == family:
-                rows.add_row(family, dtype, load, f"{_figure(rate / scale)} {unit}")
-    return rows
+                rate_table.add_row(family, dtype, load, f"{_format_figure(rate / scale)} {unit}")
+    return rate_table
 
 
-def _figure(value: float) -> str:
+def _format_figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _slower(device: Device, dtype: str) -> float | None:
+def _slowdown(device: Device, dtype: str) -> float | None:
     """How many times slower matrix products of `dtype` are than those of float32; None: not measured."""
     rates: dict[str, float] = {}
     for curve in device.curves:
-        if curve.operation.startswith(_FAMILIES["matrix products"][0]):
+        if curve.operation.startswith(_OPERATOR_FAMILIES["matrix products"][0]):
             rates[curve.dtype] = max(rates.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
     return rates["float32"] / rates[dtype] if {"float32", dtype} <= set(rates) else None
 
 
-def _slow(device: Device) -> list[str]:
+def _slow_precisions(device: Device) -> list[str]:
     """What works here, but more slowly than what a user might think it improves on."""
-    found = []
+    slow_operations = []
     for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if device.kind == "cpu" else ():
-        slower = _slower(device, dtype)
-        if slower is not None and slower > 1:
-            found.append(
-                f"precision={precision}: matrix products measured {_figure(slower)} times slower than fp32's on this CPU"
+        slowdown = _slowdown(device, dtype)
+        if slowdown is not None and slowdown > 1:
+            slow_operations.append(
+                f"precision={precision}: matrix products measured {_format_figure(slowdown)} times slower than fp32's on this CPU"
             )
-    return found
+    return slow_operations
 
 
-def _versions() -> dict[str, str]:
+def _installed_versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("echelon", "torch", "numpy", "scipy"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "checkout" if name == "echelon" else "missing"
-    return found
+            versions[name] = "checkout" if name == "echelon" else "missing"
+    return versions
 
 
-def _problems(cluster: Cluster) -> list[str]:
+def _list_problems(cluster: Cluster) -> list[str]:
     """What a user might try and would not get here, with the reason."""
     import torch
 
     device = cluster.nodes[0].devices[0]
-    found = []
+    problems = []
     if not torch.distributed.is_available():
-        found.append("more than one rank: this torch was built without torch.distributed")
+        problems.append("more than one rank: this torch was built without torch.distributed")
     if device.kind == "cpu":
         if torch.cuda.device_count() == 0:
-            found.append("training on a GPU: torch sees none")
+            problems.append("training on a GPU: torch sees none")
         if not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")):
-            found.append("plans with `compile`: torch.compile needs a C++ compiler on a CPU (g++ or clang++)")
-    found.append("the axes cp and ep: plans with them are forecast and not executed yet")
-    return found
+            problems.append("plans with `compile`: torch.compile needs a C++ compiler on a CPU (g++ or clang++)")
+    problems.append("the axes cp and ep: plans with them are forecast and not executed yet")
+    return problems

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_subject
-from echelon.plan.format_units import seconds, size
+from echelon.cli.common import ClusterOption, DebugOption, JsonOption, print_json, read_cluster, read_job
+from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,92 +28,94 @@ def explain(
         str | None, typer.Option(metavar="FILE[:name]", help="The job: with it, costs are told too.")
     ] = None,
     cluster: ClusterOption = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Say what a plan does, and why not another.
 
     Decision by decision; with --job also its time and memory, and what the other plan would cost or which rule forbids it.
     """
-    wanted = _read(plan, "PLAN")
-    other = _read(why_not, "--why-not") if why_not is not None else None
-    answer = _answer(wanted, other, job, cluster)
+    requested = _read_plan(plan, "PLAN")
+    alternative = _read_plan(why_not, "--why-not") if why_not is not None else None
+    answer = _explain_plans(requested, alternative, job, cluster)
     if json:
         print_json(answer)
     else:
-        typer.echo(_words(answer))
+        typer.echo(_format_answer(answer))
 
 
-def _read(text: str, where: str) -> Plan:
+def _read_plan(text: str, argument: str) -> Plan:
     from echelon.errors import PlanError
-    from echelon.flow.resolve_plan import read_plan
+    from echelon.flow.resolve_plan import parse_plan
 
-    plan = read_plan(text)
+    plan = parse_plan(text)
     if plan is None:
-        raise PlanError(f"{where}=auto: give a plan; `echelon plan` finds the best one")
+        raise PlanError(f"{argument}=auto: give a plan; `echelon plan` finds the best one")
     return plan
 
 
-def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
-    from echelon.plan.check import check, require
-    from echelon.plan.text import diff
-    from echelon.plan.text import explain as in_words
+def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
+    from echelon.plan.check import check, require_executable
+    from echelon.plan.text import describe_plan as in_words
+    from echelon.plan.text import diff_plans
 
-    subject, profile, machines = None, None, _machines(job, cluster)
+    job_source, profile, target_cluster = None, None, _read_known_cluster(job, cluster)
     if job is not None:
-        subject, profile = read_subject(job)
-        require(wanted, profile, machines)  # a plan that this job cannot have is no plan to explain
-        wanted = subject.complete(wanted)
+        job_source, profile = read_job(job)
+        require_executable(requested, profile, target_cluster)  # a plan that this job cannot have is no plan to explain
+        requested = job_source.complete_plan(requested)
     answer: dict[str, Any] = {
-        "plan": str(wanted),
-        "decisions": in_words(wanted, profile.batch if profile else None).splitlines(),
-        "problems": [str(problem) for problem in check(wanted, profile, machines)],
+        "plan": str(requested),
+        "decisions": in_words(requested, profile.batch if profile else None).splitlines(),
+        "problems": [str(problem) for problem in check(requested, profile, target_cluster)],
     }
-    if machines is None:
-        answer["problems"] += _remark(wanted)
-    answer |= _cuts(wanted, profile)
-    plans = [wanted]
-    if other is not None:
-        if subject is not None and not _errors(check(other, profile, machines)):
-            other = subject.complete(other)
-        problems = check(other, profile, machines)
+    if target_cluster is None:
+        answer["problems"] += _warn_of_size(requested)
+    answer |= _describe_cuts(requested, profile)
+    plans = [requested]
+    if alternative is not None:
+        if job_source is not None and not _errors_among(check(alternative, profile, target_cluster)):
+            alternative = job_source.complete_plan(alternative)
+        problems = check(alternative, profile, target_cluster)
         answer["other"] = {
-            "plan": str(other),
-            "differs": diff(wanted, other),
+            "plan": str(alternative),
+            "differs": diff_plans(requested, alternative),
             "problems": [str(problem) for problem in problems],
         }
-        plans += [] if _errors(problems) else [other]
-    if profile is not None and machines is not None:
+        plans += [] if _errors_among(problems) else [alternative]
+    if profile is not None and target_cluster is not None:
         from echelon.planner import why_not
         from echelon.simulator import simulate
 
-        places: list[dict[str, Any]] = [answer, answer.get("other", {})]
-        for each, place in zip(plans, places, strict=False):
-            place["cost"] = _cost(simulate(profile, machines, each))
-        if other is not None:
-            answer["other"]["verdict"] = why_not(profile, machines, other, wanted)
+        sections: list[dict[str, Any]] = [answer, answer.get("other", {})]
+        for candidate, section in zip(plans, sections, strict=False):
+            section["cost"] = _summarize_cost(simulate(profile, target_cluster, candidate))
+        if alternative is not None:
+            answer["other"]["verdict"] = why_not(profile, target_cluster, alternative, requested)
     return answer
 
 
-def _errors(problems: Iterable[Problem]) -> list[Problem]:
+def _errors_among(problems: Iterable[Problem]) -> list[Problem]:
     return [problem for problem in problems if problem.severity == "error"]
 
 
-def _cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
+def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
     """How the model is cut, where the plan says so."""
     from echelon.plan.codec import to_plain
-    from echelon.plan.describe import cut_bytes, cuttings, stage_shares
+    from echelon.plan.describe import cut_fraction, group_cuts, summarize_stages
 
-    found: dict[str, Any] = {}
-    if plan.placements or plan.uncut:
-        found["cuts"] = [to_plain(each) | {"words": str(each)} for each in cuttings(plan)]
-        found["cut_share"] = cut_bytes(plan, profile) if profile is not None else None
-    if plan.stages and profile is not None and profile.visits:
-        found["stages"] = [to_plain(each) | {"words": str(each)} for each in stage_shares(plan, profile.visits)]
-    return found
+    result: dict[str, Any] = {}
+    if plan.placements or plan.replicated:
+        result["cuts"] = [to_plain(item) | {"words": str(item)} for item in group_cuts(plan)]
+        result["cut_share"] = cut_fraction(plan, profile) if profile is not None else None
+    if plan.stages and profile is not None and profile.pipeline_units:
+        result["stages"] = [
+            to_plain(item) | {"words": str(item)} for item in summarize_stages(plan, profile.pipeline_units)
+        ]
+    return result
 
 
-def _machines(job: str | None, cluster: str | None) -> Cluster | None:
+def _read_known_cluster(job: str | None, cluster: str | None) -> Cluster | None:
     """What the plan is held against: with a job measured if need be, without one only if it is known."""
     if job is not None or cluster is not None:
         return read_cluster(cluster)
@@ -122,21 +124,21 @@ def _machines(job: str | None, cluster: str | None) -> Cluster | None:
     return known_cluster()
 
 
-def _remark(plan: Plan) -> list[str]:
+def _warn_of_size(plan: Plan) -> list[str]:
     """What can be said about its size on a machine that was never measured."""
-    from echelon.plan.check import RANKS_PER_CORE
+    from echelon.plan.check import MAX_RANKS_PER_CORE
     from echelon.world import usable_cores
 
     cores = usable_cores()
-    if plan.ranks <= RANKS_PER_CORE * cores:
+    if plan.ranks <= MAX_RANKS_PER_CORE * cores:
         return []
-    here = f"this machine has {cores} core{'s' * (cores > 1)}"
+    available = f"this machine has {cores} core{'s' * (cores > 1)}"
     return [
-        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {here}; `echelon doctor` measures what is here"
+        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {available}; `echelon doctor` measures what is here"
     ]
 
 
-def _cost(forecast: Forecast) -> dict[str, Any]:
+def _summarize_cost(forecast: Forecast) -> dict[str, Any]:
     return {
         "step": forecast.time.step,
         "memory": forecast.memory.total,
@@ -145,25 +147,25 @@ def _cost(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _words(answer: dict[str, Any]) -> str:
+def _format_answer(answer: dict[str, Any]) -> str:
     lines = [f'"{answer["plan"]}"', *(f"  {line}" for line in answer["decisions"] + answer["problems"])]
     if "cost" in answer:
-        lines.append(f"  {_price(answer['cost'])}")
+        lines.append(f"  {_format_cost(answer['cost'])}")
     if "cuts" in answer:
         share = answer["cut_share"]
         lines.append("how modules are cut" + (f": {share:.0%} of the parameters' bytes" if share is not None else ""))
-        lines += [f"  {each['words']}" for each in answer["cuts"]]
+        lines += [f"  {item['words']}" for item in answer["cuts"]]
     if "stages" in answer:
-        lines += ["how the model is staged", *(f"  {each['words']}" for each in answer["stages"])]
+        lines += ["how the model is staged", *(f"  {item['words']}" for item in answer["stages"])]
     other = answer.get("other")
     if other:
         lines += ["", f'why not "{other["plan"]}"', *(f"  {line}" for line in other["differs"] + other["problems"])]
         lines += [] if other["differs"] else ["  it is the same plan"]
         if "cost" in other:
-            lines += [f"  {_price(other['cost'])}", f"  {other['verdict']}"]
+            lines += [f"  {_format_cost(other['cost'])}", f"  {other['verdict']}"]
     return "\n".join(lines)
 
 
-def _price(cost: dict[str, Any]) -> str:
+def _format_cost(cost: dict[str, Any]) -> str:
     fits = "fits" if cost["fits"] else "does not fit"
-    return f"{seconds(cost['step'])} a step, {size(cost['memory'])} of {size(cost['capacity'])} per rank: {fits}"
+    return f"{format_seconds(cost['step'])} a step, {format_bytes(cost['memory'])} of {format_bytes(cost['capacity'])} per rank: {fits}"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli.common import Debug, Json, print_json
-from echelon.plan.format_units import size
+from echelon.cli.common import DebugOption, JsonOption, print_json
+from echelon.plan.format_units import format_bytes
 
 
 def export(
@@ -20,8 +20,8 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="Of a run: the checkpoint with the lowest evaluation loss, not the last.")
     ] = False,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Write the trained model to one file.
 
@@ -29,20 +29,20 @@ def export(
     """
     from echelon.engine.weights import export_weights
 
-    done = export_weights(_best(run) if best else run, out)
+    exported = export_weights(_best_checkpoint(run) if best else run, out)
     if json:
         print_json({
-            "out": out, "checkpoint": str(done.checkpoint), "step": done.step, "tensors": done.tensors, "bytes": done.bytes,
+            "out": out, "checkpoint": str(exported.checkpoint), "step": exported.step, "tensors": exported.tensors, "bytes": exported.bytes,
         })  # fmt: skip
     else:
-        typer.echo(f"{out}: {done.tensors} tensors of step {done.step}, {size(done.bytes)}")
+        typer.echo(f"{out}: {exported.tensors} tensors of step {exported.step}, {format_bytes(exported.bytes)}")
 
 
-def _best(run: str) -> Path:
+def _best_checkpoint(run: str) -> Path:
     from echelon.errors import CheckpointError
     from echelon.flow.run_folder import RunFolder
 
-    found = RunFolder(Path(run), keep=1).best()
-    if found is None:
+    best = RunFolder(Path(run), keep=1).best_checkpoint()
+    if best is None:
         raise CheckpointError(f"{run}: no checkpoint of it was evaluated; leave out --best to take the last")
-    return found[0]
+    return best[0]

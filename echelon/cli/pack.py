@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, Json, print_json
+from echelon.cli.common import DebugOption, JsonOption, print_json
 from echelon.errors import DataError
-from echelon.plan.format_units import size as in_words
+from echelon.plan.format_units import format_bytes as in_words
 
 if TYPE_CHECKING:
-    from echelon.data.packed.packing_source import Origin
+    from echelon.data.packed.packing_source import PackingSource
 
-SOURCE = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, JSON lines, text, pictures by class), or FILE.py:name of a torch Dataset."
+SOURCE_HELP = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, JSON lines, text, pictures by class), or FILE.py:name of a torch Dataset."
 
 
 def pack(
-    source: Annotated[str, typer.Argument(metavar="SRC", help=SOURCE)],
+    source: Annotated[str, typer.Argument(metavar="SRC", help=SOURCE_HELP)],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     split: Annotated[str | None, typer.Option(help="Of IDX files: train, t10k.")] = None,
     size: Annotated[
@@ -41,8 +41,8 @@ def pack(
         int | None, typer.Option(help="Processes that pack; else one per core, if memory allows.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace what DST holds of another source.")] = False,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Pack a data set into shards that every rank reads at the speed of memory. Run it again after a kill: it goes on."""
     from rich.console import Console
@@ -54,71 +54,73 @@ def pack(
         raise DataError(
             f"{target} is on a store: pack into a folder here, and copy that folder there with the store's own tool"
         )
-    processes = processes or _processes()
-    place = Path(os.path.abspath(target))  # `.` and `..` have no name
-    kept = place.with_name(f".{place.name or 'root'}.tokens")
+    processes = processes or _default_processes()
+    absolute_target = Path(os.path.abspath(target))  # `.` and `..` have no name
+    token_cache = absolute_target.with_name(f".{absolute_target.name or 'root'}.tokens")
     screen = Console(stderr=True)
-    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
-        reading = bar.add_task("tokens", total=None, visible=False)
-        origin = _origin(
-            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
-            progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
+    columns_shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns_shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
+        token_task = bar.add_task("tokens", total=None, visible=False)
+        packing_source = _open_source(
+            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=token_cache, processes=processes,
+            progress=lambda done, total: bar.update(token_task, completed=done, total=total, visible=True),
         )  # fmt: skip
-        packing = bar.add_task("packing", total=None)
-        made = write(
-            _mixed(origin, shuffle), target, shards=shards, processes=processes, overwrite=overwrite,
-            progress=lambda done, total: bar.update(packing, completed=done, total=total),
+        pack_task = bar.add_task("packing", total=None)
+        manifest = write(
+            _shuffle_source(packing_source, shuffle), target, shards=shards, processes=processes, overwrite=overwrite,
+            progress=lambda done, total: bar.update(pack_task, completed=done, total=total),
         )  # fmt: skip
-    origin.finish()
+    packing_source.finish()
     if json:
-        columns = {column.name: str(column) for column in made.columns}
+        columns = {column.name: str(column) for column in manifest.columns}
         print_json(
             {
                 "folder": str(target),
-                "samples": made.samples,
-                "bytes": made.bytes,
-                "shards": len(made.shards),
+                "samples": manifest.samples,
+                "bytes": manifest.bytes,
+                "shards": len(manifest.shards),
                 "columns": columns,
             }
         )
         return
-    files = f"{len(made.shards)} file{'s' * (len(made.shards) != 1)}"
-    typer.echo(f"{target}: {made.samples:,} samples, {in_words(made.bytes)} in {files}; use it as data={str(target)!r}")
+    files = f"{len(manifest.shards)} file{'s' * (len(manifest.shards) != 1)}"
+    typer.echo(
+        f"{target}: {manifest.samples:,} samples, {in_words(manifest.bytes)} in {files}; use it as data={str(target)!r}"
+    )
 
 
-def _processes() -> int:
+def _default_processes() -> int:
     """One per core, as far as the memory goes: each holds a shard, twice while it writes it, and what it reads."""
-    from echelon.data.packed.pack import SHARD
+    from echelon.data.packed.pack import SHARD_BYTES
     from echelon.world import usable_cores, usable_memory
 
-    return max(1, min(usable_cores(), usable_memory() // (4 * SHARD)))
+    return max(1, min(usable_cores(), usable_memory() // (4 * SHARD_BYTES)))
 
 
-def _mixed(origin: Origin, shuffle: str | None) -> Origin:
+def _shuffle_source(packing_source: PackingSource, shuffle: str | None) -> PackingSource:
     """In random order where that is asked for, and where it is not but rows are sorted by class."""
-    from echelon.data.packed.from_images import Pictures
-    from echelon.data.packed.shuffled_source import Mixed
+    from echelon.data.packed.from_images import ImagePackingSource
+    from echelon.data.packed.shuffled_source import ShuffledPackingSource
 
     if shuffle not in (None, "no") and not shuffle.isdecimal():
         raise DataError(f"--shuffle {shuffle}: a seed, as 0, or no")
-    if shuffle == "no" or (shuffle is None and not isinstance(origin, Pictures)):
-        return origin
-    return Mixed(origin, int(shuffle or 0))
+    if shuffle == "no" or (shuffle is None and not isinstance(packing_source, ImagePackingSource)):
+        return packing_source
+    return ShuffledPackingSource(packing_source, int(shuffle or 0))
 
 
-def _origin(source: str, **options: Any) -> Origin:
+def _open_source(source: str, **options: Any) -> PackingSource:
     """The source by its kind: a file of Python with a name in it, or data on the disk."""
-    from echelon.data.packed.detect_format import open_origin
+    from echelon.data.packed.detect_format import open_packing_source
 
     file = source.rpartition(":")[0] if ":" in source else source
     if not file.endswith(".py"):
-        return open_origin(Path(source), **options)
+        return open_packing_source(Path(source), **options)
     if options["tokens"] is not None and ":" not in source:
-        return open_origin(Path(source), **options)
+        return open_packing_source(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
-    from echelon.data.packed.from_samples import Values, numbered
+    from echelon.data.packed.from_samples import SamplePackingSource, open_dataset
     from echelon.flow.job_source import load_data
 
-    data = numbered(load_data(source))
-    return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})
+    data = open_dataset(load_data(source))
+    return SamplePackingSource(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

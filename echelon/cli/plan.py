@@ -8,21 +8,21 @@ import typer
 
 from echelon.cli.common import (
     ClusterOption,
-    Debug,
-    File,
-    Json,
-    Picture,
+    DebugOption,
+    JobFile,
+    JsonOption,
+    PictureOption,
     TraceOption,
-    console,
     draw_plan,
-    duration,
+    make_console,
+    make_table,
+    parse_duration,
     print_json,
+    print_warnings,
     read_cluster,
-    read_subject,
-    table,
-    warn,
+    read_job,
 )
-from echelon.plan.format_units import seconds, size
+from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    file: File,
+    file: JobFile,
     cluster: ClusterOption = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     out: Annotated[
@@ -66,10 +66,10 @@ def plan(
             help="Also plans in this precision (fp32, tf32, bf16, fp16, fp8); again for more.",
         ),
     ] = None,
-    picture: Picture = None,
+    picture: PictureOption = None,
     trace: TraceOption = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Find the best plans for a job.
 
@@ -79,21 +79,23 @@ def plan(
     from echelon.plan.check import check
     from echelon.plan.codec import to_plain
     from echelon.planner import Goal, explain, search
-    from echelon.planner.goal import Costs
+    from echelon.planner.goal import Objective
 
-    limit = duration(within) if within is not None else None
-    wanted = Goal(kind=goal, within=limit, steps=steps, price=price)  # type: ignore[arg-type]
-    (subject, profile), machines = read_subject(file), read_cluster(cluster)
-    said = len(subject.warnings)
-    complete = subject.complete if cluster is None else lambda plan: subject.complete_here(plan, profile)
+    time_limit = parse_duration(within) if within is not None else None
+    goal_options = Goal(kind=goal, within=time_limit, steps=steps, price=price)  # type: ignore[arg-type]
+    (job_source, profile), target_cluster = read_job(file), read_cluster(cluster)
+    warnings_before = len(job_source.warnings)
+    complete = job_source.complete_plan if cluster is None else lambda plan: job_source.complete_if_cheap(plan, profile)
     candidates = search(
-        profile, machines, top=top, complete=complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
+        profile, target_cluster, top=top, complete=complete, goal=goal_options, exhaustive=exhaustive, beyond=beyond,
         precisions=(None, *(precisions or ())),
     )  # fmt: skip
-    warn(subject.warnings[said:])
-    best, costs = candidates[0], Costs(wanted, machines)
-    money = [costs.money(each.forecast.time.step, each.plan.ranks) for each in candidates] if goal == "cheapest" else []
-    drawn = draw_plan(profile, machines, best.plan, picture, trace)
+    print_warnings(job_source.warnings[warnings_before:])
+    best, costs = candidates[0], Objective(goal_options, target_cluster)
+    step_costs = (
+        [costs.price(each.forecast.time.step, each.plan.ranks) for each in candidates] if goal == "cheapest" else []
+    )
+    figure_paths = draw_plan(profile, target_cluster, best.plan, picture, trace)
     if out is not None:
         best.plan.save(out)
     if json:
@@ -101,41 +103,41 @@ def plan(
             {"plan": str(each.plan), "fits": each.forecast.fits, "forecast": to_plain(each.forecast)}
             for each in candidates
         ]
-        for row, cost in zip(rows, money, strict=False):
+        for row, cost in zip(rows, step_costs, strict=False):
             row["cost"] = cost
         print_json(
             {
                 "plan": str(best.plan),
                 "document": to_plain(best.plan),
                 "why": explain(candidates).splitlines(),
-                "files": drawn,
+                "files": figure_paths,
                 "candidates": rows,
             }
         )
         return
-    screen = console()
-    screen.print(
+    terminal = make_console()
+    terminal.print(
         f"{profile.name}: {profile.elements:,} parameters, batch {profile.batch}, {profile.precision}; "
-        f"{machines.name}: {machines.ranks} {'cores' if machines.kind == 'cpu' else 'devices'}, "
-        f"{size(best.forecast.capacity)} for a rank of the best"
+        f"{target_cluster.name}: {target_cluster.max_ranks} {'cores' if target_cluster.device_kind == 'cpu' else 'devices'}, "
+        f"{format_bytes(best.forecast.capacity)} for a rank of the best"
     )
-    screen.print(_table(candidates, money))
-    screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
+    terminal.print(_candidate_table(candidates, step_costs))
+    terminal.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
     typer.echo(explain(candidates))
-    for each in drawn:
-        screen.print(f"in {each}")
-    warn(str(each) for each in check(best.plan, profile, machines) if each.severity == "warning")
+    for each in figure_paths:
+        terminal.print(f"in {each}")
+    print_warnings(str(each) for each in check(best.plan, profile, target_cluster) if each.severity == "warning")
 
 
-def _table(candidates: tuple[Candidate, ...], money: list[float]) -> Table:
-    """`money`: what a step of each costs, where that was the question."""
-    rows = table(
-        "plan", "step", "samples/s", "compute", "exchange", "memory", *(["cost of 1,000 steps"] if money else [])
+def _candidate_table(candidates: tuple[Candidate, ...], step_costs: list[float]) -> Table:
+    """`step_costs`: what a step of each costs, where that was the question."""
+    result = make_table(
+        "plan", "step", "samples/s", "compute", "exchange", "memory", *(["cost of 1,000 steps"] if step_costs else [])
     )
-    for place, each in enumerate(candidates):
-        time = each.forecast.time
-        rows.add_row(
-            str(each.plan), seconds(time.step), f"{each.forecast.rate:,.0f}", seconds(time.forward + time.backward),
-            seconds(time.exchange), size(each.forecast.memory.total), *([f"{1000 * money[place]:,.2f}"] if money else []),
+    for index, candidate in enumerate(candidates):
+        time = candidate.forecast.time
+        result.add_row(
+            str(candidate.plan), format_seconds(time.step), f"{candidate.forecast.samples_per_second:,.0f}", format_seconds(time.forward + time.backward),
+            format_seconds(time.exchange), format_bytes(candidate.forecast.memory.total), *([f"{1000 * step_costs[index]:,.2f}"] if step_costs else []),
         )  # fmt: skip
-    return rows
+    return result

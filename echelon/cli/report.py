@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli.common import Debug, Json, print_json
+from echelon.cli.common import DebugOption, JsonOption, print_json
 
 
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder that `echelon train` made: runs/NAME.")],
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Write the report of a run.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, Json, print_json
+from echelon.cli.common import DebugOption, JsonOption, print_json
 from echelon.errors import EchelonError, ServerError
 
 
@@ -63,88 +63,96 @@ def serve(
     cluster: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="With --on ray: the cluster; else the one that Ray finds.")
     ] = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Run parameter servers until interrupted."""
-    given = {each for each in context.params if _is_given(context, each)}
-    _check(on, cluster, servers, controller, given)
+    given_options = {option for option in context.params if _is_given(context, option)}
+    _check_options(on, cluster, servers, controller, given_options)
     if memory is not None and not 1 <= memory * 2**30 < math.inf:
         raise EchelonError(f"--memory {memory:g}: a bound is a number of GiB above 0; leave it out for none")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
-    limit = None if memory is None else int(memory * 2**30)
+    bind_host, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
+    memory_limit = None if memory is None else int(memory * 2**30)
     if controller is not None:
-        secret = _secret(secret_file, make=False)
-        options: dict[str, Any] = {"memory": limit, "spill": spill, "host": host, "advertise": advertise, "name": name}
-        _join(controller, secret, f"{where}:{port}", options, json)
+        secret = _read_or_make_secret(secret_file, make=False)
+        options: dict[str, Any] = {
+            "memory": memory_limit,
+            "spill": spill,
+            "host": host,
+            "advertise": advertise,
+            "name": name,
+        }
+        _run_server(controller, secret, f"{bind_host}:{port}", options, json)
         return
-    job = _job(folder, given, {"shards": shards, "replicas": replicas, "staleness": staleness, "aggregate": aggregate})
-    if job["aggregate"] and job["staleness"] != 0:
+    job_settings = _job_settings(
+        folder, given_options, {"shards": shards, "replicas": replicas, "staleness": staleness, "aggregate": aggregate}
+    )
+    if job_settings["aggregate"] and job_settings["staleness"] != 0:
         raise EchelonError("--aggregate: gradients are added up over workers that are in step; add --staleness 0")
     secret_file = secret_file or folder / "secret"
     if servers == 0:
-        settings = {name: job.pop(name) for name in ("staleness", "aggregate")}
-        _control(
+        settings = {name: job_settings.pop(name) for name in ("staleness", "aggregate")}
+        _run_controller(
             secret_file,
             folder,
-            f"{where}:{port}",
+            f"{bind_host}:{port}",
             advertise,
-            {**job, "restore": restore, "expect": expect or 1, "settings": settings, "lease": lease},
+            {**job_settings, "restore": restore, "expect": expect or 1, "settings": settings, "lease": lease},
             json,
         )
         return
-    secret = _secret(secret_file, make=True)
+    secret = _read_or_make_secret(secret_file, make=True)
     if on == "ray":
         from echelon.server.on_ray import RayServers
 
         with RayServers(
-            servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
+            servers, **job_settings, restore=restore, lease=lease, memory=memory_limit, spill=spill, folder=folder, secret=secret,
             cluster=cluster,
-        ) as placed:  # fmt: skip
+        ) as ray_servers:  # fmt: skip
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
             with contextlib.suppress(KeyboardInterrupt):  # whoever reads the address may end us at once
-                _say(json, placed.address, secret_file, {"servers": sorted(placed.servers)})
-                placed.stay()
+                _print_controller(json, ray_servers.address, secret_file, {"servers": sorted(ray_servers.servers)})
+                ray_servers.serve_forever()
         return
     from echelon.server.local_servers import Servers
 
-    if servers < job["replicas"]:
-        from echelon.server.status import MORE
+    if servers < job_settings["replicas"]:
+        from echelon.server.status import ADD_SERVER_HINT
 
         typer.echo(
-            f"--servers {servers}: each shard has {servers} of --replicas {job['replicas']} until others join; {MORE}",
+            f"--servers {servers}: each shard has {servers} of --replicas {job_settings['replicas']} until others join; {ADD_SERVER_HINT}",
             err=True,
         )
     with Servers(
-        servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
-        bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
-    ) as running, contextlib.suppress(KeyboardInterrupt):  # fmt: skip
-        _say(json, running.address, secret_file, {"servers": sorted(running.servers)})
-        running.stay()
+        servers, **job_settings, restore=restore, lease=lease, memory=memory_limit, spill=spill, folder=folder, secret=secret,
+        bind=bind_host, port=int(port), advertise=advertise, hosts=[host] if host else None,
+    ) as local_servers, contextlib.suppress(KeyboardInterrupt):  # fmt: skip
+        _print_controller(json, local_servers.address, secret_file, {"servers": sorted(local_servers.servers)})
+        local_servers.serve_forever()
 
 
 #: What nodes and their addresses decide under Ray, and what is the controller's.
-_PLACES = ("controller", "advertise", "host", "name", "expect", "bind")
-_CONTROLLERS = (
+_PLACEMENT_OPTIONS = ("controller", "advertise", "host", "name", "expect", "bind")
+_CONTROLLER_OPTIONS = (
     "servers", "folder", "replicas", "shards", "expect", "staleness", "aggregate", "lease", "restore",
 )  # fmt: skip
 
 
-def _check(on: str, cluster: str | None, servers: int, controller: str | None, given: set[str]) -> None:
+def _check_options(on: str, cluster: str | None, servers: int, controller: str | None, given_options: set[str]) -> None:
     def flags(names: Sequence[str]) -> str:
-        return ", ".join(f"--{name}" for name in names if name in given)
+        return ", ".join(f"--{name}" for name in names if name in given_options)
 
     if on not in ("local", "ray"):
         raise EchelonError(f"--on {on}: servers run as `local` processes or on `ray`")
     if on == "local" and cluster is not None:
         raise EchelonError(f"--cluster {cluster}: that is the address of a Ray cluster; add --on ray")
-    if on == "ray" and (flags(_PLACES) or servers < 1):
-        refused = flags(_PLACES) or "--servers 0"
+    if on == "ray" and (flags(_PLACEMENT_OPTIONS) or servers < 1):
+        refused = flags(_PLACEMENT_OPTIONS) or "--servers 0"
         raise EchelonError(f"{refused}: with --on ray the nodes and their addresses are Ray's to tell; leave it out")
-    if controller is not None and flags(_CONTROLLERS):
+    if controller is not None and flags(_CONTROLLER_OPTIONS):
         raise EchelonError(
-            f"{flags(_CONTROLLERS)}: one server joins the controller at {controller}, which was started with its own; leave it out"
+            f"{flags(_CONTROLLER_OPTIONS)}: one server joins the controller at {controller}, which was started with its own; leave it out"
         )
 
 
@@ -153,20 +161,20 @@ def _is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _job(folder: Path, given: set[str], options: dict[str, Any]) -> dict[str, Any]:
+def _job_settings(folder: Path, given_options: set[str], options: dict[str, Any]) -> dict[str, Any]:
     """What a job is for life: as was given (which a controller refuses where its job is another), else as the job in that folder is."""
     from echelon.server import atomic_file
     from echelon.server.controller import Controller
 
-    document = atomic_file.read(folder / "controller.json")
+    document = atomic_file.read_json(folder / "controller.json")
     if document is None:
         return options
-    known = Controller(document)
-    found = {"shards": known.map.shards, "replicas": known.replicas, **known.settings}
-    return {name: value if name in given else found.get(name, value) for name, value in options.items()}
+    controller = Controller(document)
+    stored = {"shards": controller.map.num_shards, "replicas": controller.replicas, **controller.settings}
+    return {name: value if name in given_options else stored.get(name, value) for name, value in options.items()}
 
 
-def _secret(path: Path | None, *, make: bool) -> bytes:
+def _read_or_make_secret(path: Path | None, *, make: bool) -> bytes:
     from echelon.server.protocol.auth import make_secret, read_secret, write_secret
 
     if path is None:
@@ -179,15 +187,15 @@ def _secret(path: Path | None, *, make: bool) -> bytes:
     return read_secret(path)
 
 
-def _say(json: bool, address: str, secret: Path, more: dict[str, Any]) -> None:
+def _print_controller(json: bool, address: str, secret: Path, extra: dict[str, Any]) -> None:
     if json:
-        print_json({"controller": address, "secret_file": str(secret), **more})
+        print_json({"controller": address, "secret_file": str(secret), **extra})
         return
     typer.echo(f"controller at {address}, secret in {secret}; interrupt to end")
     typer.echo(f"echelon server status --controller {address} --secret-file {secret}")
 
 
-def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:
+def _run_server(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:
     from echelon.server.server_process import ServerProcess
 
     process = ServerProcess(secret=secret, controller=controller, bind=bind, **options)
@@ -195,23 +203,25 @@ def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], js
         print_json({"controller": controller, "address": process.address})
     else:
         typer.echo(f"server at {process.address}, for the controller at {controller}; interrupt to end")
-    _run(process)
+    _run_until_interrupted(process)
 
 
-def _control(
+def _run_controller(
     secret_file: Path, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
 ) -> None:
     from echelon.server.controller_process import ControllerProcess
-    from echelon.server.protocol.event_loop import split
+    from echelon.server.protocol.event_loop import parse_address
 
-    process = ControllerProcess(secret=_secret(secret_file, make=True), folder=folder, bind=bind, **options)
-    address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address
+    process = ControllerProcess(
+        secret=_read_or_make_secret(secret_file, make=True), folder=folder, bind=bind, **options
+    )
+    address = f"{advertise}:{parse_address(process.address)[1]}" if advertise else process.address
     with contextlib.suppress(KeyboardInterrupt):
-        _say(json, address, secret_file, {"servers": []})
+        _print_controller(json, address, secret_file, {"servers": []})
         process.run()
 
 
-def _run(process: Any) -> None:
+def _run_until_interrupted(process: Any) -> None:
     try:
         process.run()
     except KeyboardInterrupt:

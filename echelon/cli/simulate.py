@@ -8,93 +8,98 @@ import typer
 
 from echelon.cli.common import (
     ClusterOption,
-    Debug,
-    File,
-    Json,
-    Picture,
+    DebugOption,
+    JobFile,
+    JsonOption,
+    PictureOption,
     TraceOption,
-    console,
     draw_plan,
+    make_console,
+    make_table,
     print_json,
+    print_warnings,
     read_cluster,
-    read_subject,
-    table,
-    warn,
+    read_job,
 )
-from echelon.plan.format_units import seconds, size
+from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
 
 def simulate(
-    file: File,
+    file: JobFile,
     plan: Annotated[
         str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), or a plan file.')
     ],
     cluster: ClusterOption = None,
-    picture: Picture = None,
+    picture: PictureOption = None,
     trace: TraceOption = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Forecast the time and memory of one plan.
 
     Seconds per step by cause, and bytes per rank by component, without running anything. Exit 1 when it does not fit.
     """
     from echelon.errors import PlanError
-    from echelon.flow.resolve_plan import read_plan
-    from echelon.plan.check import check, refuse, require
+    from echelon.flow.resolve_plan import parse_plan
+    from echelon.plan.check import check, raise_on_errors, require_executable
     from echelon.plan.codec import to_plain
     from echelon.simulator import simulate as forecast_of
-    from echelon.simulator.step import by_sheet
+    from echelon.simulator.step import uses_data_sheets
 
-    wanted = read_plan(plan)
-    if wanted is None:
+    requested = parse_plan(plan)
+    if requested is None:
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
-    (subject, profile), machines = read_subject(file), read_cluster(cluster)
-    problems = check(wanted, profile, machines)
+    (job_source, profile), target_cluster = read_job(file), read_cluster(cluster)
+    problems = check(requested, profile, target_cluster)
     # A forecast by data sheets is for clusters elsewhere, and knows more than the engine here executes.
-    ahead = [each for each in problems if by_sheet(machines) and each.ahead]
-    if ahead:
-        warnings = (*refuse(wanted, [each for each in problems if each not in ahead]), *ahead)
+    not_yet_executed = [each for each in problems if uses_data_sheets(target_cluster) and each.not_implemented]
+    if not_yet_executed:
+        warnings = (
+            *raise_on_errors(requested, [each for each in problems if each not in not_yet_executed]),
+            *not_yet_executed,
+        )
     else:
-        wanted, fallback = subject.settle(wanted, profile, machines)
-        warn([fallback] if fallback else [])
-        warnings = require(wanted, profile, machines)
-    forecast = forecast_of(profile, machines, wanted)
-    drawn = draw_plan(profile, machines, wanted, picture, trace)
+        requested, fallback = job_source.adapt_plan(requested, profile, target_cluster)
+        print_warnings([fallback] if fallback else [])
+        warnings = require_executable(requested, profile, target_cluster)
+    forecast = forecast_of(profile, target_cluster, requested)
+    figure_paths = draw_plan(profile, target_cluster, requested, picture, trace)
     if json:
-        print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast), "files": drawn})
+        print_json(
+            {"plan": str(requested), "fits": forecast.fits, "forecast": to_plain(forecast), "files": figure_paths}
+        )
     else:
-        _show(forecast)
-        for each in drawn:
-            console().print(f"in {each}")
-        warn(map(str, warnings))
+        _print_forecast(forecast)
+        for each in figure_paths:
+            make_console().print(f"in {each}")
+        print_warnings(map(str, warnings))
     raise typer.Exit(0 if forecast.fits else 1)
 
 
-def _show(forecast: Forecast) -> None:
-    screen, time, memory = console(), forecast.time, forecast.memory
-    screen.print(f'"{forecast.plan}", batch {forecast.batch}')
-    rows = table("of a step", "seconds", "share")
+def _print_forecast(forecast: Forecast) -> None:
+    terminal, time, memory = make_console(), forecast.time, forecast.memory
+    terminal.print(f'"{forecast.plan}", batch {forecast.batch}')
+    breakdown = make_table("of a step", "seconds", "share")
     for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead"):
         value = getattr(time, name)
-        rows.add_row(name, seconds(value), f"{value / time.step:.0%}")
-    screen.print(rows)
-    screen.print(
-        f"step {seconds(time.step)} ({seconds(time.low)} to {seconds(time.high)}), {forecast.rate:,.0f} samples/s; "
-        f"{seconds(time.hidden)} of exchange hidden behind backward"
+        breakdown.add_row(name, format_seconds(value), f"{value / time.step:.0%}")
+    terminal.print(breakdown)
+    terminal.print(
+        f"step {format_seconds(time.step)} ({format_seconds(time.low)} to {format_seconds(time.high)}), {forecast.samples_per_second:,.0f} samples/s; "
+        f"{format_seconds(time.hidden)} of exchange hidden behind backward"
     )
-    rows = table("of the largest rank", "memory")
+    breakdown = make_table("of the largest rank", "memory")
     for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework"):
-        rows.add_row(name, size(getattr(memory, name)))
-    screen.print(rows)
+        breakdown.add_row(name, format_bytes(getattr(memory, name)))
+    terminal.print(breakdown)
     verdict = "fits" if forecast.fits else "DOES NOT FIT"
-    screen.print(
-        f"peak {size(memory.total)} ({size(memory.low + memory.framework)} to "
-        f"{size(memory.needed)}) of {size(forecast.capacity)}: {verdict}"
+    terminal.print(
+        f"peak {format_bytes(memory.total)} ({format_bytes(memory.low + memory.framework)} to "
+        f"{format_bytes(memory.required)}) of {format_bytes(forecast.capacity)}: {verdict}"
         + (f"; it peaks in {forecast.peak_at}" if forecast.peak_at else "")
     )
     for note in forecast.notes:
-        screen.print(f"note: {note}")
+        terminal.print(f"note: {note}")

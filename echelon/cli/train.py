@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, File, Json, console, measured, print_json, table, warn
-from echelon.launchers.rank_ipc import in_words
+from echelon.cli.common import (
+    DebugOption,
+    JobFile,
+    JsonOption,
+    make_console,
+    make_table,
+    measure_machine,
+    print_json,
+    print_warnings,
+)
+from echelon.launchers.rank_ipc import format_error
 
 if TYPE_CHECKING:
-    from echelon.flow.resolve_plan import Subject
+    from echelon.flow.resolve_plan import JobSource
     from echelon.flow.settings import Setting
     from echelon.plan.plan import Plan
 
 
 def train(
-    file: File,
+    file: JobFile,
     plan: Annotated[
         str | None, typer.Option(metavar="P", help='auto (default), a short form ("dp=2 zero=1") or a plan file.')
     ] = None,
@@ -58,8 +67,8 @@ def train(
     show_settings: Annotated[
         bool, typer.Option("--show-settings", help="Print every setting and where it came from, then end.")
     ] = False,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Train a job, or go on with its training.
 
@@ -67,25 +76,25 @@ def train(
 
     Settings come from the command line, else from ECHELON_* variables (ECHELON_KEEP=5), else from [train] in echelon.toml.
     """
-    from echelon.flow.settings import FILE, defaults, resolve
+    from echelon.flow.settings import SETTINGS_FILE, default_values, merge_settings
     from echelon.world import read_settings
 
-    given = {
+    given_options = {
         "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
         "override": override or None, "verify": verify, "fallback": fallback, "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
         "servers": servers, "secret_file": secret_file,
     }  # fmt: skip
-    settings = resolve(given, read_settings(), Path(FILE), defaults())
+    settings = merge_settings(given_options, read_settings(), Path(SETTINGS_FILE), default_values())
     if show_settings:
-        _show(settings, json)
+        _print_settings(settings, json)
         return
-    raise typer.Exit(_run(file, {name: setting.value for name, setting in settings.items()}, json, debug))
+    raise typer.Exit(_train_and_report(file, {name: setting.value for name, setting in settings.items()}, json, debug))
 
 
-def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
+def _train_and_report(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
     """Train, and tell machines how it ended whatever the end was; the exit code."""
     from echelon.flow.settings import Settings
-    from echelon.launchers.local import EARLY, INTERRUPTED
+    from echelon.launchers.local import EARLY_INTERRUPT_MESSAGE, INTERRUPTED_EXIT_CODE
     from echelon.world import read_world
 
     options = {
@@ -93,95 +102,95 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
         "override": list(values["override"]), "verify": values["verify"], "fallback": values["fallback"], "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
         "servers": values["servers"], "secret_file": values["secret_file"],
     }  # fmt: skip
-    tell = json and read_world().main
+    prints_json = json and read_world().is_main
     try:
         Settings(**options)  # a wrong value is told before anything is measured
-        code = _train(file, values["plan"], options, tell, debug)
+        code = _train_or_launch(file, values["plan"], options, prints_json, debug)
     except KeyboardInterrupt as interrupt:
-        message = str(interrupt) or EARLY
+        message = str(interrupt) or EARLY_INTERRUPT_MESSAGE
         typer.echo(message, err=True)
-        if tell:
+        if prints_json:
             print_json({"error": message})
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
-        if tell:
-            print_json({"error": in_words(error)})
+        if prints_json:
+            print_json({"error": format_error(error)})
         raise
-    if tell:
-        print_json(_summary(Path(options["folder"])))
+    if prints_json:
+        print_json(_summarize_run(Path(options["folder"])))
     return code
 
 
-def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, debug: bool) -> int:
-    """Train in this process, or in ranks that it starts; the exit code. `tell`: the folder is settled beforehand, to be read after."""
-    from echelon.flow.gate import attempts, bound, first_proved
-    from echelon.flow.resolve_plan import Prepared, Subject
+def _train_or_launch(file: str, requested: Plan | str, options: dict[str, Any], needs_folder: bool, debug: bool) -> int:
+    """Train in this process, or in ranks that it starts; the exit code. `needs_folder`: the folder is settled beforehand, to be read after."""
+    from echelon.flow.gate import candidate_plans, run_first_proved, verification_limit
+    from echelon.flow.resolve_plan import JobSource
     from echelon.flow.run_folder import require_writable
     from echelon.flow.settings import Settings
     from echelon.flow.spawn import run_ranks
-    from echelon.flow.train import Attempt
+    from echelon.flow.train import PlanAttempt
     from echelon.flow.train import train as train_here
     from echelon.world import read_world
 
-    world, subject = read_world(), Subject(file)
-    if world.main:
+    world, job_source = read_world(), JobSource(file)
+    if world.is_main:
         require_writable(Path(options["folder"] or "runs"))
     # The ranks of a second attempt have to find the folder of the first.
-    if tell or (not options["resume"] and not world.launched):
-        options["folder"] = str(_folder(options, subject))
+    if needs_folder or (not options["resume"] and not world.launched):
+        options["folder"] = str(_choose_folder(options, job_source))
 
-    def start(prepared: Prepared, settings: Settings) -> int:
-        warn(subject.warnings)  # the ranks find out everything else again
+    def start(prepared: ResolvedPlan, settings: Settings) -> int:
+        print_warnings(job_source.warnings)  # the ranks find out everything else again
         return run_ranks("train", file, prepared, options | {"resume": settings.resume}, debug=debug)
 
     try:
         if world.launched:
-            train_here(file, wanted, **options)
+            train_here(file, requested, **options)
             return 0
-        if wanted == "auto":
-            measured()  # planning needs it; here it is done in sight
-        ended = first_proved(
-            attempts(subject, wanted, fallback=options["fallback"]),
-            Attempt(subject, world, Settings(**options), start=start),
-            lambda each: bound(subject.job, each),
+        if requested == "auto":
+            measure_machine()  # planning needs it; here it is done in sight
+        result = run_first_proved(
+            candidate_plans(job_source, requested, fallback=options["fallback"]),
+            PlanAttempt(job_source, world, Settings(**options), start_ranks=start),
+            lambda plan: verification_limit(job_source.job, plan),
         )
-    except SystemExit as stopped:  # interrupted, and saved
-        return int(stopped.code or 0)
-    return ended if isinstance(ended, int) else 0
+    except SystemExit as interrupt:  # interrupted, and saved
+        return int(interrupt.code or 0)
+    return result if isinstance(result, int) else 0
 
 
-def _folder(options: dict[str, Any], subject: Subject) -> Path:
+def _choose_folder(options: dict[str, Any], job_source: JobSource) -> Path:
     """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
-    from echelon.flow.run_folder import choose
+    from echelon.flow.run_folder import choose_run_folder
     from echelon.flow.run_settings import run_inputs
 
     if options["folder"] is not None:
-        return choose(options["folder"], "", fresh=not options["resume"])[0]
-    return choose(None, subject.name, fresh=not options["resume"], inputs=run_inputs(subject))[0]
+        return choose_run_folder(options["folder"], "", fresh=not options["resume"])[0]
+    return choose_run_folder(None, job_source.name, fresh=not options["resume"], inputs=run_inputs(job_source))[0]
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def _summarize_run(folder: Path) -> dict[str, Any]:
     """What a run came to, from its own events."""
     from echelon.observer import read_events
 
-    last = {event.kind: event for event in read_events(folder)}
-    start, step, end = (last.get(kind) for kind in ("start", "step", "end"))
+    last_events = {event.kind: event for event in read_events(folder)}
+    start, step, end = (last_events.get(kind) for kind in ("start", "step", "end"))
     return {
         "folder": str(folder),
         "plan": start.data.get("plan") if start else None,
         "reason": end.data.get("reason") if end else None,
         "step": end.step if end else step.step if step else 0,
         "loss": step.data.get("loss") if step else None,
-        "metrics": last["evaluation"].data.get("metrics") if "evaluation" in last else {},
+        "metrics": last_events["evaluation"].data.get("metrics") if "evaluation" in last_events else {},
         "seconds": end.data.get("seconds") if end else None,
     }
 
 
-def _show(settings: dict[str, Setting], json: bool) -> None:
+def _print_settings(settings: dict[str, Setting], json: bool) -> None:
     if json:
         print_json({name: {"value": setting.value, "source": setting.source} for name, setting in settings.items()})
         return
-    rows = table("setting", "value", "from", left=3)
+    setting_table = make_table("setting", "value", "from", text_columns=3)
     for setting in settings.values():
-        rows.add_row(setting.name, "-" if setting.value is None else str(setting.value), setting.source)
-    console().print(rows)
+        setting_table.add_row(setting.name, "-" if setting.value is None else str(setting.value), setting.source)
+    make_console().print(setting_table)

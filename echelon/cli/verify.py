@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, File, Json, PlanOption, console, table, warn
+from echelon.cli.common import DebugOption, JobFile, JsonOption, PlanOption, make_console, make_table, print_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    file: File,
+    file: JobFile,
     plan: PlanOption = "auto",
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 2,
     out: Annotated[
@@ -33,8 +33,8 @@ def verify(
     memory: Annotated[
         float | None, typer.Option(metavar="GB", min=0.0, help="Memory of one device (default: what is free).")
     ] = None,
-    json: Json = False,
-    debug: Debug = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Prove that a plan computes the right thing.
 
@@ -45,28 +45,28 @@ def verify(
 
     options: dict[str, Any] = {"steps": steps, "out": out, "reference": reference}
     options["memory"] = None if memory is None else int(memory * 1e9)
-    certificate = _prove(file, plan, options, debug)
-    if read_world().main:  # the ranks that torchrun started all come here
+    certificate = _prove_plan(file, plan, options, debug)
+    if read_world().is_main:  # the ranks that torchrun started all come here
         if json:
             typer.echo(certificate.to_json())
         else:
-            _show(certificate, out)
+            _print_certificate(certificate, out)
     raise typer.Exit(0 if certificate.verified else 1)
 
 
-def _prove(file: str, wanted: str, options: dict[str, Any], debug: bool) -> Certificate:
+def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool) -> Certificate:
     """The certificate, made in this process or by ranks that it starts."""
-    from echelon.flow.resolve_plan import Subject, prepare
+    from echelon.flow.resolve_plan import JobSource, resolve_plan
     from echelon.flow.spawn import run_ranks
     from echelon.flow.verify import verify as verify_here
     from echelon.plan.certificate import Certificate
     from echelon.world import read_world
 
     if read_world().launched:
-        return verify_here(file, wanted, **options)
-    subject = Subject(file)
-    prepared = prepare(subject, wanted)
-    warn(subject.warnings)
+        return verify_here(file, requested, **options)
+    job_source = JobSource(file)
+    prepared = resolve_plan(job_source, requested)
+    print_warnings(job_source.warnings)
     if prepared.plan.ranks == 1:
         return verify_here(file, prepared.plan, **options)
     code = run_ranks("verify", file, prepared, options, debug=debug)
@@ -75,30 +75,32 @@ def _prove(file: str, wanted: str, options: dict[str, Any], debug: bool) -> Cert
     return Certificate.load(options["out"])
 
 
-def _table(what: str, findings: Sequence[Finding]) -> Table:
-    rows = table(what, "worst at", "tensors", "largest difference", "allowed", left=2)
+def _finding_table(title: str, findings: Sequence[Finding]) -> Table:
+    result = make_table(title, "worst at", "tensors", "largest difference", "allowed", text_columns=2)
     for finding in findings:
-        rows.add_row(
-            finding.kind, finding.where, str(finding.tensors), f"{finding.worst:.1e}", f"{finding.bound:.0e}",
-            style=None if finding.good else "bold",
+        result.add_row(
+            finding.kind, finding.where, str(finding.tensors), f"{finding.max_difference:.1e}", f"{finding.bound:.0e}",
+            style=None if finding.is_within_bound else "bold",
         )  # fmt: skip
-    return rows
+    return result
 
 
-def _show(certificate: Certificate, path: str) -> None:
-    screen = console()
-    screen.print(_table("compared", certificate.findings))
-    screen.print("")
-    screen.print(_table("drift in its own precision", certificate.drift))
+def _print_certificate(certificate: Certificate, path: str) -> None:
+    terminal = make_console()
+    terminal.print(_finding_table("compared", certificate.findings))
+    terminal.print("")
+    terminal.print(_finding_table("drift in its own precision", certificate.drift))
     for note in certificate.notes:
-        screen.print(f"note: {note}")
-    against = certificate.against
+        terminal.print(f"note: {note}")
+    reference_name = certificate.reference_description
     if certificate.verified:
-        weaker = f" (weaker: {certificate.weakness})" if certificate.weakness else ""
-        screen.print(f'verified: "{certificate.plan}" computes what {against} computes{weaker}; certificate in {path}')
+        weakness_note = f" (weaker: {certificate.limitation})" if certificate.limitation else ""
+        terminal.print(
+            f'verified: "{certificate.plan}" computes what {reference_name} computes{weakness_note}; certificate in {path}'
+        )
     elif not certificate.deterministic:
-        screen.print(f"NOT verified: {certificate.divergent}; see {path}")
+        terminal.print(f"NOT verified: {certificate.divergent}; see {path}")
     else:
-        screen.print(
-            f'NOT verified: "{certificate.plan}" departs from {against}, first at {certificate.divergent}; see {path}'
+        terminal.print(
+            f'NOT verified: "{certificate.plan}" departs from {reference_name}, first at {certificate.divergent}; see {path}'
         )

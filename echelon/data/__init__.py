@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_EXPORTS = {
     "Loader": "loader",
     "Micro": "loader",
     "Order": "order",
@@ -21,11 +21,11 @@ _HOMES = {
     "prepared": "packed.prepare",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
     # On demand, so that the order, which is pure, can be had without torch.
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -16,20 +16,20 @@ def collate(samples: list[Any]) -> Any:
     """What torch's default_collate gives, for tuples of tensors and numbers in half its time."""
     if type(samples[0]) is not tuple or get_worker_info() is not None:  # in a worker torch collates into shared memory
         return default_collate(samples)
-    return [_column(values) for values in zip(*samples, strict=True)]
+    return [_collate_column(values) for values in zip(*samples, strict=True)]
 
 
-def _column(values: tuple[Any, ...]) -> Any:
-    kinds = set(map(type, values))
-    if kinds == {Tensor}:
+def _collate_column(values: tuple[Any, ...]) -> Any:
+    types = set(map(type, values))
+    if types == {Tensor}:
         return torch.stack(values)
-    if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
+    if types == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return torch.from_numpy(np.array(values, np.int64))
-    if kinds == {float}:
+    if types == {float}:
         return torch.from_numpy(np.array(values, np.float64))
     return default_collate(list(values))
 
 
-def pinned(batch: Any) -> Any:
+def pin_batch(batch: Any) -> Any:
     """The batch in page-locked memory, from which copies to a device run beside the computation."""
     return tree_map(lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf, batch)

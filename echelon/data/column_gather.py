@@ -11,54 +11,54 @@ import torch
 from torch import Tensor
 
 #: `(ids, pin)` -> the rows as one tensor, in page-locked memory if `pin`.
-Gather = Callable[[np.ndarray, bool], Tensor]
+ColumnGather = Callable[[np.ndarray, bool], Tensor]
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gather_of(column: Any) -> Gather | None:
+def make_column_gather(column: Any) -> ColumnGather | None:
     """How to gather rows of a tensor or array; None where stacking its single rows is not the same, or not possible so."""
     if type(column) is Tensor and column.layout is torch.strided and column.ndim and not column.requires_grad:
         if column.device.type != "cpu":
-            return partial(_on_device, column)
-        rows = _as_array(column)
-        return None if rows is None else partial(_in_memory, rows, column.dtype)
+            return partial(_gather_on_device, column)
+        rows = _numpy_view(column)
+        return None if rows is None else partial(_gather_in_memory, rows, column.dtype)
     if type(column) in (np.ndarray, np.memmap) and column.ndim:
         try:
             dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
         except (TypeError, ValueError):  # text, objects, the other byte order
             return None
-        return partial(_in_memory, np.asarray(column), dtype)
+        return partial(_gather_in_memory, np.asarray(column), dtype)
     return None
 
 
-def _as_array(column: Tensor) -> np.ndarray | None:
+def _numpy_view(column: Tensor) -> np.ndarray | None:
     """The same memory as an array. bfloat16 and its like, which NumPy lacks, are integers of their size there."""
     try:
         return column.numpy()
     except TypeError:
-        integer = INTEGERS.get(column.itemsize)
-        return None if integer is None else column.view(integer).numpy()
+        integer_dtype = INTEGER_DTYPES.get(column.itemsize)
+        return None if integer_dtype is None else column.view(integer_dtype).numpy()
     except RuntimeError:  # lazily conjugated or negated
         return None
 
 
-def _in_memory(rows: np.ndarray, dtype: torch.dtype, ids: np.ndarray, pin: bool) -> Tensor:
+def _gather_in_memory(rows: np.ndarray, dtype: torch.dtype, ids: np.ndarray, pin: bool) -> Tensor:
     """By NumPy: one copy per row. torch's index_select wakes its threads for this, which cost more than they copy."""
-    straight = rows.flags.c_contiguous  # of a column with other strides `take` would copy the whole first
+    is_contiguous = rows.flags.c_contiguous  # of a column with other strides `take` would copy the whole first
     if not pin:
-        found = torch.from_numpy(rows.take(ids, axis=0) if straight else rows[ids])
-        return found if found.dtype is dtype else found.view(dtype)
+        gathered = torch.from_numpy(rows.take(ids, axis=0) if is_contiguous else rows[ids])
+        return gathered if gathered.dtype is dtype else gathered.view(dtype)
     # Into page-locked memory at once: the copy to the device then needs no second copy here.
-    found = torch.empty((len(ids), *rows.shape[1:]), dtype=dtype, pin_memory=True)
-    out = _as_array(found)
+    gathered = torch.empty((len(ids), *rows.shape[1:]), dtype=dtype, pin_memory=True)
+    out = _numpy_view(gathered)
     assert out is not None
-    if straight:
+    if is_contiguous:
         np.take(rows, ids, axis=0, out=out, mode="clip")  # the mode "raise" would go through a buffer
     else:
         out[...] = rows[ids]
-    return found
+    return gathered
 
 
-def _on_device(column: Tensor, ids: np.ndarray, pin: bool) -> Tensor:
+def _gather_on_device(column: Tensor, ids: np.ndarray, pin: bool) -> Tensor:
     return column.index_select(0, torch.as_tensor(ids, device=column.device))

@@ -12,13 +12,13 @@ from math import gcd
 
 import numpy as np
 
-from echelon.data.shuffle import FORMULA, Keyed, shuffled
+from echelon.data.shuffle import FORMULA_VERSION, FeistelPermutation, random_permutation
 from echelon.errors import DataError
 
 #: Up to this many samples an epoch's order is a table (32 MB); above, a formula.
-_TABLE = 2**22
+_MAX_TABLE_SAMPLES = 2**22
 #: Numbers that are worked out at once, where they are not in a table.
-_AHEAD = 2**16
+_IDS_PER_CHUNK = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Order:
     window: int | None = None
     files: int = 1
     # What was worked out last. Two of each: one epoch may be fetched ahead while another is trained on.
-    _tables: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _chunks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _table_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chunk_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch", "lanes", "files"):
@@ -59,19 +59,19 @@ class Order:
     @property
     def rule(self) -> str:
         """How samples are ordered, in words: for the same samples, batch and seed, an equal rule is an equal order."""
-        return ", ".join(self._rules())
+        return ", ".join(self._rule_parts())
 
-    def _rules(self) -> list[str]:
-        rules = ["without short batches"] * self.drop_last
+    def _rule_parts(self) -> list[str]:
+        parts = ["without short batches"] * self.drop_last
         if not self.shuffle:
-            return ["in their own order", *rules]
+            return ["in their own order", *parts]
         if self.window is None:
-            lanes, most = gcd(self.lanes, self.batch), 0
-            rules.insert(0, "shuffled whole" if lanes == 1 else f"shuffled in lanes={lanes}")
+            lanes, max_samples = gcd(self.lanes, self.batch), 0
+            parts.insert(0, "shuffled whole" if lanes == 1 else f"shuffled in lanes={lanes}")
         else:
-            most = self.window * -(-self.samples // self.files)
-            rules.insert(0, f"shuffled in lanes={self.lanes}, window={self.window} of files={self.files}")
-        return rules + [f"by formula {FORMULA}"] * self._formula(most)
+            max_samples = self.window * -(-self.samples // self.files)
+            parts.insert(0, f"shuffled in lanes={self.lanes}, window={self.window} of files={self.files}")
+        return parts + [f"by formula {FORMULA_VERSION}"] * self._uses_formula(max_samples)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -82,150 +82,171 @@ class Order:
         """The pass over the data that `step` belongs to."""
         return step // self.steps_per_epoch
 
-    def size(self, step: int) -> int:
+    def batch_size(self, step: int) -> int:
         """Samples in the global batch of `step`; the last of an epoch may be short."""
         return min(self.batch, self.samples - step % self.steps_per_epoch * self.batch)
 
     def ids(self, step: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions `start` to `stop` (exclusive) of the global batch of `step`."""
-        if not (step >= 0 and 0 <= start <= stop <= self.size(step)):
-            raise ValueError(f"positions {start} to {stop} of step {step} are outside its batch of {self.size(step)}")
-        epoch, place = divmod(step, self.steps_per_epoch)
-        first = place * self.batch
+        if not (step >= 0 and 0 <= start <= stop <= self.batch_size(step)):
+            raise ValueError(
+                f"positions {start} to {stop} of step {step} are outside its batch of {self.batch_size(step)}"
+            )
+        epoch, batch_index = divmod(step, self.steps_per_epoch)
+        first_position = batch_index * self.batch
         if not self.shuffle:
-            return np.arange(first + start, first + stop, dtype=np.int64)
+            return np.arange(first_position + start, first_position + stop, dtype=np.int64)
         lanes = gcd(self.lanes, self.batch)
-        if lanes == 1 and self.window is None and self.samples <= _TABLE:
-            return self._table(epoch, self.samples)[first + start : first + stop]
+        if lanes == 1 and self.window is None and self.samples <= _MAX_TABLE_SAMPLES:
+            return self._get_table(epoch, self.samples)[first_position + start : first_position + stop]
         if start == stop:
             return np.empty(0, np.int64)
-        if place == self.samples // self.batch:
-            return self._rest(epoch, start, stop, lanes)
-        together = max(1, _AHEAD // (stop - start))
-        chunk = place // together
+        if batch_index == self.samples // self.batch:
+            return self._short_batch_ids(epoch, start, stop, lanes)
+        batches_per_chunk = max(1, _IDS_PER_CHUNK // (stop - start))
+        chunk = batch_index // batches_per_chunk
         key = epoch, chunk, start, stop
-        known = self._chunks.get(key)
-        if known is None:
-            known = self._together(epoch, chunk * together, (chunk + 1) * together, start, stop, lanes)
-            _remember(self._chunks, key, known, 2)
-        return known[place - chunk * together]
+        cached = self._chunk_cache.get(key)
+        if cached is None:
+            cached = self._compute_chunk(
+                epoch, chunk * batches_per_chunk, (chunk + 1) * batches_per_chunk, start, stop, lanes
+            )
+            _add_to_cache(self._chunk_cache, key, cached, 2)
+        return cached[batch_index - chunk * batches_per_chunk]
 
-    def _together(self, epoch: int, first: int, last: int, start: int, stop: int, lanes: int) -> np.ndarray:
-        """Positions `start` to `stop` of the whole batches from `first` to `last` of an epoch, one batch per row."""
-        last = min(last, self.samples // self.batch)
-        each = self.batch // lanes
-        found = np.empty((last - first, stop - start), np.int64)
-        for lane in range(start // each, (stop - 1) // each + 1):
-            low, high = max(start, lane * each), min(stop, (lane + 1) * each)
+    def _compute_chunk(
+        self, epoch: int, first_batch: int, end_batch: int, start: int, stop: int, lanes: int
+    ) -> np.ndarray:
+        """Positions `start` to `stop` of the whole batches from `first_batch` to `end_batch` of an epoch, one batch per row."""
+        end_batch = min(end_batch, self.samples // self.batch)
+        lane_batch = self.batch // lanes
+        chunk_ids = np.empty((end_batch - first_batch, stop - start), np.int64)
+        for lane in range(start // lane_batch, (stop - 1) // lane_batch + 1):
+            low, high = max(start, lane * lane_batch), min(stop, (lane + 1) * lane_batch)
             # Those of this share alone: the others of a batch may be many times as many.
-            places = np.arange(first, last)[:, None] * each + np.arange(low - lane * each, high - lane * each)
-            ids = self._lane(epoch, lane, lanes, places.reshape(-1))
-            found[:, low - start : high - start] = ids.reshape(last - first, high - low)
-        found.flags.writeable = False
-        return found
+            positions = np.arange(first_batch, end_batch)[:, None] * lane_batch + np.arange(
+                low - lane * lane_batch, high - lane * lane_batch
+            )
+            ids = self._lane_ids(epoch, lane, lanes, positions.reshape(-1))
+            chunk_ids[:, low - start : high - start] = ids.reshape(end_batch - first_batch, high - low)
+        chunk_ids.flags.writeable = False
+        return chunk_ids
 
-    def _rest(self, epoch: int, start: int, stop: int, lanes: int) -> np.ndarray:
+    def _short_batch_ids(self, epoch: int, start: int, stop: int, lanes: int) -> np.ndarray:
         """Positions of the short batch: what whole batches left in each lane, lane after lane."""
-        used = self.samples // self.batch * (self.batch // lanes)
+        consumed = self.samples // self.batch * (self.batch // lanes)
         parts = []
         for lane in range(lanes):
-            begin, end = _bound(lane, self.samples, lanes), _bound(lane + 1, self.samples, lanes)
-            before = begin - lane * used  # samples that the lanes before this one have left
-            low, high = max(start, before), min(stop, before + end - begin - used)
+            lane_start, lane_end = _part_start(lane, self.samples, lanes), _part_start(lane + 1, self.samples, lanes)
+            offset = lane_start - lane * consumed  # samples that the lanes before this one have left
+            low, high = max(start, offset), min(stop, offset + lane_end - lane_start - consumed)
             if low < high:
-                parts.append(self._lane(epoch, lane, lanes, np.arange(used + low - before, used + high - before)))
+                parts.append(
+                    self._lane_ids(epoch, lane, lanes, np.arange(consumed + low - offset, consumed + high - offset))
+                )
         return np.concatenate(parts)
 
-    def _lane(self, epoch: int, lane: int, lanes: int, places: np.ndarray) -> np.ndarray:
-        """The samples at `places`, which ascend, of a lane's own order."""
-        first, end = _bound(lane, self.samples, lanes), _bound(lane + 1, self.samples, lanes)
+    def _lane_ids(self, epoch: int, lane: int, lanes: int, positions: np.ndarray) -> np.ndarray:
+        """The samples at `positions`, which ascend, of a lane's own order."""
+        lane_start, lane_end = _part_start(lane, self.samples, lanes), _part_start(lane + 1, self.samples, lanes)
         if self.window is None:
-            return first + self._some((epoch, lane) if lanes > 1 else (epoch,), end - first, places)
-        files = self.files // lanes
-        turns = self._table(epoch, lane, -1, files)
-        parts, before = [], 0
-        for group in range(-(-files // self.window)):
-            chosen = lane * files + turns[group * self.window : (group + 1) * self.window]
-            starts = np.array([_bound(int(file), self.samples, self.files) for file in chosen])
-            sizes = np.array([_bound(int(file) + 1, self.samples, self.files) for file in chosen]) - starts
-            total = int(sizes.sum())
-            low, high = np.searchsorted(places, (before, before + total))
+            return lane_start + self._permute(
+                (epoch, lane) if lanes > 1 else (epoch,), lane_end - lane_start, positions
+            )
+        lane_files = self.files // lanes
+        file_order = self._get_table(epoch, lane, -1, lane_files)
+        parts, offset = [], 0
+        for window_index in range(-(-lane_files // self.window)):
+            window_files = lane * lane_files + file_order[window_index * self.window : (window_index + 1) * self.window]
+            file_starts = np.array(
+                [_part_start(int(file_index), self.samples, self.files) for file_index in window_files]
+            )
+            file_sizes = (
+                np.array([_part_start(int(file_index) + 1, self.samples, self.files) for file_index in window_files])
+                - file_starts
+            )
+            window_samples = int(file_sizes.sum())
+            low, high = np.searchsorted(positions, (offset, offset + window_samples))
             if low < high:
-                drawn = self._some((epoch, lane, group), total, places[low:high] - before)
-                ends = np.cumsum(sizes)
-                file = np.searchsorted(ends, drawn, "right")
-                parts.append(drawn + (starts - (ends - sizes))[file])
-            before += total
+                window_ids = self._permute((epoch, lane, window_index), window_samples, positions[low:high] - offset)
+                file_ends = np.cumsum(file_sizes)
+                file_index = np.searchsorted(file_ends, window_ids, "right")
+                parts.append(window_ids + (file_starts - (file_ends - file_sizes))[file_index])
+            offset += window_samples
         return np.concatenate(parts)
 
-    def _some(self, key: tuple[int, ...], samples: int, places: np.ndarray) -> np.ndarray:
-        """What stands at `places` of `samples` numbers in the random order of `key`."""
-        if not self._formula(samples):
-            return self._table(*key, samples)[places]
-        return Keyed(samples, self.seed, *key).at(places)
+    def _permute(self, key: tuple[int, ...], samples: int, positions: np.ndarray) -> np.ndarray:
+        """What stands at `positions` of `samples` numbers in the random order of `key`."""
+        if not self._uses_formula(samples):
+            return self._get_table(*key, samples)[positions]
+        return FeistelPermutation(samples, self.seed, *key).at(positions)
 
-    def _formula(self, samples: int) -> bool:
+    def _uses_formula(self, samples: int) -> bool:
         """Whether parts of `samples`, one of each lane, are too much for tables."""
-        return (self.samples if self.window is None else samples * self.lanes) > _TABLE
+        return (self.samples if self.window is None else samples * self.lanes) > _MAX_TABLE_SAMPLES
 
-    def _table(self, *key: int) -> np.ndarray:
-        known = self._tables.get(key)
-        if known is None:
-            known = shuffled(key[-1], self.seed, *key[:-1])
+    def _get_table(self, *key: int) -> np.ndarray:
+        table = self._table_cache.get(key)
+        if table is None:
+            table = random_permutation(key[-1], self.seed, *key[:-1])
             # Each lane has its own; of a window also the order of its files.
-            _remember(self._tables, key, known, 2 * self.lanes * (1 if self.window is None else 2))
-        return known
+            _add_to_cache(self._table_cache, key, table, 2 * self.lanes * (1 if self.window is None else 2))
+        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucketed(Order):
+class BucketedOrder(Order):
     """An order whose batches hold samples of similar length, so that little is padded.
 
-    Of each `pool` consecutive batches the samples are sorted by length, cut into batches again, and these are visited in random
+    Of each `pool_size` consecutive batches the samples are sorted by length, cut into batches again, and these are visited in random
     order. Each sample stays in its epoch and its pool; the short batch at the end stays as it is.
     """
 
     lengths: np.ndarray = field(repr=False, compare=False)
-    pool: int = 32
-    _pools: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    pool_size: int = 32
+    _pool_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Order.__post_init__(self)
-        if len(self.lengths) != self.samples or self.pool < 1:
+        if len(self.lengths) != self.samples or self.pool_size < 1:
             raise DataError(
-                f"{len(self.lengths):,} lengths for {self.samples:,} samples in pools of {self.pool}: give one for each"
+                f"{len(self.lengths):,} lengths for {self.samples:,} samples in pools of {self.pool_size}: give one for each"
             )
 
-    def _rules(self) -> list[str]:
+    def _rule_parts(self) -> list[str]:
         # Another column of the same samples has other lengths: an order of its own.
         lengths = hashlib.blake2b(np.ascontiguousarray(self.lengths, np.int64).data, digest_size=8).hexdigest()
-        return [*Order._rules(self), f"alike in length ({lengths}) in pools of {self.pool} batches"]
+        return [*Order._rule_parts(self), f"alike in length ({lengths}) in pools of {self.pool_size} batches"]
 
     def ids(self, step: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions `start` to `stop` (exclusive) of the global batch of `step`."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        whole = self.samples // self.batch
-        if place == whole or not 0 <= start <= stop <= self.batch or step < 0:
+        epoch, batch_index = divmod(step, self.steps_per_epoch)
+        full_batches = self.samples // self.batch
+        if batch_index == full_batches or not 0 <= start <= stop <= self.batch or step < 0:
             return Order.ids(self, step, start, stop)
-        first = place // self.pool * self.pool
-        known = self._pools.get((epoch, first))
-        if known is None:
-            steps = range(first, min(first + self.pool, whole))
-            before = epoch * self.steps_per_epoch
-            found = np.concatenate([Order.ids(self, before + each, 0, self.batch) for each in steps])
-            ranked = found[np.argsort(self.lengths[found], kind="stable")].reshape(len(steps), self.batch)
-            known = ranked[shuffled(len(steps), self.seed, epoch, first, 1)]
-            known.flags.writeable = False
-            _remember(self._pools, (epoch, first), known, 2)
-        return known[place - first, start:stop]
+        first_batch = batch_index // self.pool_size * self.pool_size
+        pool_ids = self._pool_cache.get((epoch, first_batch))
+        if pool_ids is None:
+            steps = range(first_batch, min(first_batch + self.pool_size, full_batches))
+            epoch_start = epoch * self.steps_per_epoch
+            pool_samples = np.concatenate([Order.ids(self, epoch_start + index, 0, self.batch) for index in steps])
+            sorted_batches = pool_samples[np.argsort(self.lengths[pool_samples], kind="stable")].reshape(
+                len(steps), self.batch
+            )
+            pool_ids = sorted_batches[random_permutation(len(steps), self.seed, epoch, first_batch, 1)]
+            pool_ids.flags.writeable = False
+            _add_to_cache(self._pool_cache, (epoch, first_batch), pool_ids, 2)
+        return pool_ids[batch_index - first_batch, start:stop]
 
 
-def _bound(part: int, samples: int, parts: int) -> int:
+def _part_start(part: int, samples: int, parts: int) -> int:
     """Where a part begins. Rounded down, so that parts of parts begin where whole parts do."""
     return part * samples // parts
 
 
-def _remember(known: dict[tuple[int, ...], np.ndarray], key: tuple[int, ...], value: np.ndarray, most: int) -> None:
-    while len(known) >= most:
-        known.pop(next(iter(known)), None)
-    known[key] = value
+def _add_to_cache(
+    cache: dict[tuple[int, ...], np.ndarray], key: tuple[int, ...], value: np.ndarray, max_entries: int
+) -> None:
+    while len(cache) >= max_entries:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = value

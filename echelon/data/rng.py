@@ -14,39 +14,39 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-_numpy: Any = np.random  # whose type stubs lack the two functions that exchange its generator
+_numpy_random: Any = np.random  # whose type stubs lack the two functions that exchange its generator
 #: Bytes of a Mersenne twister as Python and NumPy hold it: 624 words and the position in them.
-_TWISTER = 4 * 625
+_MT_STATE_BYTES = 4 * 625
 
-KINDS = ("torch", "python", "numpy")
+GENERATOR_KINDS = ("torch", "python", "numpy")
 
 
-def seeds(seed: int, epoch: int, ids: np.ndarray) -> list[int]:
+def derive_seeds(seed: int, epoch: int, ids: np.ndarray) -> list[int]:
     """One well-mixed number per sample (splitmix64 over seed, epoch, id), for `seed`."""
-    base = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
-    mixed: list[int] = _mix(base + ids.astype(np.uint64)).tolist()
-    return mixed
+    base_seed = _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+    sample_seeds: list[int] = _splitmix64(base_seed + ids.astype(np.uint64)).tolist()
+    return sample_seeds
 
 
-def _mix(x: Any) -> Any:
+def _splitmix64(x: Any) -> Any:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def seed(number: int, kinds: Iterable[str] = KINDS) -> None:
-    """Start the generators of these kinds from `number`. CPU only: torch.manual_seed would also reseed every accelerator."""
+def seed_generators(seed_value: int, kinds: Iterable[str] = GENERATOR_KINDS) -> None:
+    """Start the generators of these kinds from `seed_value`. CPU only: torch.manual_seed would also reseed every accelerator."""
     for kind in kinds:
         if kind == "torch":
-            torch.default_generator.manual_seed(number)
+            torch.default_generator.manual_seed(seed_value)
         elif kind == "python":
-            random.seed(number)
+            random.seed(seed_value)
         else:
-            np.random.seed(number & 0xFFFFFFFF)
+            np.random.seed(seed_value & 0xFFFFFFFF)
 
 
-class Apart:
+class IsolatedRng:
     """A second set of generators that takes the place of the global ones while a data set is read: `with apart: ...`.
 
     It is entered for every batch, so it costs microseconds: NumPy's generator is exchanged as an object (which drops the spare
@@ -54,82 +54,88 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._torch = torch.Generator().get_state()
-        self._torch_bytes = _bytes(self._torch)
-        self._numpy = np.random.MT19937(0)
-        self._python: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
+        self._torch_state = torch.Generator().get_state()
+        self._torch_state_bytes = _tensor_bytes(self._torch_state)
+        self._numpy_generator = np.random.MT19937(0)
+        self._python_state: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
         self._python_address = _python_address()
 
     def __getstate__(self) -> dict[str, Any]:
         # An address of this process is none in a worker that was spawned, and neither is what stands while it is entered.
-        apart = ("_python_address", "_outer", "_start")
-        return {name: value for name, value in self.__dict__.items() if name not in apart}
+        excluded = ("_python_address", "_outer", "_start")
+        return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._python_address = _python_address()
 
     def __enter__(self) -> Self:
-        python = self._python_words()
-        self._outer = torch.default_generator.get_state(), python, _numpy.get_bit_generator()
-        torch.default_generator.set_state(self._torch)
-        _numpy.set_bit_generator(self._numpy)
-        if self._python is not None:
-            random.setstate(self._python)
-            python = self._python_words()
-        self._start = self._torch_bytes, python, _words(self._numpy)
+        python_words = self._read_python_words()
+        self._outer = torch.default_generator.get_state(), python_words, _numpy_random.get_bit_generator()
+        torch.default_generator.set_state(self._torch_state)
+        _numpy_random.set_bit_generator(self._numpy_generator)
+        if self._python_state is not None:
+            random.setstate(self._python_state)
+            python_words = self._read_python_words()
+        self._start = self._torch_state_bytes, python_words, _numpy_words(self._numpy_generator)
         return self
 
     def __exit__(self, *error: object) -> None:
-        before, python, numpy = self._outer
-        torch.default_generator.set_state(before)
-        _numpy.set_bit_generator(numpy)
-        if self._python_words() != python:
-            random.setstate(python if self._python_address is None else _decoded(*python))
+        torch_state, python_words, numpy_generator = self._outer
+        torch.default_generator.set_state(torch_state)
+        _numpy_random.set_bit_generator(numpy_generator)
+        if self._read_python_words() != python_words:
+            random.setstate(python_words if self._python_address is None else _decode_python_words(*python_words))
 
-    def drawn(self) -> set[str]:
+    def find_used_kinds(self) -> set[str]:
         """Which kinds have been drawn from, or seeded, since it was entered."""
-        now = _bytes(torch.default_generator.get_state()), self._python_words(), _words(self._numpy)
-        if now == self._start:
+        states = (
+            _tensor_bytes(torch.default_generator.get_state()),
+            self._read_python_words(),
+            _numpy_words(self._numpy_generator),
+        )
+        if states == self._start:
             return set()
-        return {kind for kind, was, is_ in zip(KINDS, self._start, now, strict=True) if was != is_}
+        return {
+            kind for kind, before, after in zip(GENERATOR_KINDS, self._start, states, strict=True) if before != after
+        }
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         """Go on from here when it is entered again, instead of from where it was entered this time."""
-        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
-        self._torch_bytes = _bytes(self._torch)
+        self._torch_state, self._python_state = torch.default_generator.get_state(), random.getstate()
+        self._torch_state_bytes = _tensor_bytes(self._torch_state)
 
-    def _python_words(self) -> Any:
+    def _read_python_words(self) -> Any:
         if self._python_address is None:
             return random.getstate()
-        return ctypes.string_at(self._python_address, _TWISTER), _python().gauss_next
+        return ctypes.string_at(self._python_address, _MT_STATE_BYTES), _python_generator().gauss_next
 
 
-def _bytes(state: torch.Tensor) -> bytes:
+def _tensor_bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-def _words(generator: np.random.MT19937) -> bytes:
+def _numpy_words(generator: np.random.MT19937) -> bytes:
     """NumPy's state as it lies in memory, at the address that NumPy gives: its own copy of it takes 80 microseconds."""
-    return ctypes.string_at(generator.ctypes.state_address, _TWISTER)
+    return ctypes.string_at(generator.ctypes.state_address, _MT_STATE_BYTES)
 
 
-def _python() -> Any:
+def _python_generator() -> Any:
     function: Any = random.random
     return function.__self__  # the generator behind the functions of `random`
 
 
 def _python_address() -> int | None:
     """Where CPython holds the state of `random` (`getstate` makes 625 objects of it); None if it is not found there."""
-    address = id(_python()) + object.__basicsize__
+    address = id(_python_generator()) + object.__basicsize__
     try:
-        found = _decoded(ctypes.string_at(address, _TWISTER), _python().gauss_next)
+        decoded_state = _decode_python_words(ctypes.string_at(address, _MT_STATE_BYTES), _python_generator().gauss_next)
     except AttributeError:
         return None
-    return address if found == random.getstate() else None
+    return address if decoded_state == random.getstate() else None
 
 
-def _decoded(words: bytes, gauss_next: float | None) -> tuple[Any, ...]:
+def _decode_python_words(words: bytes, gauss_next: float | None) -> tuple[Any, ...]:
     """The words in memory (position first) as `random.setstate` takes them (position last)."""
     position, *key = np.frombuffer(words, np.uint32).tolist()
     return 3, (*key, position), gauss_next

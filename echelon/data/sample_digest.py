@@ -16,36 +16,36 @@ _Write = Callable[[bytes], None]
 def digest(sample: Any) -> str:
     """Equal for equal samples. Things that are neither numbers nor text count by their type alone: two processes would never agree
     on an object's own words about itself, which may hold its address."""
-    found = hashlib.blake2b(digest_size=16)
-    _feed(sample, found.update)
-    return found.hexdigest()
+    hasher = hashlib.blake2b(digest_size=16)
+    _hash_value(sample, hasher.update)
+    return hasher.hexdigest()
 
 
-def _feed(value: Any, write: _Write) -> None:
+def _hash_value(value: Any, write: _Write) -> None:
     write(f"{type(value).__name__} ".encode())
     if isinstance(value, Tensor):
         write(f"{value.dtype} {tuple(value.shape)} ".encode())
-        _feed_tensor(value, write)
+        _hash_tensor(value, write)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         write(f"{value.dtype} {value.shape} ".encode())
         write(value.tobytes())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             write(f"{key!r} ".encode())
-            _feed(value[key], write)
+            _hash_value(value[key], write)
     elif isinstance(value, Set):  # in an order that text's hashes, and so each process, decide
-        for text in sorted(map(digest, value)):
-            write(text.encode())
+        for part_digest in sorted(map(digest, value)):
+            write(part_digest.encode())
     elif isinstance(value, list | tuple | np.ndarray):
         write(f"{len(value)} ".encode())
         for part in value:
-            _feed(part, write)
+            _hash_value(part, write)
     elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
         write(f"{value!r} ".encode())
 
 
-def _feed_tensor(value: Tensor, write: _Write) -> None:
+def _hash_tensor(value: Tensor, write: _Write) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    write(plain.view(torch.uint8).numpy().tobytes())
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    write(flat.view(torch.uint8).numpy().tobytes())

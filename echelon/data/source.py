@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from echelon.data import rng
 from echelon.data.collate import collate as collate_as_torch
-from echelon.data.collate import pinned
-from echelon.data.column_gather import Gather, gather_of
-from echelon.data.error_text import collation_error, kind_of
-from echelon.data.order import Bucketed, Order
+from echelon.data.collate import pin_batch
+from echelon.data.column_gather import ColumnGather, make_column_gather
+from echelon.data.error_text import collation_error, type_name
+from echelon.data.order import BucketedOrder, Order
 from echelon.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Source(ABC):
-    """A data set of known length. `gathers`: a batch is one copy by index that draws no random numbers and needs no worker."""
+    """A data set of known length. `supports_gather`: a batch is one copy by index that draws no random numbers and needs no worker."""
 
-    gathers: bool
+    supports_gather: bool
     #: Equal parts that lie apart: an order over them lets ranks read from their own.
     lanes: int = 1
     #: What it holds, as one short text, where that is known without reading samples.
@@ -38,37 +38,37 @@ class Source(ABC):
     window: int | None = None
     #: The length of each sample, where batches are to hold samples of similar length.
     lengths: np.ndarray | None = None
-    #: Steps whose samples are told to `expect` before they are read, where that helps.
-    ahead: int = 0
+    #: Steps whose samples are told to `prefetch` before they are read, where that helps.
+    prefetch_steps: int = 0
     #: Bytes of a sample, where they are so few that shares of several steps are best gathered together.
     sample_bytes: float = inf
     #: Whether reading runs code of the user's, which may keep something.
-    runs_code: bool = False
+    runs_user_code: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+    def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
         """The samples `ids` as consecutive collated batches of `sizes`."""
 
-    def take(self, ids: np.ndarray, epoch: int, *, pin: bool = False) -> Any:
+    def read_batch(self, ids: np.ndarray, epoch: int, *, pin: bool = False) -> Any:
         """The samples `ids` as one collated batch."""
-        return self.parts(ids, (len(ids),), epoch, pin=pin)[0]
+        return self.read_micro_batches(ids, (len(ids),), epoch, pin=pin)[0]
 
-    def expect(self, ids: np.ndarray) -> None:
+    def prefetch(self, ids: np.ndarray) -> None:
         """These samples are needed soon. Does not wait."""
         return
 
-    def order(self, *, batch: int, seed: int, drop_last: bool = False) -> Order:
+    def make_order(self, *, batch: int, seed: int, drop_last: bool = False) -> Order:
         """The order in which a training visits it."""
-        how: dict[str, Any] = {"batch": batch, "seed": seed, "drop_last": drop_last}
-        how |= {"samples": len(self), "lanes": self.lanes, "files": self.files, "window": self.window}
-        return Order(**how) if self.lengths is None else Bucketed(lengths=self.lengths, **how)
+        options: dict[str, Any] = {"batch": batch, "seed": seed, "drop_last": drop_last}
+        options |= {"samples": len(self), "lanes": self.lanes, "files": self.files, "window": self.window}
+        return Order(**options) if self.lengths is None else BucketedOrder(lengths=self.lengths, **options)
 
-    def sample(self, number: int) -> Any:
+    def read_sample(self, index: int) -> Any:
         """One sample as the first epoch has it: by itself, not collated where that is not how it is read."""
-        return self.take(np.array([number]), 0)
+        return self.read_batch(np.array([index]), 0)
 
 
 def is_stream(data: Any) -> bool:
@@ -79,28 +79,28 @@ def is_stream(data: Any) -> bool:
 def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> Source:
     """`data` as a Source: a map-style Dataset, a list of samples, a tensor, a packed data set or its folder, or whatever has
     `__len__` and `__getitem__`."""
-    data = opened(data)
-    _refuse_what_is_no_data_set(data)
+    data = open_if_packed(data)
+    _require_dataset(data)
     try:
         samples = len(data)
     except TypeError as error:
         raise DataError(
-            f"{kind_of(data)} has no length: give it `__len__` (a data set is read by number, in an order that is known "
+            f"{type_name(data)} has no length: give it `__len__` (a data set is read by number, in an order that is known "
             "beforehand), or make it a torch IterableDataset and the job's length steps="
         ) from error
     if samples < 1:
-        raise DataError(f"{kind_of(data)} is empty: a training or an evaluation needs at least one sample")
-    gathered = None if collate else _gathered(data)
-    if gathered is not None:
-        return gathered
+        raise DataError(f"{type_name(data)} is empty: a training or an evaluation needs at least one sample")
+    gather_source = None if collate else _open_gather_source(data)
+    if gather_source is not None:
+        return gather_source
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
-        raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
-    packed, rows = _packed_part(data)
+        raise DataError(f"{type_name(data)} has no `__getitem__`: samples are read by number, as data[17]")
+    packed, rows = _unwrap_packed(data)
     if packed is None:
-        source = Samples(data, collate=collate, seed=seed)
+        source = SampleSource(data, collate=collate, seed=seed)
         source.identity = getattr(data, "packed_identity", None)
         return source
-    source = Samples(data, collate=collate, padding=packed.packed_collate, seed=seed)
+    source = SampleSource(data, collate=collate, padding_collate=packed.packed_collate, seed=seed)
     if rows is None:
         source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
     lengths = packed.bucketed()
@@ -109,7 +109,7 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     return source
 
 
-def _refuse_what_is_no_data_set(data: Any) -> None:
+def _require_dataset(data: Any) -> None:
     """Things that have a length and can be indexed, yet are not samples: each was once given as data by somebody."""
     if isinstance(data, DataLoader):
         raise DataError(
@@ -121,7 +121,7 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
     if is_stream(data):
         raise DataError(
-            f"{kind_of(data)} is a stream (IterableDataset): it has no samples by number; give a map-style data set here"
+            f"{type_name(data)} is a stream (IterableDataset): it has no samples by number; give a map-style data set here"
         )
     if isinstance(data, Mapping):
         keys = ", ".join(repr(key) for key in list(data)[:5])
@@ -131,12 +131,12 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         raise DataError(
-            f"data is a tuple of {len(data)} {kind_of(data[0])}s, which is columns, not samples: "
+            f"data is a tuple of {len(data)} {type_name(data[0])}s, which is columns, not samples: "
             "give torch.utils.data.TensorDataset(*data), or list(data) if each is one sample"
         )
 
 
-def opened(data: Any) -> Any:
+def open_if_packed(data: Any) -> Any:
     """A folder's name or URL as the packed data set in it; anything else as it is."""
     if isinstance(data, str) and "://" in data:
         from echelon.data.packed.reader import Packed
@@ -157,180 +157,184 @@ def _is_packed(data: Any) -> bool:
     return module is not None and isinstance(data, module.Packed)
 
 
-def _packed_part(data: Any) -> tuple[Any, np.ndarray | None]:
+def _unwrap_packed(data: Any) -> tuple[Any, np.ndarray | None]:
     """The packed data set that `data` is (None: it is none), and which of its samples, where it is torch's Subset of it (None: all)."""
     if type(data) is not Subset:
         return (data if _is_packed(data) else None), None
-    whole, rows = _packed_part(data.dataset)
-    if whole is None:
-        return None, None
-    chosen = inside(data.indices, len(whole) if rows is None else len(rows))
-    return whole, chosen if rows is None else rows[chosen]
-
-
-def _gathered(data: Any) -> Source | None:
-    """`data` as a source that gathers, if it can be."""
-    packed, rows = _packed_part(data)
+    packed, rows = _unwrap_packed(data.dataset)
     if packed is None:
-        return _tensors(data)
-    from echelon.data.packed.reader import Packed, PackedSource, gathers
+        return None, None
+    selected = normalize_indices(data.indices, len(packed) if rows is None else len(rows))
+    return packed, selected if rows is None else rows[selected]
 
-    return PackedSource(packed, rows) if type(packed) is Packed and gathers(packed) else None
+
+def _open_gather_source(data: Any) -> Source | None:
+    """`data` as a source that gathers, if it can be."""
+    packed, rows = _unwrap_packed(data)
+    if packed is None:
+        return _open_tensors(data)
+    from echelon.data.packed.reader import Packed, PackedSource, can_gather
+
+    return PackedSource(packed, rows) if type(packed) is Packed and can_gather(packed) else None
 
 
-def _tensors(data: Any) -> Tensors | None:
+def _open_tensors(data: Any) -> TensorSource | None:
     """`data` as columns, where one gather gives what collating single samples would; None where it would not."""
     if type(data) is Subset:
-        whole = _tensors(data.dataset)
-        return None if whole is None else whole.only(data.indices)
+        source = _open_tensors(data.dataset)
+        return None if source is None else source.select(data.indices)
     # A subclass may do anything in its __getitem__: only the class itself is known to give rows.
     columns = data.tensors if type(data) is TensorDataset else (data,)
-    gathers = [gather for gather in map(gather_of, columns) if gather is not None]
-    if len(gathers) < len(columns):
+    column_gathers = [gather for gather in map(make_column_gather, columns) if gather is not None]
+    if len(column_gathers) < len(columns):
         return None
-    return Tensors(gathers, length=len(data), single=type(data) is not TensorDataset)
+    return TensorSource(column_gathers, length=len(data), single_column=type(data) is not TensorDataset)
 
 
-def inside(places: Sequence[int], length: int) -> np.ndarray:
+def normalize_indices(indices: Sequence[int], length: int) -> np.ndarray:
     """The indices of a Subset, counted from the start, once they are known to lie in a data set of `length`."""
-    chosen = np.asarray(places, dtype=np.int64)
-    outside = chosen[(chosen < -length) | (chosen >= length)]
-    if len(outside):
+    selected = np.asarray(indices, dtype=np.int64)
+    invalid = selected[(selected < -length) | (selected >= length)]
+    if len(invalid):
         raise DataError(
-            f"Subset names sample {outside[0]} of a data set of {length}: its indices must lie in it; make the Subset of this data set"
+            f"Subset names sample {invalid[0]} of a data set of {length}: its indices must lie in it; make the Subset of this data set"
         )
-    return chosen % length  # -1 is the last
+    return selected % length  # -1 is the last
 
 
-class Tensors(Source):
+class TensorSource(Source):
     """Columns in memory: a share of a batch is one gather per column, its micro-batches are views of that."""
 
-    gathers = True
+    supports_gather = True
 
-    def __init__(self, columns: Sequence[Gather], *, length: int, rows: np.ndarray | None = None, single: bool) -> None:
-        """`rows`: which rows are the samples (None: all). `single`: a sample is a row itself, not a tuple of one."""
-        self._columns, self._length, self._rows, self._single = tuple(columns), length, rows, single
+    def __init__(
+        self, columns: Sequence[ColumnGather], *, length: int, rows: np.ndarray | None = None, single_column: bool
+    ) -> None:
+        """`rows`: which rows are the samples (None: all). `single_column`: a sample is a row itself, not a tuple of one."""
+        self._columns, self._length, self._rows, self._single_column = tuple(columns), length, rows, single_column
 
-    def only(self, places: Sequence[int]) -> Tensors:
+    def select(self, indices: Sequence[int]) -> TensorSource:
         """The samples at these places, as torch's Subset has them."""
-        chosen = inside(places, self._length)
-        rows = chosen if self._rows is None else self._rows[chosen]
-        return Tensors(self._columns, length=len(rows), rows=rows, single=self._single)
+        selected = normalize_indices(indices, self._length)
+        rows = selected if self._rows is None else self._rows[selected]
+        return TensorSource(self._columns, length=len(rows), rows=rows, single_column=self._single_column)
 
     def __len__(self) -> int:
         return self._length
 
-    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+    def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
         if self._rows is not None:
             ids = self._rows[ids]
         columns = [gather(ids, pin) for gather in self._columns]
         if len(sizes) == 1:
-            return columns if self._single else [columns]
-        cuts = [torch.split(column, list(sizes)) for column in columns]
-        return list(cuts[0]) if self._single else [list(part) for part in zip(*cuts, strict=True)]
+            return columns if self._single_column else [columns]
+        split_columns = [torch.split(column, list(sizes)) for column in columns]
+        return (
+            list(split_columns[0]) if self._single_column else [list(part) for part in zip(*split_columns, strict=True)]
+        )
 
 
-class Samples(Source):
+class SampleSource(Source):
     """Any data set in Python, sample by sample.
 
     The generators that a data set draws from (augmentation) are seeded for each sample. Which ones it draws from shows in
     their state: no time goes into the others, and the batch in which it first draws is read again.
     """
 
-    gathers = False
+    supports_gather = False
 
     def __init__(
-        self, data: Any, *, collate: Collate | None = None, padding: Collate | None = None, seed: int = 0
+        self, data: Any, *, collate: Collate | None = None, padding_collate: Collate | None = None, seed: int = 0
     ) -> None:
-        """`collate`: the job's; without it samples are put together by `padding`, or as torch does."""
+        """`collate`: the job's; without it samples are put together by `padding_collate`, or as torch does."""
         self._data, self._seed, self._length = data, seed, len(data)
-        self._collate, self._own = collate or padding or collate_as_torch, collate is not None
-        self._many = getattr(data, "__getitems__", None)
-        self._generators = rng.Apart()
-        self._draws: set[str] = set()
+        self._collate, self._has_custom_collate = collate or padding_collate or collate_as_torch, collate is not None
+        self._getitems = getattr(data, "__getitems__", None)
+        self._rng = rng.IsolatedRng()
+        self._used_kinds: set[str] = set()
         # A list put together by torch runs nobody's code that could draw: nothing to watch.
-        self.runs_code = type(data) not in (list, tuple) or collate is not None
+        self.runs_user_code = type(data) not in (list, tuple) or collate is not None
 
     def __len__(self) -> int:
         return self._length
 
-    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        batches = self._watched(ids, sizes, epoch) if self.runs_code else self._plain(ids, sizes)
-        return [pinned(batch) for batch in batches] if pin else batches
+    def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        batches = self._read_tracking_rng(ids, sizes, epoch) if self.runs_user_code else self._read_unseeded(ids, sizes)
+        return [pin_batch(batch) for batch in batches] if pin else batches
 
-    def sample(self, number: int) -> Any:
-        with self._generators:
-            rng.seed(rng.seeds(self._seed, 0, np.array([number]))[0])
-            return self._read([number])[0]
+    def read_sample(self, index: int) -> Any:
+        with self._rng:
+            rng.seed_generators(rng.derive_seeds(self._seed, 0, np.array([index]))[0])
+            return self._read_samples([index])[0]
 
-    def _watched(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
+    def _read_tracking_rng(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
         """The batches, with those generators seeded that reading them draws from."""
-        with self._generators:
+        with self._rng:
             while True:
-                batches = self._seeded(ids, sizes, epoch) if self._draws else self._plain(ids, sizes)
-                drawn = self._generators.drawn()
-                if drawn <= self._draws:
+                batches = self._read_seeded(ids, sizes, epoch) if self._used_kinds else self._read_unseeded(ids, sizes)
+                used_kinds = self._rng.find_used_kinds()
+                if used_kinds <= self._used_kinds:
                     return batches
-                self._draws |= drawn
+                self._used_kinds |= used_kinds
 
-    def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
+    def _read_unseeded(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
         """The batches of a data set that draws nothing."""
-        numbers = ids.tolist()
-        samples = self._read(numbers) if self._many is None else self._read_many(numbers)
+        indices = ids.tolist()
+        samples = self._read_samples(indices) if self._getitems is None else self._read_with_getitems(indices)
         if len(sizes) == 1:
-            return [self._batch(samples, numbers)]
+            return [self._collate_samples(samples, indices)]
         batches, start = [], 0
         for size in sizes:
-            batches.append(self._batch(samples[start : start + size], numbers[start : start + size]))
+            batches.append(self._collate_samples(samples[start : start + size], indices[start : start + size]))
             start += size
         return batches
 
-    def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
+    def _read_seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
         """The batches, with the generators seeded before each sample; a collate that draws goes on from the last one's."""
-        numbers, seeds = ids.tolist(), rng.seeds(self._seed, epoch, ids)
-        kinds = tuple(self._draws)
+        indices, seeds = ids.tolist(), rng.derive_seeds(self._seed, epoch, ids)
+        kinds = tuple(self._used_kinds)
         batches, start = [], 0
         for size in sizes:
             samples = []
-            for place in range(start, start + size):
-                rng.seed(seeds[place], kinds)
-                samples += self._read(numbers[place : place + 1])
-            batches.append(self._batch(samples, numbers[start : start + size]))
+            for position in range(start, start + size):
+                rng.seed_generators(seeds[position], kinds)
+                samples += self._read_samples(indices[position : position + 1])
+            batches.append(self._collate_samples(samples, indices[start : start + size]))
             start += size
         return batches
 
-    def _read(self, numbers: list[int]) -> list[Any]:
+    def _read_samples(self, indices: list[int]) -> list[Any]:
         """The samples, one by one."""
-        samples, data, many = [], self._data, self._many
-        for number in numbers:
+        samples, data, getitems = [], self._data, self._getitems
+        for index in indices:
             try:
-                samples.append(data[number] if many is None else many([number])[0])
+                samples.append(data[index] if getitems is None else getitems([index])[0])
             except Exception as error:
-                raise self._failure(f"sample {number}", error) from error
+                raise self._read_error(f"sample {index}", error) from error
         return samples
 
-    def _read_many(self, numbers: list[int]) -> list[Any]:
-        assert self._many is not None
+    def _read_with_getitems(self, indices: list[int]) -> list[Any]:
+        assert self._getitems is not None
         try:
-            samples = self._many(numbers)
+            samples = self._getitems(indices)
         except Exception as error:
-            self._read(numbers)  # names the one that fails, where it also fails alone
-            raise self._failure(f"samples {numbers}, read together with `__getitems__`,", error) from error
-        if len(samples) != len(numbers):
+            self._read_samples(indices)  # names the one that fails, where it also fails alone
+            raise self._read_error(f"samples {indices}, read together with `__getitems__`,", error) from error
+        if len(samples) != len(indices):
             raise DataError(
-                f"{kind_of(self._data)}: `__getitems__` gave {len(samples)} samples for the {len(numbers)} numbers "
-                f"{numbers[:8]}...: return one sample per number, in their order"
+                f"{type_name(self._data)}: `__getitems__` gave {len(samples)} samples for the {len(indices)} numbers "
+                f"{indices[:8]}...: return one sample per number, in their order"
             )
         return list(samples)
 
-    def _failure(self, what: str, error: Exception) -> DataError:
+    def _read_error(self, failed_items: str, error: Exception) -> DataError:
         return DataError(
-            f"{kind_of(self._data)}: {what} of {self._length} could not be read: {type(error).__name__}: {error}; "
+            f"{type_name(self._data)}: {failed_items} of {self._length} could not be read: {type(error).__name__}: {error}; "
             "repair it or leave it out of the data set (torch.utils.data.Subset)"
         )
 
-    def _batch(self, samples: list[Any], numbers: list[int]) -> Any:
+    def _collate_samples(self, samples: list[Any], indices: list[int]) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:
-            raise collation_error(samples, numbers, error, self._own) from error
+            raise collation_error(samples, indices, error, self._has_custom_collate) from error

@@ -17,64 +17,64 @@ import numpy as np
 
 from echelon.data import rng
 from echelon.data.collate import collate as collate_as_torch
-from echelon.data.collate import pinned
-from echelon.data.error_text import collation_error, kind_of
-from echelon.data.loader import Micro, StepBatch
+from echelon.data.collate import pin_batch
+from echelon.data.error_text import collation_error, type_name
+from echelon.data.loader import MicroBatch, StepBatch
 from echelon.data.sample_digest import digest
 from echelon.data.source import Collate, is_stream
-from echelon.data.workers import ahead
+from echelon.data.workers import prefetch_in_process
 from echelon.errors import DataError
-from echelon.plan.batch_split import Span, cut, split
+from echelon.plan.batch_split import SampleRange, split_batch, split_evenly
 
 #: Gathers one small value from each rank, in rank order, on every rank.
-Agree = Callable[[Any], list[Any]]
+AllGather = Callable[[Any], list[Any]]
 
-_FAILED = -1  # instead of a place: this rank could not read or collate
-_EPOCH = 40  # a place is one number: the epoch above this many bits of samples
+_READ_FAILED = -1  # instead of a place: this rank could not read or collate
+_EPOCH_SHIFT = 40  # a place is one number: the epoch above this many bits of samples
 
 _T = TypeVar("_T")
-_Own = tuple[int, list[Any], list[int]]
+_LocalBatch = tuple[int, list[Any], list[int]]
 
 
 class Stream:
-    """An IterableDataset and how its samples become batches; `reader` begins to read it."""
+    """An IterableDataset and how its samples become batches; `make_reader` begins to read it."""
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         if not is_stream(data):
             raise DataError(
-                f"{kind_of(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
+                f"{type_name(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
             )
         self._data, self._seed = data, seed
         self._collate = collate_as_torch if collate is None else collate
 
-    def reader(self) -> Reader:
+    def make_reader(self) -> StreamReader:
         """A new way through the stream, from its first sample."""
-        return Reader(self._data, self._collate, self._seed)
+        return StreamReader(self._data, self._collate, self._seed)
 
 
-class Reader:
+class StreamReader:
     """Reads a stream in pieces, epoch after epoch, with random generators of its own (the same on every rank)."""
 
     def __init__(self, data: Any, collate: Collate, seed: int) -> None:
-        self.name = kind_of(data)
+        self.name = type_name(data)
         self._data, self._collate, self._seed = data, collate, seed
         # Two sets: what the stream draws must not depend on how this rank cuts and collates its batches.
-        self._reading, self._collating = rng.Apart(), rng.Apart()
+        self._read_rng, self._collate_rng = rng.IsolatedRng(), rng.IsolatedRng()
         self._samples: Iterator[Any] = iter(())
         self.epoch = -1
         #: Samples read in this epoch.
-        self.count = 0
+        self.samples_read = 0
 
-    def next_epoch(self) -> None:
+    def start_next_epoch(self) -> None:
         """Begin the next epoch (the first, at first) at its first sample."""
-        self.epoch, self.count = self.epoch + 1, 0
-        with self._reading:
-            rng.seed(self._number(0))
+        self.epoch, self.samples_read = self.epoch + 1, 0
+        with self._read_rng:
+            rng.seed_generators(self._derive_seed(0))
             try:
                 if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
                     self._data.set_epoch(self.epoch)
                 self._samples = iter(self._data)
-                self._reading.keep()
+                self._read_rng.save_state()
             except Exception as error:
                 raise DataError(
                     f"{self.name}: epoch {self.epoch} could not begin: {type(error).__name__}: {error}; repair its `__iter__`"
@@ -83,181 +83,204 @@ class Reader:
     def read(self, count: int) -> list[Any]:
         """The next `count` samples; fewer only at the epoch's end."""
         samples: list[Any] = []
-        with self._reading:
+        with self._read_rng:
             try:
                 samples.extend(islice(self._samples, count))
-                self._reading.keep()
+                self._read_rng.save_state()
             except Exception as error:
                 # A sample that was read before the failing one is in the list already: extend adds one by one.
                 raise DataError(
-                    f"{self.name}: sample {self.count + len(samples)} of epoch {self.epoch} could not be read: "
+                    f"{self.name}: sample {self.samples_read + len(samples)} of epoch {self.epoch} could not be read: "
                     f"{type(error).__name__}: {error}; repair the stream or let it pass over such a sample"
                 ) from error
-        self.count += len(samples)
+        self.samples_read += len(samples)
         return samples
 
-    def batch(self, samples: list[Any], first: int, *, pin: bool) -> Any:
-        """Collated. `first` is the number of the first sample in the epoch."""
-        with self._collating:
-            rng.seed(self._number(1 + first))
+    def collate_batch(self, samples: list[Any], first_index: int, *, pin: bool) -> Any:
+        """Collated. `first_index` is the number of the first sample in the epoch."""
+        with self._collate_rng:
+            rng.seed_generators(self._derive_seed(1 + first_index))
             try:
                 batch = self._collate(samples)
             except Exception as error:
-                numbers = list(range(first, first + len(samples)))
-                raise collation_error(samples, numbers, error, self._collate is not collate_as_torch) from error
-        return pinned(batch) if pin else batch
+                indices = list(range(first_index, first_index + len(samples)))
+                raise collation_error(samples, indices, error, self._collate is not collate_as_torch) from error
+        return pin_batch(batch) if pin else batch
 
-    def _number(self, what: int) -> int:
-        return rng.seeds(self._seed, self.epoch, np.array([what]))[0]
+    def _derive_seed(self, stream_position: int) -> int:
+        return rng.derive_seeds(self._seed, self.epoch, np.array([stream_position]))[0]
 
 
 class StreamLoader:
     """Like Loader, for a stream: the steps of data rank `rank` of `ranks`. `agree` is collective: all ranks step together."""
 
     def __init__(
-        self, stream: Stream, *, batch: int, rank: int, ranks: int, micro: int | None, agree: Agree,
-        drop_last: bool = False, pin: bool = False, workers: int = 0, alike: int = 1, shares: Sequence[int] = (),
+        self, stream: Stream, *, batch: int, dp_rank: int, dp_size: int, micro_batch_size: int | None, all_gather: AllGather,
+        drop_last: bool = False, pin: bool = False, workers: int = 0, model_parallel_size: int = 1, shares: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`alike`: how many ranks are data rank `rank` together, tp x pp; `agree` is over all of them. `workers`: of any number one
+        """`model_parallel_size`: how many ranks are data rank `dp_rank` together, tp x pp; `all_gather` is over all of them. `workers`: of any number one
         reads ahead, because a stream has one order."""
-        if batch < ranks:
+        if batch < dp_size:
             raise DataError(
-                f"a batch of {batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
+                f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
             )
-        self._stream, self._batch, self._micro = stream, batch, micro
-        self._rank, self._ranks, self._shares = rank, ranks, shares
-        self._agree, self._drop_last, self._alike = agree, drop_last, alike
+        self._stream, self._batch, self._micro_batch_size = stream, batch, micro_batch_size
+        self._dp_rank, self._dp_size, self._shares = dp_rank, dp_size, shares
+        self._all_gather, self._drop_last, self._model_parallel_size = all_gather, drop_last, model_parallel_size
         self._pin, self._workers = pin, workers
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive); what lies before is read and skipped."""
-        reader = self._stream.reader()
-        own = _ahead(self._own(reader, start), reader, self._pin) if self._workers else self._own(reader, start)
+        reader = self._stream.make_reader()
+        local_batches = (
+            _prefetch_local_batches(self._local_batches(reader, start), reader, self._pin)
+            if self._workers
+            else self._local_batches(reader, start)
+        )
         for step in range(start, stop):
-            begin = time.perf_counter()
-            item = _together(own, reader, self._agree, f"step {step}")
+            start_time = time.perf_counter()
+            item = _next_in_lockstep(local_batches, reader, self._all_gather, f"step {step}")
             if isinstance(item, DataError):
                 raise item
-            size, batches, counts = item
-            micros = tuple(map(Micro, batches, counts))
-            if step == start and self._alike > 1:
-                _require_same(reader.name, self._rank, micros, self._agree)
-            waited = time.perf_counter() - begin
-            yield StepBatch(step=step, epoch=reader.epoch, samples=size, micros=micros, waited=waited)
+            size, batches, sizes = item
+            micro_batches = tuple(map(MicroBatch, batches, sizes))
+            if step == start and self._model_parallel_size > 1:
+                _require_same_batch(reader.name, self._dp_rank, micro_batches, self._all_gather)
+            wait_seconds = time.perf_counter() - start_time
+            yield StepBatch(
+                step=step, epoch=reader.epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait_seconds
+            )
 
-    def _own(self, reader: Reader, start: int) -> Iterator[_Own | DataError]:
+    def _local_batches(self, reader: StreamReader, start: int) -> Iterator[_LocalBatch | DataError]:
         """For each step from `start` on the global batch's size, this rank's micro-batches of it and their sizes. Not collective.
 
         A batch that feeds no training is given as the error to raise once the ranks agree: where they do not, that comes first.
         """
         step = 0
-        reader.next_epoch()
+        reader.start_next_epoch()
         while True:
-            first = reader.count
+            first_index = reader.samples_read
             samples = reader.read(self._batch)
             size = len(samples)
-            if not first and (not size or (size < self._batch and self._drop_last)):
+            if not first_index and (not size or (size < self._batch and self._drop_last)):
                 yield DataError(
                     f"{reader.name}: epoch {reader.epoch} ends after {size} sample{'s' * (size != 1)}, before the first batch of {self._batch}; "
                     "give a stream that has more, from its start each time it is iterated"
                 )
             if size == self._batch or (size and not self._drop_last):
                 if step >= start:
-                    yield self._step(reader, samples, first, step)
+                    yield self._make_local_batch(reader, samples, first_index, step)
                 step += 1
             if size < self._batch:
-                reader.next_epoch()
+                reader.start_next_epoch()
 
-    def _step(self, reader: Reader, samples: list[Any], first: int, step: int) -> _Own | DataError:
+    def _make_local_batch(
+        self, reader: StreamReader, samples: list[Any], first_index: int, step: int
+    ) -> _LocalBatch | DataError:
         size = len(samples)
-        if size < self._ranks:
+        if size < self._dp_size:
             return DataError(
-                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} sample{'s' * (size != 1)} for {self._ranks} data ranks: "
+                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} sample{'s' * (size != 1)} for {self._dp_size} data ranks: "
                 "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
             )
-        parts = split(size, self._ranks, self._micro, self._shares)[self._rank]
+        spans = split_batch(size, self._dp_size, self._micro_batch_size, self._shares)[self._dp_rank]
         pin = self._pin and not self._workers  # a worker leaves that to the process that has the device
-        batches = [reader.batch(samples[part.start : part.stop], first + part.start, pin=pin) for part in parts]
-        return size, batches, [part.size for part in parts]
+        batches = [
+            reader.collate_batch(samples[span.start : span.stop], first_index + span.start, pin=pin) for span in spans
+        ]
+        return size, batches, [span.size for span in spans]
 
 
-def _ahead(own: Iterator[_T], reader: Reader, pin: bool) -> Iterator[_T]:
-    """`own` in a process that reads ahead; `reader`, which stays behind here, is told where that one stood."""
-    there = ((item, reader.epoch, reader.count) for item in own)
-    for item, epoch, count in ahead(there, pin=pin):
-        reader.epoch, reader.count = epoch, count
+def _prefetch_local_batches(local_batches: Iterator[_T], reader: StreamReader, pin: bool) -> Iterator[_T]:
+    """`local_batches` in a process that reads ahead; `reader`, which stays behind here, is told where that one stood."""
+    positioned_items = ((item, reader.epoch, reader.samples_read) for item in local_batches)
+    for item, epoch, count in prefetch_in_process(positioned_items, pin=pin):
+        reader.epoch, reader.samples_read = epoch, count
         yield item
 
 
 def evaluation_stream(
-    stream: Stream, *, rank: int, ranks: int, size: int, agree: Agree, pin: bool = False, alike: int = 1
-) -> Iterator[Micro]:
+    stream: Stream,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    batch_size: int,
+    all_gather: AllGather,
+    pin: bool = False,
+    model_parallel_size: int = 1,
+) -> Iterator[MicroBatch]:
     """Like evaluation_batches, for a stream: each sample once over all ranks, as many micro-batches on each."""
-    reader = stream.reader()
-    own = _evaluation(reader, rank, ranks, size, pin)
-    first = True
+    reader = stream.make_reader()
+    local_batches = _local_evaluation_batches(reader, dp_rank, dp_size, batch_size, pin)
+    is_first = True
     while True:
-        micro = _together(own, reader, agree, "evaluation")
-        if micro is None:
+        micro_batch = _next_in_lockstep(local_batches, reader, all_gather, "evaluation")
+        if micro_batch is None:
             return
-        if first and alike > 1:
-            _require_same(reader.name, rank, (micro,), agree)
-        first = False
-        yield micro
+        if is_first and model_parallel_size > 1:
+            _require_same_batch(reader.name, dp_rank, (micro_batch,), all_gather)
+        is_first = False
+        yield micro_batch
 
 
-def _evaluation(reader: Reader, rank: int, ranks: int, size: int, pin: bool) -> Iterator[Micro | None]:
-    reader.next_epoch()
-    while samples := reader.read(ranks * size):
-        first = reader.count - len(samples)
-        part = cut(0, len(samples), ranks)[rank]
-        filled = part if part.size else Span(0, 1)
-        batch = reader.batch(samples[filled.start : filled.stop], first + filled.start, pin=pin)
-        yield Micro(batch=batch, samples=part.size)
-    if not reader.count:
+def _local_evaluation_batches(
+    reader: StreamReader, dp_rank: int, dp_size: int, batch_size: int, pin: bool
+) -> Iterator[MicroBatch | None]:
+    reader.start_next_epoch()
+    while samples := reader.read(dp_size * batch_size):
+        first_index = reader.samples_read - len(samples)
+        span = split_evenly(0, len(samples), dp_size)[dp_rank]
+        collated_span = span if span.size else SampleRange(0, 1)
+        batch = reader.collate_batch(
+            samples[collated_span.start : collated_span.stop], first_index + collated_span.start, pin=pin
+        )
+        yield MicroBatch(batch=batch, samples=span.size)
+    if not reader.samples_read:
         raise DataError(f"{reader.name}: the stream is empty: an evaluation needs at least one sample")
     yield None
 
 
-def _together(own: Iterator[_T], reader: Reader, agree: Agree, where: str) -> _T:
-    """The next of `own`, once every rank has it and stands at the same sample of the same epoch."""
+def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: AllGather, context: str) -> _T:
+    """The next of `items`, once every rank has it and stands at the same sample of the same epoch."""
     try:
-        item = next(own)
+        item = next(items)
     except DataError:
-        agree(_FAILED)  # so that the others, who wait for this rank, stop too
+        all_gather(_READ_FAILED)  # so that the others, who wait for this rank, stop too
         raise
-    places = agree(reader.epoch << _EPOCH | reader.count)
-    failed = [rank for rank, place in enumerate(places) if place == _FAILED]
-    if failed:
+    positions = all_gather(reader.epoch << _EPOCH_SHIFT | reader.samples_read)
+    failed_ranks = [rank for rank, position in enumerate(positions) if position == _READ_FAILED]
+    if failed_ranks:
         raise DataError(
-            f"{reader.name}: rank {_words(failed)} could not read its part of {where}; its own message says why"
+            f"{reader.name}: rank {_format_ranks(failed_ranks)} could not read its part of {context}; its own message says why"
         )
-    if len(set(places)) > 1:
-        epoch = min(place >> _EPOCH for place in places)
-        counts = [place & ((1 << _EPOCH) - 1) for place in places]
-        further = [rank for rank, place in enumerate(places) if place >> _EPOCH > epoch]
-        early = further or [rank for rank, count in enumerate(counts) if count < max(counts)]
-        stands = ", ".join(f"{count} of epoch {place >> _EPOCH}" for place, count in zip(places, counts, strict=True))
+    if len(set(positions)) > 1:
+        epoch = min(position >> _EPOCH_SHIFT for position in positions)
+        counts = [position & ((1 << _EPOCH_SHIFT) - 1) for position in positions]
+        ranks_ahead = [rank for rank, position in enumerate(positions) if position >> _EPOCH_SHIFT > epoch]
+        early_ranks = ranks_ahead or [rank for rank, count in enumerate(counts) if count < max(counts)]
+        progress = ", ".join(
+            f"{count} of epoch {position >> _EPOCH_SHIFT}" for position, count in zip(positions, counts, strict=True)
+        )
         raise DataError(
-            f"{reader.name}: the stream ended early on rank {_words(early)}: at {where} the ranks 0 to {len(places) - 1} have read "
-            f"{stands}; give every rank the same whole stream (one that deals its samples out to the ranks itself must not)"
+            f"{reader.name}: the stream ended early on rank {_format_ranks(early_ranks)}: at {context} the ranks 0 to {len(positions) - 1} have read "
+            f"{progress}; give every rank the same whole stream (one that deals its samples out to the ranks itself must not)"
         )
     return item
 
 
-def _require_same(name: str, rank: int, micros: tuple[Micro, ...], agree: Agree) -> None:
-    """Refuse a batch that is not the same on every rank that is data rank `rank`."""
-    told = agree((rank, digest([micro.batch for micro in micros])))
-    first: dict[int, tuple[int, str]] = {}
-    for place, (data, text) in enumerate(told):
-        other, expected = first.setdefault(data, (place, text))
-        if text != expected:
+def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch, ...], all_gather: AllGather) -> None:
+    """Refuse a batch that is not the same on every rank that is data rank `dp_rank`."""
+    digests = all_gather((dp_rank, digest([micro_batch.batch for micro_batch in micro_batches])))
+    first_of_replica: dict[int, tuple[int, str]] = {}
+    for rank, (replica, batch_digest) in enumerate(digests):
+        other_rank, expected = first_of_replica.setdefault(replica, (rank, batch_digest))
+        if batch_digest != expected:
             raise DataError(
-                f"{name}: ranks {other} and {place} compute the same samples together (tp, pp), and their first batches differ; give every "
+                f"{name}: ranks {other_rank} and {rank} compute the same samples together (tp, pp), and their first batches differ; give every "
                 "rank the same whole stream: one that deals its samples out to the ranks itself (split_dataset_by_node, WebDataset's "
                 "split_by_node) must not, and random numbers of its own need the same seed everywhere"
             )
 
 
-def _words(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

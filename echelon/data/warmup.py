@@ -10,7 +10,7 @@ from typing import Protocol
 from echelon.data.loader import StepBatch
 
 
-class Batches(Protocol):
+class StepLoader(Protocol):
     """What gives the batches of steps."""
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
@@ -18,27 +18,29 @@ class Batches(Protocol):
         ...
 
 
-class Warmed:
+class WarmupLoader:
     """`count` steps of `first`, then those of `then`, numbered on."""
 
-    def __init__(self, first: Batches, count: int, then: Batches) -> None:
-        self._first, self._count, self._then = first, count, then
+    def __init__(self, warmup_loader: StepLoader, warmup_steps: int, main_loader: StepLoader) -> None:
+        self._warmup_loader, self._warmup_steps, self._main_loader = warmup_loader, warmup_steps, main_loader
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive), whichever part they fall into."""
-        parts: list[Iterator[StepBatch]] = []
-        if start < self._count:
-            parts.append(replace_epochs(self._first.steps(start, min(stop, self._count))))
-        if stop > self._count:
-            rest = self._then.steps(max(start - self._count, 0), stop - self._count)
-            parts.append(replace(batch, step=batch.step + self._count) for batch in rest)
-        return chain.from_iterable(parts)
+        iterators: list[Iterator[StepBatch]] = []
+        if start < self._warmup_steps:
+            iterators.append(reset_epochs(self._warmup_loader.steps(start, min(stop, self._warmup_steps))))
+        if stop > self._warmup_steps:
+            main_batches = self._main_loader.steps(max(start - self._warmup_steps, 0), stop - self._warmup_steps)
+            iterators.append(replace(batch, step=batch.step + self._warmup_steps) for batch in main_batches)
+        return chain.from_iterable(iterators)
 
-    def part_of(self, step: int) -> tuple[Batches, int]:
+    def locate_step(self, step: int) -> tuple[StepLoader, int]:
         """What gives a step, and its number there."""
-        return (self._first, step) if step < self._count else (self._then, step - self._count)
+        return (
+            (self._warmup_loader, step) if step < self._warmup_steps else (self._main_loader, step - self._warmup_steps)
+        )
 
 
-def replace_epochs(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+def reset_epochs(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
     """Epochs are counted over all of the data: before its first there is none but that."""
     return (replace(batch, epoch=0) for batch in batches)

@@ -17,7 +17,7 @@ from echelon.data.source import Source
 from echelon.errors import DataError
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """The samples of one rank's share of a step, and the micro-batches to cut them into."""
 
     ids: np.ndarray
@@ -26,13 +26,13 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class _WorkerError:
     """A worker's DataError on its way home: torch would wrap the message in a traceback."""
 
     message: str
 
 
-class _ByRequest(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     """A source whose "samples" are whole micro-batches: what a worker is asked for."""
 
     def __init__(self, source: Source) -> None:
@@ -40,94 +40,98 @@ class _ByRequest(Dataset[Any]):
 
     def __getitem__(self, request: tuple[np.ndarray, int]) -> Any:
         try:
-            return self._source.take(*request)
+            return self._source.read_batch(*request)
         except DataError as error:
-            return _Failed(str(error))
+            return _WorkerError(str(error))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _no_collate(batch: Any) -> Any:
     return batch
 
 
-def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:
+def read_with_workers(
+    source: Source, requests: Iterable[BatchRequest], *, pin: bool, workers: int
+) -> Generator[list[Any]]:
     """The micro-batches of each request in turn, made by `workers` processes that read ahead."""
-    counts: list[int] = []  # micro-batches per request, in order; the sampler runs ahead of what is handed out
+    micro_batch_counts: list[
+        int
+    ] = []  # micro-batches per request, in order; the sampler runs ahead of what is handed out
 
-    def micros() -> Iterator[tuple[np.ndarray, int]]:
+    def iterate_micro_batches() -> Iterator[tuple[np.ndarray, int]]:
         for request in requests:
-            counts.append(len(request.sizes))
+            micro_batch_counts.append(len(request.sizes))
             for ids in np.split(request.ids, np.cumsum(request.sizes)[:-1]):
                 yield ids, request.epoch
 
     loader = DataLoader(
-        _ByRequest(source),
+        _RequestDataset(source),
         batch_size=None,
-        sampler=_Once(micros()),
-        collate_fn=_as_it_is,
+        sampler=_IteratorSampler(iterate_micro_batches()),
+        collate_fn=_no_collate,
         num_workers=workers,
         pin_memory=pin,
         generator=torch.Generator(),  # else it draws its workers' seeds from the training's generator
     )
-    with closing(_made(loader)) as made:
-        for first in made:
-            yield [first, *islice(made, counts.pop(0) - 1)]
+    with closing(_iterate_loader(loader)) as batches:
+        for first_batch in batches:
+            yield [first_batch, *islice(batches, micro_batch_counts.pop(0) - 1)]
 
 
-def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
+def prefetch_in_process(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
     """The same items, made by one process that is a little ahead. A DataError that ends them is raised here.
 
     The process is forked, whatever the program has chosen for others: an iterator that has begun cannot be sent to one that was started anew.
     """
     loader = DataLoader(
-        _Items(items),
+        _IteratorDataset(items),
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=_no_collate,
         num_workers=1,
         multiprocessing_context="fork",
         pin_memory=pin,
         generator=torch.Generator(),
     )
-    return _made(loader)
+    return _iterate_loader(loader)
 
 
-def _made(loader: DataLoader[Any]) -> Generator[Any]:
+def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     """What its workers make, one after the other. Their errors are raised here."""
-    made = _started(loader)
+    iterator = _start_workers(loader)
     while True:
         try:
-            item = next(made)
+            item = next(iterator)
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
             # Of the latter kinds is what torch meets when it receives the last that the dead one had sent.
-            died = f"{type(error).__name__}: {error}"
+            cause = f"{type(error).__name__}: {error}"
         else:
-            if isinstance(item, _Failed):
+            if isinstance(item, _WorkerError):
                 raise DataError(item.message)
             yield item
             continue
         # Let go of the workers first: while torch knows of the dead one it raises again at any signal of a child.
-        del made
+        del iterator
         raise DataError(
-            f"a data worker process died: {died}; workers=0 reads in the training's own process and shows why"
+            f"a data worker process died: {cause}; workers=0 reads in the training's own process and shows why"
         )
 
 
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+def _start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Its iterator, whose workers never look for garbage in what they inherit.
 
     Else one may find what is left of an earlier run here, and end with it: what belongs to a GPU cannot be given back by a forked process.
     """
-    ours = not gc.get_freeze_count()
+    froze_here = not gc.get_freeze_count()
     gc.freeze()
     try:
         return iter(loader)
     finally:
-        if ours:
+        if froze_here:
             gc.unfreeze()
 
 
-class _Items(IterableDataset[Any]):
+class _IteratorDataset(IterableDataset[Any]):
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
 
@@ -135,10 +139,10 @@ class _Items(IterableDataset[Any]):
         try:
             yield from self._items
         except DataError as error:
-            yield _Failed(str(error))
+            yield _WorkerError(str(error))
 
 
-class _Once:
+class _IteratorSampler:
     """An iterator as the sampler that DataLoader asks for."""
 
     def __init__(self, items: Iterator[Any]) -> None:

@@ -24,185 +24,193 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import TrainingError
 from echelon.plan.plan import Recompute
-from echelon.plan.recompute_policy import keeps
+from echelon.plan.recompute_policy import saves_output
 
 
-def recompute(blocks: Sequence[nn.Module], what: Recompute) -> Callable[[], None]:
+def checkpoint_activations(blocks: Sequence[nn.Module], policy: Recompute) -> Callable[[], None]:
     """Make `blocks` forget what they computed until backward asks for it. Numbers, random ones too, come out the same.
 
     Returns what makes them as they were.
     """
-    changed = [(block, block.__dict__.get("forward")) for block in blocks if what != "none"]
-    for block, _ in changed:
+    wrapped_blocks = [(block, block.__dict__.get("forward")) for block in blocks if policy != "none"]
+    for block, _ in wrapped_blocks:
         # Methods, not closures: a copy of the model calls its own.
-        block.forward = MethodType(_again(block.forward, selective=what == "selective"), block)
+        block.forward = MethodType(_checkpointed_forward(block.forward, selective=policy == "selective"), block)
 
-    def put_back() -> None:
-        for block, own in changed:
-            if own is None:
+    def restore() -> None:
+        for block, original_forward in wrapped_blocks:
+            if original_forward is None:
                 block.__dict__.pop("forward", None)
             else:
-                block.forward = own
+                block.forward = original_forward
 
-    return put_back
+    return restore
 
 
-def _again(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    inner = (
+def _checkpointed_forward(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    unbound_forward = (
         forward.__func__ if isinstance(forward, MethodType) else lambda block, *args, **kwargs: forward(*args, **kwargs)
     )
     #: Buffers that a forward was seen to change.
-    moving: set[tuple[str, str]] = set()
+    mutable_buffers: set[tuple[str, str]] = set()
 
-    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(block, *args, **kwargs)
-        kept, modes, before = _Kept(), _get_current_function_mode_stack(), _Before(block, moving)
+            return unbound_forward(block, *args, **kwargs)
+        saved_outputs, modes, buffers = (
+            _SavedOutputs(),
+            _get_current_function_mode_stack(),
+            _BufferSnapshot(block, mutable_buffers),
+        )
 
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), _second(before, modes, nullcontext())
-            return _Keep(kept), _second(before, modes, _Reuse(kept))
+                return nullcontext(), _recompute_context(buffers, modes, nullcontext())
+            return _SaveMode(saved_outputs), _recompute_context(buffers, modes, _ReuseMode(saved_outputs))
 
-        out = checkpoint(inner, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        before.forget_constants()
-        kept.forget(tree_leaves(out))  # what others hold they may change
-        return out
+        output = checkpoint(unbound_forward, block, *args, use_reentrant=False, context_fn=make_contexts, **kwargs)
+        buffers.drop_constant_copies()
+        saved_outputs.drop_aliases(tree_leaves(output))  # what others hold they may change
+        return output
 
-    return call
+    return checkpointed
 
 
-class _Before:
+class _BufferSnapshot:
     """A block's buffers as its first forward found them, also None: the second must not see what the first, or a later batch, made of them.
 
     Of those that no forward was seen to change no copy is held until then. Batch norms in training do not read theirs.
     """
 
-    def __init__(self, block: nn.Module, moving: set[tuple[str, str]]) -> None:
-        self._block, self._moving = block, moving
-        self._found = {
+    def __init__(self, block: nn.Module, mutable: set[tuple[str, str]]) -> None:
+        self._block, self._mutable = block, mutable
+        self._originals = {
             (path, name): (buffer, None if buffer is None else buffer._version)
             for path, module in block.named_modules()
             if not isinstance(module, _BatchNorm)
             for name, buffer in module._buffers.items()
         }
-        self._copies = {place: None if buffer is None else buffer.clone() for place, (buffer, _) in self._found.items()}
+        self._copies = {key: None if buffer is None else buffer.clone() for key, (buffer, _) in self._originals.items()}
 
-    def forget_constants(self) -> None:
+    def drop_constant_copies(self) -> None:
         """After the first forward."""
-        self._moving.update(self._changed())
-        self._copies = {place: copy for place, copy in self._copies.items() if place in self._moving}
+        self._mutable.update(self._changed_keys())
+        self._copies = {key: copy for key, copy in self._copies.items() if key in self._mutable}
 
-    def _changed(self) -> list[tuple[str, str]]:
+    def _changed_keys(self) -> list[tuple[str, str]]:
         modules = dict(self._block.named_modules())
-        now = {place: modules[place[0]]._buffers.get(place[1]) for place in self._found}
+        current = {key: modules[key[0]]._buffers.get(key[1]) for key in self._originals}
         return [
-            place
-            for place, (buffer, version) in self._found.items()
-            if now[place] is not buffer or (buffer is not None and buffer._version != version)
+            key
+            for key, (buffer, version) in self._originals.items()
+            if current[key] is not buffer or (buffer is not None and buffer._version != version)
         ]
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """While it lasts the block has its buffers as they were, in copies that it may change."""
-        unseen = sorted(set(self._changed()) - self._copies.keys())
-        if unseen:
+        newly_changed = sorted(set(self._changed_keys()) - self._copies.keys())
+        if newly_changed:
             raise TrainingError(
-                f"recompute: the buffer {'.'.join(filter(None, unseen[0]))} of a {type(self._block).__name__} was changed between its forward and its "
+                f"recompute: the buffer {'.'.join(filter(None, newly_changed[0]))} of a {type(self._block).__name__} was changed between its forward and its "
                 "backward, by no forward before: what it was is not known any more; use recompute=none"
             )
         with ExitStack() as stack:
             for path, module in self._block.named_modules():
                 stack.callback(module._buffers.update, dict(module._buffers))
-                for name, value in list(module._buffers.items()):
-                    held = self._copies.get((path, name), value)
-                    module._buffers[name] = None if held is None else held.clone()
+                for name, buffer in list(module._buffers.items()):
+                    copy = self._copies.get((path, name), buffer)
+                    module._buffers[name] = None if copy is None else copy.clone()
             yield
 
 
 @contextmanager
-def _second(before: _Before, modes: Sequence[TorchFunctionMode], reuse: AbstractContextManager[Any]) -> Iterator[None]:
+def _recompute_context(
+    buffers: _BufferSnapshot, modes: Sequence[TorchFunctionMode], reuse_mode: AbstractContextManager[Any]
+) -> Iterator[None]:
     """The second forward computes with copies of the buffers: batch norms would count the batch twice.
 
     It runs under the modes (a default device, a proof's stillness) that the first one ran under: in backward there are none.
     """
     with ExitStack() as stack:
-        stack.enter_context(before.put_back())
+        stack.enter_context(buffers.restore())
         for mode in modes:
             stack.enter_context(mode)
-        stack.enter_context(reuse)
+        stack.enter_context(reuse_mode)
         yield
 
 
-class _Kept:
+class _SavedOutputs:
     """What products and attentions gave, in the order of their calls; None: to be computed again."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
 
-    def forget(self, changed: Sequence[Any]) -> None:
-        """Drop what shares memory with one of `changed`."""
-        memory = {_memory(each) for each in changed if isinstance(each, Tensor)}
-        if not memory:  # most calls change nothing, and this is asked after each of them
+    def drop_aliases(self, values: Sequence[Any]) -> None:
+        """Drop what shares memory with one of `values`."""
+        storages = {_storage_id(value) for value in values if isinstance(value, Tensor)}
+        if not storages:  # most calls change nothing, and this is asked after each of them
             return
-        for place, output in enumerate(self.outputs):
-            if any(_memory(each) in memory for each in tree_leaves(output) if isinstance(each, Tensor)):
-                self.outputs[place] = None
+        for index, output in enumerate(self.outputs):
+            if any(_storage_id(value) in storages for value in tree_leaves(output) if isinstance(value, Tensor)):
+                self.outputs[index] = None
 
 
-class _Keep(TorchDispatchMode):
+class _SaveMode(TorchDispatchMode):
     """The first forward."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, saved_outputs: _SavedOutputs) -> None:
         super().__init__()
-        self._kept = kept
+        self._saved_outputs = saved_outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if _worth(func, args, kwargs):
+        output = func(*args, **kwargs)
+        if _is_worth_saving(func, args, kwargs):
             # Not the tensor itself: it will hold the graph, which holds what is kept.
-            self._kept.outputs.append(tree_map_only(Tensor, Tensor.detach, out))
-        elif self._kept.outputs:
-            self._kept.forget(_written(func, args, kwargs))
-        return out
+            self._saved_outputs.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+        elif self._saved_outputs.outputs:
+            self._saved_outputs.drop_aliases(_written_tensors(func, args, kwargs))
+        return output
 
 
-class _Reuse(TorchDispatchMode):
+class _ReuseMode(TorchDispatchMode):
     """The second forward: takes what is kept, each once."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, saved_outputs: _SavedOutputs) -> None:
         super().__init__()
-        self._kept, self._next = kept, 0
+        self._saved_outputs, self._next_index = saved_outputs, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _worth(func, args, kwargs):
+        if not _is_worth_saving(func, args, kwargs):
             return func(*args, **kwargs)
-        place, self._next = self._next, self._next + 1
-        found, self._kept.outputs[place] = self._kept.outputs[place], None
-        return func(*args, **kwargs) if found is None else found
+        index, self._next_index = self._next_index, self._next_index + 1
+        output, self._saved_outputs.outputs[index] = self._saved_outputs.outputs[index], None
+        return func(*args, **kwargs) if output is None else output
 
 
-def _worth(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if not keeps(func._overloadpacket.__name__):
+def _is_worth_saving(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not saves_output(func._overloadpacket.__name__):
         return False
     # One that draws random numbers must draw them again, or all that follow would be others.
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return not given.get("dropout_p")
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return not values.get("dropout_p")
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that a call changes."""
     if func.namespace == "c10d":  # messages do not say which
         return tree_leaves((args, dict(kwargs)))
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
-    given = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
-    return tree_leaves([given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write])
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    return tree_leaves(
+        [values.get(argument.name) for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    )
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -5,52 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.buffer_sync import Place, Still
+from echelon.engine.buffer_sync import BufferVersions, TensorSlot
 
 
-class Rollback:
+class BufferRollback:
     """Copies of the buffers that steps change. The first step looks at all of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, Place] = {
+        self._slots: dict[str, TensorSlot] = {
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
-            for key, value in module._buffers.items()
-            if value is None or not value.is_meta
+            for key, buffer in module._buffers.items()
+            if buffer is None or not buffer.is_meta
         }
         #: None: no step has been looked at.
-        self._still: Still | None = None
-        self._kept: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._constants: BufferVersions | None = None
+        self._saved: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Before a step's first forward."""
-        if self._places:
-            self._keep()
+        if self._slots:
+            self._save()
 
     @torch.no_grad()
-    def _keep(self) -> None:
-        if self._still is not None and not self._still.holds():
-            self._still = self._still.without(self._still.changed())
-        names = self._places if self._still is None else self._places.keys() - self._still.places.keys()
-        self._kept = {}
+    def _save(self) -> None:
+        if self._constants is not None and not self._constants.is_unchanged():
+            self._constants = self._constants.without(self._constants.changed_names())
+        names = self._slots if self._constants is None else self._slots.keys() - self._constants.slots.keys()
+        self._saved = {}
         for name in names:
-            owner, key = self._places[name]
-            value = owner.get(key)
-            self._kept[name] = value, None if value is None else value.clone()
-        if self._still is None:
-            self._still = Still(self._places)
+            buffers, key = self._slots[name]
+            buffer = buffers.get(key)
+            self._saved[name] = buffer, None if buffer is None else buffer.clone()
+        if self._constants is None:
+            self._constants = BufferVersions(self._slots)
 
     @torch.no_grad()
     def undo(self) -> str | None:
-        """Put the buffers back as they were at the last `keep`; returns the name of one that changed for the first time and cannot be."""
-        if not self._places:
+        """Put the buffers back as they were at the last `save`; returns the name of one that changed for the first time and cannot be."""
+        if not self._slots:
             return None
-        assert self._still is not None
-        for name, (tensor, value) in self._kept.items():
-            owner, key = self._places[name]
+        assert self._constants is not None
+        for name, (buffer, copy) in self._saved.items():
+            buffers, key = self._slots[name]
             # Not where it is the same: a write would make it one that changes.
-            if tensor is not None and value is not None and not torch.equal(tensor, value):
-                tensor.copy_(value)
-            owner[key] = tensor
+            if buffer is not None and copy is not None and not torch.equal(buffer, copy):
+                buffer.copy_(copy)
+            buffers[key] = buffer
         # The copies of this step cover what changed before it.
-        return next((name for name in self._still.changed() if name not in self._kept), None)
+        return next((name for name in self._constants.changed_names() if name not in self._saved), None)

@@ -17,287 +17,317 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.process_groups import Group
+from echelon.engine.process_groups import Communicator
 
 #: Where a buffer is: its module's buffers, and its name among them.
-Place = tuple[dict[str, Tensor | None], str]
+TensorSlot = tuple[dict[str, Tensor | None], str]
 #: Copies are kept of buffers up to this size in bytes.
-_SMALL = 2**20
-_version: Callable[[Tensor], int] = attrgetter("_version")
+_COPY_LIMIT_BYTES = 2**20
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-class Still:
+class BufferVersions:
     """Buffers as they were when they were looked at.
 
-    Every step asks whether that still `holds`, of hundreds of constant tables perhaps: the lists are laid out for that.
+    Every step asks whether that still `is_unchanged`, of hundreds of constant tables perhaps: the lists are laid out for that.
     """
 
-    def __init__(self, places: dict[str, Place], seen: Mapping[str, tuple[Tensor | None, int]] | None = None) -> None:
-        """`seen`: tensor and version of each, where they were looked at before."""
-        self.places = places
-        self._seen = {name: _look(place) if seen is None else seen[name] for name, place in places.items()}
-        self._owners = [owner for owner, _ in places.values()]
-        self._keys = [key for _, key in places.values()]
-        self._tensors = [tensor for tensor, _ in self._seen.values()]
+    def __init__(
+        self, slots: dict[str, TensorSlot], recorded: Mapping[str, tuple[Tensor | None, int]] | None = None
+    ) -> None:
+        """`recorded`: tensor and version of each, where they were looked at before."""
+        self.slots = slots
+        self._recorded = {
+            name: _tensor_and_version(slot) if recorded is None else recorded[name] for name, slot in slots.items()
+        }
+        self._owners = [owner for owner, _ in slots.values()]
+        self._keys = [key for _, key in slots.values()]
+        self._tensors = [tensor for tensor, _ in self._recorded.values()]
         self._present = [tensor for tensor in self._tensors if tensor is not None]
-        self._versions = [version for tensor, version in self._seen.values() if tensor is not None]
+        self._versions = [version for tensor, version in self._recorded.values() if tensor is not None]
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether each place holds the same tensor, unwritten."""
-        same = all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
-        return same and list(map(_version, self._present)) == self._versions
+        same_tensors = all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
+        return same_tensors and list(map(_version_of, self._present)) == self._versions
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """The places that do not."""
-        found = {name: (_look(place), self._seen[name]) for name, place in self.places.items()}
-        return [name for name, (now, seen) in found.items() if now[0] is not seen[0] or now[1] != seen[1]]
+        versions = {name: (_tensor_and_version(slot), self._recorded[name]) for name, slot in self.slots.items()}
+        return [
+            name
+            for name, (current, recorded) in versions.items()
+            if current[0] is not recorded[0] or current[1] != recorded[1]
+        ]
 
-    def without(self, names: Collection[str]) -> Still:
+    def without(self, names: Collection[str]) -> BufferVersions:
         """The others, as they were when they were looked at."""
-        return Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
+        return BufferVersions({name: slot for name, slot in self.slots.items() if name not in names}, self._recorded)
 
 
-def _look(place: Place) -> tuple[Tensor | None, int]:
-    owner, key = place
+def _tensor_and_version(slot: TensorSlot) -> tuple[Tensor | None, int]:
+    owner, key = slot
     tensor = owner.get(key)
     return tensor, 0 if tensor is None else tensor._version
 
 
-class Unknown:
+class BufferTracker:
     """The buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
 
     def __init__(
-        self, model: nn.Module, ranks: Group, *, later: bool, frozen: bool = False, warn: Callable[[str], None]
+        self,
+        model: nn.Module,
+        ranks: Communicator,
+        *,
+        deferred: bool,
+        track_frozen: bool = False,
+        warn: Callable[[str], None],
     ) -> None:
-        """`later`: the host may not wait for what the ranks add up. `frozen`: parameters that are not trained count as well."""
-        self._ranks, self._later, self._warn = ranks, later, warn
+        """`deferred`: the host may not wait for what the ranks add up. `track_frozen`: parameters that are not trained count as well."""
+        self._ranks, self._deferred, self._warn = ranks, deferred, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
-        self.slots: dict[str, Place] = {
+        self.slots: dict[str, TensorSlot] = {
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
-            for key, value in module._buffers.items()
-            if not isinstance(module, _BatchNorm) and (value is None or (_travels(value) and not value.is_meta))
+            for key, tensor in module._buffers.items()
+            if not isinstance(module, _BatchNorm) and (tensor is None or (_is_numeric(tensor) and not tensor.is_meta))
         }
         #: Parameters that are not trained, which may be large.
-        self._frozen: dict[str, Place] = {}
-        if frozen:
-            self._frozen = {
+        self._frozen_slots: dict[str, TensorSlot] = {}
+        if track_frozen:
+            self._frozen_slots = {
                 f"{path}.{key}" if path else key: (module._parameters, key)
                 for path, module in model.named_modules()
-                for key, value in module._parameters.items()
-                if value is not None and not value.requires_grad and _travels(value) and not value.is_meta
+                for key, tensor in module._parameters.items()
+                if tensor is not None and not tensor.requires_grad and _is_numeric(tensor) and not tensor.is_meta
             }
-            self.slots |= self._frozen
+            self.slots |= self._frozen_slots
         #: Those that travel, with the shape that all ranks agreed on.
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._lengths: list[int] = []
+        self._synced_shapes: dict[str, tuple[int, ...]] = {}
+        self._synced_numels: list[int] = []
         #: Those that did not change yet; None: to be looked at when the next step begins.
-        self._still: Still | None = None
+        self._constants: BufferVersions | None = None
         #: Contents before the first step; None: the ranks have agreed before.
-        self._contents: dict[str, Tensor] | None = {}
+        self._initial_checksums: dict[str, Tensor] | None = {}
         #: What changed here and is not agreed on yet, and what of it changed for the first time.
-        self._changed: set[str] = set()
-        self._begun: set[str] = set()
+        self._pending_changes: set[str] = set()
+        self._first_changes: set[str] = set()
         #: Whole numbers: whether they differ from other ranks', as far as the host has not looked; and those that do.
-        self._apart: dict[str, Tensor] = {}
-        self._own: set[str] = set()
-        self._quiet, self._loud = (torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1))
-        self._mine = self._quiet[:0]
+        self._integer_mismatches: dict[str, Tensor] = {}
+        self._rank_local: set[str] = set()
+        self._unchanged_flag, self._changed_flag = (
+            torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1)
+        )
+        self._local_values = self._unchanged_flag[:0]
         #: The sum of the flags, where the host may not wait for it.
-        self.news: Tensor | None = None
+        self.resync_flag: Tensor | None = None
         self.size = 1
         #: What forward changed for the first time, until rules have been looked for, and what of it was other than the ranks' mean.
-        self.surprising: set[str] = set()
-        self.averaged: set[str] = set()
+        self.newly_changed: set[str] = set()
+        self.differed_from_mean: set[str] = set()
         #: What small ones held that did not change yet: writing the same into one is no change.
-        self._copies: dict[str, Tensor] = {}
+        self._small_copies: dict[str, Tensor] = {}
         #: This rank's part of the step's samples.
-        self.weight = 1 / ranks.size
+        self.sample_fraction = 1 / ranks.size
 
     @property
-    def changing(self) -> dict[str, tuple[int, ...]] | None:
+    def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
         """Names and shapes of those that change; None: no step has been looked at."""
-        return None if self._contents is not None else dict(self._shapes)
+        return None if self._initial_checksums is not None else dict(self._synced_shapes)
 
-    def expect(self, changing: Mapping[str, Sequence[int]] | None) -> None:
+    def assume_mutable(self, mutable_buffers: Mapping[str, Sequence[int]] | None) -> None:
         """Go on as a run that has seen these change: a resumed one then sends the same messages as the unbroken one."""
-        self._still, self._contents = None, {} if changing is None else None
-        self._changed.clear()
-        self._agree_on({name: tuple(shape) for name, shape in (changing or {}).items()})
+        self._constants, self._initial_checksums = None, {} if mutable_buffers is None else None
+        self._pending_changes.clear()
+        self._set_synced_shapes({name: tuple(shape) for name, shape in (mutable_buffers or {}).items()})
 
-    def leave(self, names: Collection[str]) -> None:
+    def stop_tracking(self, names: Collection[str]) -> None:
         """Do not look at these any more: their rule is known."""
-        self.slots = {name: place for name, place in self.slots.items() if name not in names}
-        self._apart = {name: apart for name, apart in self._apart.items() if name in self.slots}
-        for found in (self._changed, self._begun, self._own):
-            found.intersection_update(self.slots)
-        self._agree_on({name: shape for name, shape in self._shapes.items() if name not in names})
-        self._still = None
+        self.slots = {name: slot for name, slot in self.slots.items() if name not in names}
+        self._integer_mismatches = {
+            name: mismatch for name, mismatch in self._integer_mismatches.items() if name in self.slots
+        }
+        for tracked_names in (self._pending_changes, self._first_changes, self._rank_local):
+            tracked_names.intersection_update(self.slots)
+        self._set_synced_shapes({name: shape for name, shape in self._synced_shapes.items() if name not in names})
+        self._constants = None
 
-    def begin(self) -> None:
-        if self._still is not None and not self._still.holds():
-            self._look_again(
-                self._still.changed()
+    def begin_step(self) -> None:
+        if self._constants is not None and not self._constants.is_unchanged():
+            self._record_versions(
+                self._constants.changed_names()
             )  # not forward but a hook or a callback changed it, once for all parts of the batch
-        if self._still is None:
-            self._still = Still({name: place for name, place in self.slots.items() if name not in self._shapes})
-            self._copies = {}
-            self._look_again(self._still.places)
-            if self._contents is not None:
-                tensors = {name: self._tensor(name) for name in self._still.places if name not in self._frozen}
-                self._contents = {name: _content(tensor) for name, tensor in tensors.items() if _summable(tensor)}
+        if self._constants is None:
+            self._constants = BufferVersions(
+                {name: slot for name, slot in self.slots.items() if name not in self._synced_shapes}
+            )
+            self._small_copies = {}
+            self._record_versions(self._constants.slots)
+            if self._initial_checksums is not None:
+                tensors = {name: self._tensor(name) for name in self._constants.slots if name not in self._frozen_slots}
+                self._initial_checksums = {
+                    name: _checksum(tensor) for name, tensor in tensors.items() if _is_checksummable(tensor)
+                }
 
-    def _look_again(self, names: Iterable[str]) -> None:
-        assert self._still is not None
-        self._still = Still(self._still.places)
+    def _record_versions(self, names: Iterable[str]) -> None:
+        assert self._constants is not None
+        self._constants = BufferVersions(self._constants.slots)
         for name in names:
             tensor = self._tensor(name)
-            if tensor is not None and tensor.nbytes <= _SMALL and name not in self._frozen:
-                self._copies[name] = tensor.detach().clone()
+            if tensor is not None and tensor.nbytes <= _COPY_LIMIT_BYTES and name not in self._frozen_slots:
+                self._small_copies[name] = tensor.detach().clone()
 
-    def _is_rewritten(self, name: str) -> bool:
+    def _holds_same_values(self, name: str) -> bool:
         """Whether it holds what it held."""
-        copy, tensor = self._copies.get(name), self._tensor(name)
+        copy, tensor = self._small_copies.get(name), self._tensor(name)
         return copy is not None and tensor is not None and torch.equal(copy, tensor)
 
-    def share(self) -> Tensor:
-        news = self._find_changes()
-        if self._contents is not None or self._ranks.size == 1:
+    def pack(self) -> Tensor:
+        has_changes = self._find_changes()
+        if self._initial_checksums is not None or self._ranks.size == 1:
             # What changes from the start travels from the start, on an accelerator too.
-            self._contents = None
-            self._agree()
-            news = False
-        flag = self._loud if news else self._quiet
-        if not self._shapes:
+            self._initial_checksums = None
+            self._agree_on_changes()
+            has_changes = False
+        flag = self._changed_flag if has_changes else self._unchanged_flag
+        if not self._synced_shapes:
             return flag
-        self._mine = torch.cat([self._values(name) for name in self._shapes])
-        return torch.cat([flag, self._mine * self.weight])
+        self._local_values = torch.cat([self._flat_values(name) for name in self._synced_shapes])
+        return torch.cat([flag, self._local_values * self.sample_fraction])
 
-    def set(self, sums: Tensor) -> None:
-        heard = sums[:1] if self._shapes else sums
-        if self._later:
-            self.news = heard.view(())
-            if self._shapes:
-                # While there is news each keeps its own: it may be the shape that is new. `settle` brings them together.
-                self._put(torch.where(heard > 0, self._mine, sums[1:]))
-        elif heard.item() > 0:
-            self.settle()
-        elif self._shapes:
-            self._put(sums[1:])
+    def unpack(self, sums: Tensor) -> None:
+        flag = sums[:1] if self._synced_shapes else sums
+        if self._deferred:
+            self.resync_flag = flag.view(())
+            if self._synced_shapes:
+                # While there is news each keeps its own: it may be the shape that is new. `resync` brings them together.
+                self._write_means(torch.where(flag > 0, self._local_values, sums[1:]))
+        elif flag.item() > 0:
+            self.resync()
+        elif self._synced_shapes:
+            self._write_means(sums[1:])
 
-    def settle(self) -> None:
+    def resync(self) -> None:
         """Agree with the other ranks on which buffers change, and take their means now."""
-        self._agree()
-        if self._shapes:
-            values = torch.cat([self._values(name) for name in self._shapes])
-            self._put(self._ranks.sum(values * self.weight))
+        self._agree_on_changes()
+        if self._synced_shapes:
+            values = torch.cat([self._flat_values(name) for name in self._synced_shapes])
+            self._write_means(self._ranks.all_reduce(values * self.sample_fraction))
 
     def _find_changes(self) -> bool:
         """Whether there is a change of which the others were not told."""
-        assert self._still is not None
-        found = [] if self._still.holds() else self._still.changed()
-        if found:
-            found = [name for name in found if not self._is_rewritten(name)]
-            self._still = Still(self._still.places)
-        if self._contents:
+        assert self._constants is not None
+        changed = [] if self._constants.is_unchanged() else self._constants.changed_names()
+        if changed:
+            changed = [name for name in changed if not self._holds_same_values(name)]
+            self._constants = BufferVersions(self._constants.slots)
+        if self._initial_checksums:
             # `buffer.data` can be changed without a new version. That is looked for once: it reads every buffer.
-            found += [
+            changed += [
                 name
-                for name, before in self._contents.items()
-                if name not in found and not _alike(before, _content(self._tensor(name)))
+                for name, checksum in self._initial_checksums.items()
+                if name not in changed and not _checksums_equal(checksum, _checksum(self._tensor(name)))
             ]
-        if found:
-            self._still = self._still.without(found)
-        self._begun.update(found)
-        found += [name for name, shape in self._shapes.items() if not _fits(self._tensor(name), shape)]
-        unlike = {name for name, apart in self._apart.items() if apart}
-        self._apart.clear()
-        self._own |= unlike
-        found += unlike
-        self._changed.update(found)
-        return bool(found)
+        if changed:
+            self._constants = self._constants.without(changed)
+        self._first_changes.update(changed)
+        changed += [name for name, shape in self._synced_shapes.items() if not _has_shape(self._tensor(name), shape)]
+        mismatched = {name for name, mismatch in self._integer_mismatches.items() if mismatch}
+        self._integer_mismatches.clear()
+        self._rank_local |= mismatched
+        changed += mismatched
+        self._pending_changes.update(changed)
+        return bool(changed)
 
-    def _agree(self) -> None:
+    def _agree_on_changes(self) -> None:
         """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
-        assert self._still is not None
-        gathered = self._ranks.gather((self._changed, self._own, self._begun))
-        names, own, forward = (set[str]().union(*found) for found in zip(*gathered, strict=True))
-        self.surprising |= forward - self._shapes.keys()
-        for name in sorted(own & self._shapes.keys()):
+        assert self._constants is not None
+        rank_changes = self._ranks.all_gather_object((self._pending_changes, self._rank_local, self._first_changes))
+        names, rank_local, first_changes = (
+            set[str]().union(*rank_values) for rank_values in zip(*rank_changes, strict=True)
+        )
+        self.newly_changed |= first_changes - self._synced_shapes.keys()
+        for name in sorted(rank_local & self._synced_shapes.keys()):
             self._warn(
                 f"the buffer {name} holds whole numbers that are others on each data rank: every rank keeps its own, where one device has "
                 "one; make it floating, so that the ranks take its mean, or add it up over the ranks in forward"
             )
-        self._own = own
-        self._changed.clear()
-        self._begun.clear()
-        shapes = self._ranks.gather({name: self._shape(name) for name in names})
-        agreed = dict(self._shapes)
-        self._still = self._still.without(names)
+        self._rank_local = rank_local
+        self._pending_changes.clear()
+        self._first_changes.clear()
+        shapes = self._ranks.all_gather_object({name: self._syncable_shape(name) for name in names})
+        synced_shapes = dict(self._synced_shapes)
+        self._constants = self._constants.without(names)
         for name in names:
-            agreed.pop(name, None)
-            found = {each[name] for each in shapes}
-            if len(found) == 1 and None not in found and name not in own:
-                agreed[name] = found.pop()
-        self._agree_on(agreed)
+            synced_shapes.pop(name, None)
+            rank_values = {rank_shapes[name] for rank_shapes in shapes}
+            if len(rank_values) == 1 and None not in rank_values and name not in rank_local:
+                synced_shapes[name] = rank_values.pop()
+        self._set_synced_shapes(synced_shapes)
 
-    def _agree_on(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._shapes = {name: shapes[name] for name in self.slots if name in shapes}
-        self._lengths = [_elements(shape) for shape in self._shapes.values()]
-        self.size = 1 + sum(self._lengths)
+    def _set_synced_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._synced_shapes = {name: shapes[name] for name in self.slots if name in shapes}
+        self._synced_numels = [_numel(shape) for shape in self._synced_shapes.values()]
+        self.size = 1 + sum(self._synced_numels)
 
     def _tensor(self, name: str) -> Tensor | None:
         owner, key = self.slots[name]
         return owner.get(key)
 
-    def _shape(self, name: str) -> tuple[int, ...] | None:
+    def _syncable_shape(self, name: str) -> tuple[int, ...] | None:
         """None: there is nothing that could be averaged or compared."""
         tensor = self._tensor(name)
-        return tuple(tensor.shape) if tensor is not None and _travels(tensor) else None
+        return tuple(tensor.shape) if tensor is not None and _is_numeric(tensor) else None
 
-    def _values(self, name: str) -> Tensor:
-        tensor, shape = self._tensor(name), self._shapes[name]
-        if tensor is None or not _fits(tensor, shape):
-            return self._quiet.new_zeros(_elements(shape))  # of the agreed length; nobody uses it, as this is news
-        return tensor.reshape(-1).to(self._quiet)  # a model may put a tensor of the host there
+    def _flat_values(self, name: str) -> Tensor:
+        tensor, shape = self._tensor(name), self._synced_shapes[name]
+        if tensor is None or not _has_shape(tensor, shape):
+            return self._unchanged_flag.new_zeros(
+                _numel(shape)
+            )  # of the agreed length; nobody uses it, as this is news
+        return tensor.reshape(-1).to(self._unchanged_flag)  # a model may put a tensor of the host there
 
-    def _put(self, means: Tensor) -> None:
-        for (name, shape), part in zip(self._shapes.items(), means.split(self._lengths), strict=True):
+    def _write_means(self, means: Tensor) -> None:
+        for (name, shape), mean_values in zip(
+            self._synced_shapes.items(), means.split(self._synced_numels), strict=True
+        ):
             tensor = self._tensor(name)
-            if tensor is None or not _fits(tensor, shape):
+            if tensor is None or not _has_shape(tensor, shape):
                 continue
             if tensor.is_floating_point():
-                mean = part.view_as(tensor)
-                if name in self.surprising and not torch.allclose(
+                mean = mean_values.view_as(tensor)
+                if name in self.newly_changed and not torch.allclose(
                     mean, tensor.to(mean), rtol=1e-6, atol=0, equal_nan=True
                 ):
-                    self.averaged.add(name)
-                writable(self.slots[name]).copy_(mean)
+                    self.differed_from_mean.add(name)
+                make_writable(self.slots[name]).copy_(mean)
             elif tensor.numel():
                 # Of ranks that differ one is further than this from the mean.
-                self._apart[name] = (part.view_as(tensor) - tensor.to(part)).abs().max() > 0.25
+                self._integer_mismatches[name] = (
+                    mean_values.view_as(tensor) - tensor.to(mean_values)
+                ).abs().max() > 0.25
 
 
-def writable(place: Place) -> Tensor:
+def make_writable(slot: TensorSlot) -> Tensor:
     """The tensor in a place; a copy, put there, of one whose elements share memory (`expand`)."""
-    slots, key = place
-    value = slots[key]
-    assert value is not None
-    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        slots[key] = value = value.detach().clone(memory_format=torch.contiguous_format)
-    return value
+    owner, key = slot
+    tensor = owner[key]
+    assert tensor is not None
+    if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        owner[key] = tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
-def _travels(tensor: Tensor) -> bool:
+def _is_numeric(tensor: Tensor) -> bool:
     """Numbers, not flags or bytes, which are mostly a step's own masks."""
     return tensor.is_floating_point() or tensor.dtype in (torch.int16, torch.int32, torch.int64)
 
 
-def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
+def _has_shape(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
     return tensor is not None and tensor.shape == shape
 
 
-def _summable(tensor: Tensor | None) -> bool:
+def _is_checksummable(tensor: Tensor | None) -> bool:
     return (
         tensor is not None
         and tensor.layout is torch.strided
@@ -306,15 +336,15 @@ def _summable(tensor: Tensor | None) -> bool:
     )
 
 
-def _alike(left: Tensor, right: Tensor) -> bool:
+def _checksums_equal(left: Tensor, right: Tensor) -> bool:
     return left.device == right.device and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def _content(tensor: Tensor | None) -> Tensor:
+def _checksum(tensor: Tensor | None) -> Tensor:
     """Two numbers that tell whether a tensor changed, without a second one of its size."""
     assert tensor is not None
     return torch.stack([tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=torch.float64)])
 
 
-def _elements(shape: tuple[int, ...]) -> int:
+def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()

@@ -8,41 +8,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.engine.process_groups import Group
+from echelon.engine.process_groups import Communicator
 
 #: Steps that a rank may be ahead of the slowest where the plan has no bound.
-LEAD = 64
+MAX_STEPS_AHEAD = 64
 
 
-class Agreement:
+class CoordinatedStop:
     """Every rank tells of every step, in order. What all of them said is looked at when it is there; only a rank that is `lead` steps ahead
     waits for it, so that what was asked at a step can be done by all after `lead` more."""
 
-    def __init__(self, group: Group, staleness: int | None) -> None:
-        self._group = group
-        self._lead = LEAD if staleness is None else staleness + 1
-        self._told: deque[tuple[int, Tensor, dist.Work]] = deque()
-        self._stop: int | None = None
+    def __init__(self, communicator: Communicator, staleness: int | None) -> None:
+        self._communicator = communicator
+        self._max_steps_ahead = MAX_STEPS_AHEAD if staleness is None else staleness + 1
+        self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
+        self._stop_step: int | None = None
 
-    def tell(self, step: int, asked: bool) -> bool:
+    def report(self, step: int, stop_requested: bool) -> bool:
         """This rank is done with `step`; whether all ranks stop after it."""
-        if self._group.size == 1:
-            return asked
-        value = torch.tensor([float(asked)])
-        work = dist.all_reduce(value, group=self._group.group, async_op=True)
+        if self._communicator.size == 1:
+            return stop_requested
+        flag = torch.tensor([float(stop_requested)])
+        work = dist.all_reduce(flag, group=self._communicator.process_group, async_op=True)
         assert work is not None
-        self._told.append((step, value, work))
-        while self._told and (len(self._told) > self._lead or self._told[0][2].is_completed()):
-            self._hear()
-        return self._stop is not None and step >= self._stop
+        self._pending.append((step, flag, work))
+        while self._pending and (len(self._pending) > self._max_steps_ahead or self._pending[0][2].is_completed()):
+            self._receive_oldest()
+        return self._stop_step is not None and step >= self._stop_step
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all have told as much as this rank; every rank must call it after the same step."""
-        while self._told:
-            self._hear()
+        while self._pending:
+            self._receive_oldest()
 
-    def _hear(self) -> None:
-        step, value, work = self._told.popleft()
+    def _receive_oldest(self) -> None:
+        step, flag, work = self._pending.popleft()
         work.wait()
-        if float(value) > 0 and self._stop is None:
-            self._stop = step + self._lead + 1
+        if float(flag) > 0 and self._stop_step is None:
+            self._stop_step = step + self._max_steps_ahead + 1

@@ -13,33 +13,33 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-_READ = torch.ops.aten._local_scalar_dense.default
+_LOCAL_SCALAR_OP = torch.ops.aten._local_scalar_dense.default
 
 
-class _WholeRead:
+class _FullTensorRead:
     """Handles torch's host reads of sharded tensors while runs are open that want it."""
 
     def __init__(self) -> None:
-        self.users = 0
+        self.user_count = 0
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        (value,) = args
-        if all(isinstance(placement, Replicate) for placement in value.placements):
-            return op(value.to_local())
-        return op(value.full_tensor())
+        (dtensor,) = args
+        if all(isinstance(placement, Replicate) for placement in dtensor.placements):
+            return op(dtensor.to_local())
+        return op(dtensor.full_tensor())
 
 
-def read_whole() -> Callable[[], None]:
+def patch_host_reads() -> Callable[[], None]:
     """Make host reads of sharded tensors collective; returns what undoes it. Private names: torch has no public way in."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    found = handlers.get(_READ)
-    handler = found if isinstance(found, _WholeRead) else _WholeRead()
-    handlers[_READ] = handler
-    handler.users += 1
+    installed = handlers.get(_LOCAL_SCALAR_OP)
+    handler = installed if isinstance(installed, _FullTensorRead) else _FullTensorRead()
+    handlers[_LOCAL_SCALAR_OP] = handler
+    handler.user_count += 1
 
     def undo() -> None:
-        handler.users -= 1
-        if not handler.users and handlers.get(_READ) is handler:
-            del handlers[_READ]
+        handler.user_count -= 1
+        if not handler.user_count and handlers.get(_LOCAL_SCALAR_OP) is handler:
+            del handlers[_LOCAL_SCALAR_OP]
 
     return undo

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.parallel.shard_layout import local
-from echelon.engine.process_groups import Ranks
+from echelon.engine.parallel.shard_layout import to_local
+from echelon.engine.process_groups import WorldCommunicator
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients that exist; of a sparse one the rows that it holds."""
-    return [_numbers(parameter) for parameter in parameters if parameter.grad is not None]
+    return [_dense_values(parameter) for parameter in parameters if parameter.grad is not None]
 
 
-def _numbers(parameter: nn.Parameter) -> Tensor:
+def _dense_values(parameter: nn.Parameter) -> Tensor:
     grad = parameter.grad
     assert grad is not None
     if grad.is_sparse:
@@ -29,44 +29,50 @@ def _numbers(parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def scale(grads: list[Tensor], factor: float | Tensor) -> None:
+def scale_gradients(grads: list[Tensor], factor: float | Tensor) -> None:
     """Multiply every gradient by `factor`, in place."""
     if grads:
-        torch._foreach_mul_([local(grad) for grad in grads], factor)
+        torch._foreach_mul_([to_local(grad) for grad in grads], factor)
 
 
 @torch.no_grad()
-def total_norm(grads: list[Tensor], copies: list[int], ranks: Ranks, *, alike: bool = True) -> Tensor:
+def total_norm(
+    grads: list[Tensor], replica_counts: list[int], ranks: WorldCommunicator, *, same_parameters: bool = True
+) -> Tensor:
     """The 2-norm over all gradients as if they were on one device; the same value on every rank.
 
-    `copies`: for each gradient, how many ranks hold the same part of it; each brings its share. `alike`: all ranks hold parts of the
+    `replica_counts`: for each gradient, how many ranks hold the same part of it; each brings its share. `same_parameters`: all ranks hold parts of the
     same parameters, as the stages of a pipeline do not.
     """
-    kinds: dict[int, list[Tensor]] = {}
-    for grad, count in zip(grads, copies, strict=True):
-        kinds.setdefault(count, []).append(local(grad))
-    if alike and list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
-        return _norm(kinds[ranks.size], ranks)
-    shares = [_norm(values, ranks).square() / count for count, values in kinds.items()]
+    gradients_by_count: dict[int, list[Tensor]] = {}
+    for grad, replica_count in zip(grads, replica_counts, strict=True):
+        gradients_by_count.setdefault(replica_count, []).append(to_local(grad))
+    if same_parameters and list(gradients_by_count) == [ranks.size]:  # whole on every rank: nothing to add up
+        return _local_norm(gradients_by_count[ranks.size], ranks)
+    squared_norms = [
+        _local_norm(values, ranks).square() / replica_count for replica_count, values in gradients_by_count.items()
+    ]
     # In one type on every rank: a stage without gradients has none of its own.
-    nothing = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    mine = torch.stack(shares).sum() if shares else nothing
-    return ranks.sum(mine.double()).sqrt().to(mine.dtype)
+    zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    local_sum = torch.stack(squared_norms).sum() if squared_norms else zero
+    return ranks.all_reduce(local_sum.double()).sqrt().to(local_sum.dtype)
 
 
-def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
+def _local_norm(tensors: list[Tensor], ranks: WorldCommunicator) -> Tensor:
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    if not nonempty:
         return torch.zeros((), device=ranks.device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(filled[0].device) for norm in torch._foreach_norm(filled)]))
+    return torch.linalg.vector_norm(
+        torch.stack([norm.to(nonempty[0].device) for norm in torch._foreach_norm(nonempty)])
+    )
 
 
 @torch.no_grad()
-def clip(grads: list[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale the gradients so that their norm is at most `largest` (torch's formula, to the bit)."""
-    scale(grads, shortening(norm, largest))
+def clip_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm` (torch's formula, to the bit)."""
+    scale_gradients(grads, clip_factor(norm, max_norm))
 
 
-def shortening(norm: Tensor, largest: float) -> Tensor:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients of this norm are multiplied by."""
-    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

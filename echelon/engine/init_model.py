@@ -13,150 +13,150 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.parallel.placeholder_tensor import absent
-from echelon.engine.parallel.shard_layout import Piece
-from echelon.engine.process_groups import Ranks
+from echelon.engine.parallel.placeholder_tensor import make_placeholder
+from echelon.engine.parallel.shard_layout import TPShard
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import JobError, PlanError, WorldError
-from echelon.job import Job, lift, make_dense, require_trainable
+from echelon.job import Job, cast_model, disable_sparse_gradients, require_trainable
 from echelon.plan import profile
-from echelon.plan.parameter_server import Served
+from echelon.plan.parameter_server import ServedTable
 from echelon.tree import tree_leaves
-from echelon.trials.determinism import seed_build
+from echelon.trials.determinism import seed_model_build
 from echelon.trials.lazy_modules import initialise_lazy, is_uninitialised
 from echelon.trials.shape_model import call_factory
 from echelon.trials.snapshot import Snapshot
-from echelon.trials.torch_patches import Patches
+from echelon.trials.torch_patches import TorchPatches
 
 
-def build(
+def initialize_model(
     job: Job,
-    ranks: Ranks,
+    ranks: WorldCommunicator,
     *,
-    sharded: bool,
+    is_sharded: bool,
     dtype: torch.dtype | None = None,
-    expected: str | None = None,
-    tables: Sequence[Served] = (),
-    dense: bool = True,
+    expected_fingerprint: str | None = None,
+    tables: Sequence[ServedTable] = (),
+    dense_gradients: bool = True,
 ) -> nn.Module:
     """The model on this rank's host memory.
 
-    When it will be sharded only rank 0 holds real values (`realise` deals them out); the others build on the meta device,
-    so that a model larger than N hosts' memory over N can start. `expected`: the fingerprint that a plan was made for.
-    `tables`: of them those that begin on servers are left without values. `dense`: no module gives sparse gradients.
+    When it will be sharded only rank 0 holds real values (`materialize_module` deals them out); the others build on the meta device,
+    so that a model larger than N hosts' memory over N can start. `expected_fingerprint`: the fingerprint that a plan was made for.
+    `tables`: of them those that begin on servers are left without values. `dense_gradients`: no module gives sparse gradients.
     """
-    beyond = [table for table in tables if table.start == "server"]
+    server_initialized = [table for table in tables if table.initialized_by == "server"]
 
-    def made(empty: bool) -> tuple[nn.Module, str]:
-        seed_build(job.seed)
-        with ranks.together():
-            with unmade(beyond):
-                model = _made(job, empty)
+    def construct(on_meta: bool) -> tuple[nn.Module, str]:
+        seed_model_build(job.seed)
+        with ranks.raise_on_all_ranks():
+            with skip_table_init(server_initialized):
+                model = _construct(job, on_meta)
             initialise_lazy(model, job)
             require_trainable(model)
-            if dense:
-                make_dense(model)
-            if not empty:
-                materialise(model, job, {table.path for table in beyond})
-            found = fingerprint(model)
+            if dense_gradients:
+                disable_sparse_gradients(model)
+            if not on_meta:
+                materialize_meta_modules(model, job, {table.path for table in server_initialized})
+            actual_fingerprint = model_fingerprint(model)
             if dtype is not None:
-                lift(model, dtype)
-        return model, found
+                cast_model(model, dtype)
+        return model, actual_fingerprint
 
-    model, found = made(sharded and ranks.world.rank > 0)
-    if sharded and len(set(ranks.gather(_digest(model)))) > 1:
+    model, actual_fingerprint = construct(is_sharded and ranks.world.rank > 0)
+    if is_sharded and len(set(ranks.all_gather_object(_shape_digest(model)))) > 1:
         # A constructor may do something else on the meta device (an orthogonal parametrization).
-        model, found = made(False)
-    with ranks.together():
-        _require_expected(found, expected)
-    _require_same(model, ranks)
+        model, actual_fingerprint = construct(False)
+    with ranks.raise_on_all_ranks():
+        _require_fingerprint(actual_fingerprint, expected_fingerprint)
+    _require_same_model(model, ranks)
     return model
 
 
-def _shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors(model)]
+def _named_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(value.shape), str(value.dtype)) for name, value in named_tensors(model)]
 
 
-def _digest(model: nn.Module) -> str:
-    return hashlib.sha256(repr(_shapes(model)).encode()).hexdigest()
+def _shape_digest(model: nn.Module) -> str:
+    return hashlib.sha256(repr(_named_shapes(model)).encode()).hexdigest()
 
 
-def _made(job: Job, empty: bool) -> nn.Module:
+def _construct(job: Job, on_meta: bool) -> nn.Module:
     if isinstance(job.model, nn.Module):
         return job.model
-    if empty:
-        before, patches = Snapshot({"model": job.model}), Patches()
-        model = _made_empty(job)
-        if model is not None and not _stray_tensors(model) and not is_uninitialised(model):
+    if on_meta:
+        snapshot, patches = Snapshot({"model": job.model}), TorchPatches()
+        model = _construct_on_meta(job)
+        if model is not None and not _has_stray_tensors(model) and not is_uninitialised(model):
             return model
-        before.put_back()
-        patches.put_back()
-        seed_build(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
-    return _called(job)
+        snapshot.restore()
+        patches.restore()
+        seed_model_build(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
+    return _call_factory(job)
 
 
-def _made_empty(job: Job) -> nn.Module | None:
+def _construct_on_meta(job: Job) -> nn.Module | None:
     """On the meta device; None where its constructor computes with numbers (an orthogonal parametrization)."""
     try:
         with torch.device("meta"):
-            return _called(job)
+            return _call_factory(job)
     except JobError:
         raise
     except Exception:  # if it fails with numbers too, that is the error
         return None
 
 
-def _called(job: Job) -> nn.Module:
+def _call_factory(job: Job) -> nn.Module:
     model = call_factory(job.model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
     return model
 
 
-def _stray_tensors(model: nn.Module) -> bool:
+def _has_stray_tensors(model: nn.Module) -> bool:
     """Whether a module holds a tensor beside its parameters and buffers, by itself or in a container."""
-    known = ("_parameters", "_buffers", "_modules")
+    registries = ("_parameters", "_buffers", "_modules")
     return any(
         isinstance(leaf, Tensor) and leaf.is_meta
         for module in model.modules()
         for name, value in vars(module).items()
-        if name not in known
+        if name not in registries
         for leaf in tree_leaves(value)
     )
 
 
 @contextmanager
-def unmade(tables: Sequence[Served]) -> Iterator[None]:
+def skip_table_init(tables: Sequence[ServedTable]) -> Iterator[None]:
     """Tables of these sizes are made without values: no host could hold them."""
     sizes = {(table.rows, table.dim) for table in tables}
 
-    def around(usual: Any) -> Any:
+    def wrap_init(original_init: Any) -> Any:
         def init(module: Any, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
             if (num_embeddings, embedding_dim) in sizes:
                 with torch.device("meta"):
-                    usual(module, num_embeddings, embedding_dim, *args, **kwargs)
+                    original_init(module, num_embeddings, embedding_dim, *args, **kwargs)
             else:
-                usual(module, num_embeddings, embedding_dim, *args, **kwargs)
+                original_init(module, num_embeddings, embedding_dim, *args, **kwargs)
 
         return init
 
-    kinds: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
-    before = [kind.__init__ for kind in kinds]
-    for kind, usual in zip(kinds, before, strict=True):
-        kind.__init__ = around(usual)
+    embedding_classes: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
+    original_inits = [embedding_class.__init__ for embedding_class in embedding_classes]
+    for embedding_class, original_init in zip(embedding_classes, original_inits, strict=True):
+        embedding_class.__init__ = wrap_init(original_init)
     try:
         yield
     finally:
-        for kind, usual in zip(kinds, before, strict=True):
-            kind.__init__ = usual
+        for embedding_class, original_init in zip(embedding_classes, original_inits, strict=True):
+            embedding_class.__init__ = original_init
 
 
-def materialise(model: nn.Module, job: Job, served: Set[str] = frozenset()) -> None:
+def materialize_meta_modules(model: nn.Module, job: Job, server_initialized: Set[str] = frozenset()) -> None:
     """Give real, initial values to what the user's factory left on the meta device, but for tables that begin on servers."""
     for path, module in model.named_modules():
-        if path in served:
+        if path in server_initialized:
             continue
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
+        own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own_tensors):
             continue
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None and job.weights is None:
@@ -169,113 +169,130 @@ def materialise(model: nn.Module, job: Job, served: Set[str] = frozenset()) -> N
             reset()
 
 
-def tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Every parameter and buffer by name, each once."""
     return chain(model.named_parameters(), model.named_buffers())
 
 
-def fingerprint(model: nn.Module) -> str:
+def model_fingerprint(model: nn.Module) -> str:
     """Hash of the parameters' names, shapes and dtypes, as profiles have it."""
-    named = model.named_parameters()
-    return profile.fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+    named_parameters = model.named_parameters()
+    return profile.model_fingerprint(
+        (name, parameter.shape, str(parameter.dtype).removeprefix("torch.")) for name, parameter in named_parameters
+    )
 
 
-def _require_expected(found: str, expected: str | None) -> None:
-    if expected not in (None, found):
+def _require_fingerprint(actual: str, expected: str | None) -> None:
+    if expected not in (None, actual):
         raise PlanError(
-            f"the plan is for another model: it names the fingerprint {expected}, this job's model has {found} (names, shapes and "
+            f"the plan is for another model: it names the fingerprint {expected}, this job's model has {actual} (names, shapes and "
             "dtypes of its parameters); plan again, or leave `model` out of the plan"
         )
 
 
-def _require_same(model: nn.Module, ranks: Ranks) -> None:
+def _require_same_model(model: nn.Module, ranks: WorldCommunicator) -> None:
     if ranks.world.size == 1:
         return
-    digests = ranks.gather(_digest(model))
+    digests = ranks.all_gather_object(_shape_digest(model))
     if len(set(digests)) == 1:
         return
-    lists = ranks.gather(_shapes(model))  # only now: the whole list of a large model is megabytes
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = {n: s for n, s, _ in lists[0]}, {n: s for n, s, _ in lists[other]}
-    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
+    rank_shapes = ranks.all_gather_object(
+        _named_shapes(model)
+    )  # only now: the whole list of a large model is megabytes
+    other_rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first_shapes, other_shapes = (
+        {key: shape for key, shape, _ in rank_shapes[0]},
+        {key: shape for key, shape, _ in rank_shapes[other_rank]},
+    )
+    name = next(
+        (key for key in [*first_shapes, *other_shapes] if first_shapes.get(key) != other_shapes.get(key)), "a dtype"
+    )
     raise WorldError(
-        f"model= returns different models per rank: {name} is {here.get(name, 'absent')} on rank 0 and "
-        f"{there.get(name, 'absent')} on rank {other}; build it from the job alone, not from the rank or the host"
+        f"model= returns different models per rank: {name} is {first_shapes.get(name, 'absent')} on rank 0 and "
+        f"{other_shapes.get(name, 'absent')} on rank {other_rank}; build it from the job alone, not from the rank or the host"
     )
 
 
 @torch.no_grad()
-def to_device(model: nn.Module, device: torch.device) -> None:
+def move_model(model: nn.Module, device: torch.device) -> None:
     """Move what has numbers; tensors of other stages stay without."""
     for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in held:
-            for name, value in slots.items():
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for name, value in registry.items():
                 if value is None or value.is_meta:
                     continue
                 if isinstance(value, nn.Parameter):
                     value.data = value.data.to(device)  # the same object: it may be shared
                 else:
-                    slots[name] = value.to(device)
+                    registry[name] = value.to(device)
 
 
 @torch.no_grad()
-def realise(
+def materialize_module(
     model: nn.Module,
     path: str,
-    ranks: Ranks,
-    done: dict[int, Tensor],
-    pieces: Mapping[str, Piece],
-    foreign: Set[str] = frozenset(),
+    ranks: WorldCommunicator,
+    materialized: dict[int, Tensor],
+    tp_shards: Mapping[str, TPShard],
+    other_stage_names: Set[str] = frozenset(),
 ) -> None:
     """Put the parameters and buffers of the module at `path` on the device with rank 0's values. Shared tensors stay shared
-    (`done`), of those that the tensor axis cuts only this rank's piece stays, and of `foreign` ones nothing but the shape."""
-    for inner, module in model.get_submodule(path).named_modules(prefix=path):
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in held:
-            for key, old in slots.items():
-                name = f"{inner}.{key}" if inner else key
-                if old is None or isinstance(old, DTensor):
+    (`materialized`), of those that the tensor axis cuts only this rank's piece stays, and of `other_stage_names` ones nothing but the shape."""
+    for submodule_path, module in model.get_submodule(path).named_modules(prefix=path):
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for key, initial in registry.items():
+                name = f"{submodule_path}.{key}" if submodule_path else key
+                if initial is None or isinstance(initial, DTensor):
                     continue
-                if name in pieces and old.shape == pieces[name].shape:
+                if name in tp_shards and initial.shape == tp_shards[name].local_shape:
                     continue  # a buffer that was cut with the unit that it belongs to
-                if id(old) not in done:
-                    value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
+                if id(initial) not in materialized:
+                    value = (
+                        torch.empty_like(initial, device=ranks.device)
+                        if initial.is_meta
+                        else initial.detach().to(ranks.device)
+                    )
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    if name in pieces:
-                        value = pieces[name].take(value)
-                    new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-                    done[id(old)] = absent(new) if name in foreign else new
-                slots[key] = done[id(old)]
+                    if name in tp_shards:
+                        value = tp_shards[name].extract(value)
+                    registered = (
+                        nn.Parameter(value, initial.requires_grad) if isinstance(initial, nn.Parameter) else value
+                    )
+                    materialized[id(initial)] = (
+                        make_placeholder(registered) if name in other_stage_names else registered
+                    )
+                registry[key] = materialized[id(initial)]
 
 
 @torch.no_grad()
-def equalise(model: nn.Module, ranks: Ranks, megabytes: int = 25) -> None:
+def broadcast_model(model: nn.Module, ranks: WorldCommunicator, bucket_megabytes: int = 25) -> None:
     """Rank 0's values on every rank."""
-    broadcast([value for _, value in tensors(model)], ranks, megabytes)
+    broadcast_tensors([value for _, value in named_tensors(model)], ranks, bucket_megabytes)
 
 
-def broadcast(given: Iterable[Tensor], ranks: Ranks, megabytes: int = 25) -> None:
+def broadcast_tensors(targets: Iterable[Tensor], ranks: WorldCommunicator, bucket_megabytes: int = 25) -> None:
     """Have tensors hold rank 0's values, many of them to a message."""
     if ranks.world.size == 1:
         return
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for value in given:
-        kinds.setdefault(value.dtype, []).append(value)
-    for values in kinds.values():
-        group: list[Tensor] = []
-        for value in values:
-            group.append(value)
-            if sum(each.numel() * each.element_size() for each in group) >= megabytes * 2**20:
-                _broadcast(group)
-                group = []
-        if group:
-            _broadcast(group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for target in targets:
+        by_dtype.setdefault(target.dtype, []).append(target)
+    for targets_of_dtype in by_dtype.values():
+        bucket: list[Tensor] = []
+        for target in targets_of_dtype:
+            bucket.append(target)
+            if sum(tensor.numel() * tensor.element_size() for tensor in bucket) >= bucket_megabytes * 2**20:
+                _broadcast_bucket(bucket)
+                bucket = []
+        if bucket:
+            _broadcast_bucket(bucket)
 
 
-def _broadcast(group: list[Tensor]) -> None:
-    flat = torch.cat([value.reshape(-1) for value in group])
+def _broadcast_bucket(bucket: list[Tensor]) -> None:
+    flat = torch.cat([value.reshape(-1) for value in bucket])
     dist.broadcast(flat, 0)
-    for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
-        value.copy_(part.view_as(value))
+    for value, flat_part in zip(bucket, flat.split([value.numel() for value in bucket]), strict=True):
+        value.copy_(flat_part.view_as(value))

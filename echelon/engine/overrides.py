@@ -1,6 +1,6 @@
 """Settings of a run's optimizers and schedules: read by name, and changed when a run is resumed with other ones.
 
-A checkpoint brings back what each parameter group was set to. `Fresh` keeps what the job asks for now, so that settings which the
+A checkpoint brings back what each parameter group was set to. `InitialSettings` keeps what the job asks for now, so that settings which the
 user overrides can be applied after loading. Schedules for another length or around other settings are replayed:
 
     before   the schedule as it was, from the first settings, advanced to the checkpoint's step
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.engine.checkpoint import schedule_state
-from echelon.engine.checkpoint.param_group_state import is_plain, names, settings
+from echelon.engine.checkpoint.param_group_state import is_plain_json, map_parameter_names, read_group_settings
 from echelon.engine.checkpoint.schedule_state import takes_metric
 from echelon.engine.optimizers import make_schedules
 from echelon.errors import JobError
@@ -34,299 +34,360 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: How far a schedule has come, and what it keeps for each group: not what it is set to.
-_PROGRESS = frozenset(
+_PROGRESS_KEYS = frozenset(
     {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "_get_lr_called_within_step", "_is_initial", "verbose", "lr_lambdas"}
 )  # fmt: skip
 #: Names that are no settings of a group or an optimizer.
-_DERIVED = ("groups", "code")
+_NON_SETTINGS = ("groups", "code")
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class InitialSettings:
     """What the job sets each parameter group and each optimizer to, before a checkpoint is loaded."""
 
     groups: tuple[tuple[dict[str, Any], ...], ...]
     attributes: tuple[dict[str, Any], ...]
 
 
-def fresh_settings(run: Run) -> Fresh:
+def initial_settings(run: Run) -> InitialSettings:
     """Keep what the groups and optimizers are set to now."""
-    return Fresh(
-        tuple(tuple(map(_initial, optimizer.param_groups)) for optimizer in run.optimizers),
-        tuple(_attributes(optimizer) for optimizer in run.optimizers),
+    return InitialSettings(
+        tuple(tuple(map(_initial_group_settings, optimizer.param_groups)) for optimizer in run.optimizers),
+        tuple(_user_attributes(optimizer) for optimizer in run.optimizers),
     )
 
 
-def _initial(group: Mapping[str, Any]) -> dict[str, Any]:
+def _initial_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group; a schedule has changed the rate already, and keeps the first one with it."""
-    kept = {key: copy.deepcopy(value) for key, value in group.items() if key in settings(group)}
-    if "initial_lr" in kept:
-        first = kept.pop("initial_lr")
-        kept["lr"] = first
-    return kept
+    initial = {key: copy.deepcopy(value) for key, value in group.items() if key in read_group_settings(group)}
+    if "initial_lr" in initial:
+        initial_rate = initial.pop("initial_lr")
+        initial["lr"] = initial_rate
+    return initial
 
 
 @cache
-def _of_torch() -> frozenset[str]:
+def _torch_attributes() -> frozenset[str]:
     """What torch itself keeps in every optimizer."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+def _user_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What the user's class keeps in plain attributes (`self.factor = 0.9`)."""
     return {
         key: copy.deepcopy(value)
         for key, value in vars(optimizer).items()
-        if key not in _of_torch() and not key.startswith("_") and is_plain(value)
+        if key not in _torch_attributes() and not key.startswith("_") and is_plain_json(value)
     }
 
 
-def _prefix(run: Run, place: int) -> str:
-    return "optimizer" if len(run.optimizers) == 1 else f"optimizer{place + 1}"
+def _optimizer_prefix(run: Run, index: int) -> str:
+    return "optimizer" if len(run.optimizers) == 1 else f"optimizer{index + 1}"
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:
     """Every setting by name: optimizer.lr, or optimizer.lr[1] for the second of groups that differ in it; optimizer.groups lists which
     parameters are in which. Every rank must call it."""
-    known, here = names(run), []
+    names_by_id, local_groups = map_parameter_names(run), []
     for optimizer in run.optimizers:
         groups = []
         for group in optimizer.param_groups:
-            held = sorted(known[id(value)] for value in group["params"] if id(value) in known)
-            plain = {key: value for key, value in settings(_initial(group)).items() if is_plain(value)}
-            groups.append((held, plain))
-        here.append((type(optimizer).__name__, groups))
-    found: dict[str, Any] = {}
-    for place, parts in enumerate(zip(*run.axes["pp"].gather(here), strict=True)):
-        prefix = _prefix(run, place)
-        found |= {f"{prefix}.{key}": value for key, value in _attributes(run.optimizers[place]).items()}
-        found[prefix] = parts[0][0]
+            members = sorted(names_by_id[id(setting)] for setting in group["params"] if id(setting) in names_by_id)
+            values_by_key = {
+                key: setting
+                for key, setting in read_group_settings(_initial_group_settings(group)).items()
+                if is_plain_json(setting)
+            }
+            groups.append((members, values_by_key))
+        local_groups.append((type(optimizer).__name__, groups))
+    settings_by_name: dict[str, Any] = {}
+    for position, stages in enumerate(zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)):
+        prefix = _optimizer_prefix(run, position)
+        settings_by_name |= {
+            f"{prefix}.{key}": setting for key, setting in _user_attributes(run.optimizers[position]).items()
+        }
+        settings_by_name[prefix] = stages[0][0]
         groups = sorted(
-            ((held, plain) for _, part in parts for held, plain in part if held), key=lambda group: group[0]
+            (
+                (members, values_by_key)
+                for _, stage_groups in stages
+                for members, values_by_key in stage_groups
+                if members
+            ),
+            key=lambda group: group[0],
         )
-        distinct = _distinct([plain for _, plain in groups])
+        distinct = _distinct_groups([values_by_key for _, values_by_key in groups])
         if len(distinct) > 1:
-            found[f"{prefix}.groups"] = {name: distinct.index(plain) for held, plain in groups for name in held}
-        for key in sorted({key for plain in distinct for key in plain}):
-            values = [plain.get(key) for plain in distinct]
-            if all(value == values[0] for value in values):
-                found[f"{prefix}.{key}"] = values[0]
+            settings_by_name[f"{prefix}.groups"] = {
+                name: distinct.index(values_by_key) for members, values_by_key in groups for name in members
+            }
+        for key in sorted({key for values_by_key in distinct for key in values_by_key}):
+            values = [values_by_key.get(key) for values_by_key in distinct]
+            if all(setting == values[0] for setting in values):
+                settings_by_name[f"{prefix}.{key}"] = values[0]
             else:
-                found |= {f"{prefix}.{key}[{index}]": value for index, value in enumerate(values)}
-    return found
+                settings_by_name |= {f"{prefix}.{key}[{index}]": setting for index, setting in enumerate(values)}
+    return settings_by_name
 
 
-def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _distinct_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A stage cuts a group in two: what is set alike is one."""
-    found: list[dict[str, Any]] = []
+    distinct: list[dict[str, Any]] = []
     for group in groups:
-        if group not in found:
-            found.append(group)
-    return found
+        if group not in distinct:
+            distinct.append(group)
+    return distinct
 
 
-def parameter_settings(found: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
+def parameter_settings(settings_by_name: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
     """What `optimizer_settings` found for one parameter, by key."""
-    group = found.get(f"{prefix}.groups", {}).get(name)
-    kept = {}
-    for full, value in found.items():
-        key, _, index = full.removeprefix(f"{prefix}.").partition("[")
-        if full.startswith(f"{prefix}.") and key not in _DERIVED and (not index or index == f"{group}]"):
-            kept[key] = value
-    return kept
+    group = settings_by_name.get(f"{prefix}.groups", {}).get(name)
+    settings_of_parameter = {}
+    for full_name, value in settings_by_name.items():
+        key, _, index = full_name.removeprefix(f"{prefix}.").partition("[")
+        if full_name.startswith(f"{prefix}.") and key not in _NON_SETTINGS and (not index or index == f"{group}]"):
+            settings_of_parameter[key] = value
+    return settings_of_parameter
 
 
-def schedule_settings(run: Run, total: int | None = None) -> dict[str, Any]:
-    """The schedules' settings by name (schedule.T_max). `total`: those of a run of that many steps, before a checkpoint is loaded."""
+def schedule_settings(run: Run, total_steps: int | None = None) -> dict[str, Any]:
+    """The schedules' settings by name (schedule.T_max). `total_steps`: those of a run of that many steps, before a checkpoint is loaded."""
     schedules = run.schedules
-    if total is not None:
-        schedules = _replay(run, fresh_settings(run).groups, total, [0] * len(run.schedules))[1]
-    found: dict[str, Any] = {}
-    for place, schedule in enumerate(schedules):
-        prefix = "schedule" if len(schedules) == 1 else f"schedule{place + 1}"
-        found[prefix] = type(schedule).__name__
+    if total_steps is not None:
+        schedules = _replay_schedules(run, initial_settings(run).groups, total_steps, [0] * len(run.schedules))[1]
+    settings_by_name: dict[str, Any] = {}
+    for index, schedule in enumerate(schedules):
+        prefix = "lr_schedule" if len(schedules) == 1 else f"lr_schedule{index + 1}"
+        settings_by_name[prefix] = type(schedule).__name__
         try:
-            state = schedule_state.state_of(schedule)
+            state = schedule_state.read_state(schedule)
         except JobError:  # saving it is refused
             continue
-        found |= dict(_leaves(state, prefix))
-    return found
+        settings_by_name |= dict(_plain_leaves(state, prefix))
+    return settings_by_name
 
 
-def _leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _plain_leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Plain values in a schedule's state, and in those of the schedules that it holds, by path."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            if key not in _PROGRESS:
-                yield from _leaves(value, f"{path}.{key}" if key != schedule_state.HELD else path)
-    elif is_plain(state):
+            if key not in _PROGRESS_KEYS:
+                yield from _plain_leaves(value, f"{path}.{key}" if key != schedule_state.OBJECT_STATE_KEY else path)
+    elif is_plain_json(state):
         yield path, list(state) if isinstance(state, tuple) else state
     elif isinstance(state, list | tuple):
-        for place, value in enumerate(state):
-            yield from _leaves(value, f"{path}.{place}")
+        for index, value in enumerate(state):
+            yield from _plain_leaves(value, f"{path}.{index}")
 
 
-def apply_overrides(run: Run, fresh: Fresh, then: Mapping[str, Any], changed: Set[str]) -> bool:
-    """Set what `changed` names as the job has it now, and rebuild schedules around it; whether any was. `then`: the settings with which
+def apply_overrides(run: Run, initial: InitialSettings, saved: Mapping[str, Any], changed_names: Set[str]) -> bool:
+    """Set what `changed_names` names as the job has it now, and rebuild schedules around it; whether any was. `saved`: the settings with which
     the checkpoint was written."""
-    replaced = any(name.startswith("schedule") for name in changed)
-    longer = then.get("total_steps", run.total_steps) != run.total_steps
-    keys = [_keys(changed, _prefix(run, place)) for place in range(len(run.optimizers))]
-    for optimizer, wanted, given in zip(run.optimizers, keys, fresh.attributes, strict=True):
-        for key in wanted & given.keys():
-            setattr(optimizer, key, copy.deepcopy(given[key]))
-    if not (replaced or (longer and run.schedules) or any(keys)):
+    schedules_replaced = any(name.startswith("lr_schedule") for name in changed_names)
+    length_changed = saved.get("total_steps", run.total_steps) != run.total_steps
+    keys = [_keys_below(changed_names, _optimizer_prefix(run, index)) for index in range(len(run.optimizers))]
+    for optimizer, changed_keys, values in zip(run.optimizers, keys, initial.attributes, strict=True):
+        for key in changed_keys & values.keys():
+            setattr(optimizer, key, copy.deepcopy(values[key]))
+    if not (schedules_replaced or (length_changed and run.schedules) or any(keys)):
         return False
-    if run.schedules or replaced:
-        return _rebuild(run, fresh, then, keys, replaced=replaced, longer=longer)
-    for optimizer, groups, wanted in zip(run.optimizers, fresh.groups, keys, strict=True):
-        for group, given in zip(optimizer.param_groups, groups, strict=True):
-            _set_all(group, given, wanted & given.keys())
+    if run.schedules or schedules_replaced:
+        return _rebuild_schedules(
+            run, initial, saved, keys, schedules_replaced=schedules_replaced, length_changed=length_changed
+        )
+    for optimizer, groups, changed_keys in zip(run.optimizers, initial.groups, keys, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            _set_keys(group, values, changed_keys & values.keys())
     return False
 
 
-def _keys(changed: Set[str], prefix: str) -> set[str]:
-    return {name.removeprefix(f"{prefix}.").partition("[")[0] for name in changed if name.startswith(f"{prefix}.")}
+def _keys_below(names: Set[str], prefix: str) -> set[str]:
+    return {name.removeprefix(f"{prefix}.").partition("[")[0] for name in names if name.startswith(f"{prefix}.")}
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
+def _set_key(group: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(group.get(key), Tensor):
         group[key].fill_(float(value))
     else:
         group[key] = copy.deepcopy(value)
 
 
-def _set_all(group: dict[str, Any], values: Mapping[str, Any], keys: Set[str]) -> None:
+def _set_keys(group: dict[str, Any], new_values: Mapping[str, Any], keys: Set[str]) -> None:
     for key in keys:
-        if key in values:
-            _set(group, key, values[key])
+        if key in new_values:
+            _set_key(group, key, new_values[key])
         else:
             group.pop(key, None)
 
 
-def _replay(
-    run: Run, groups: Sequence[Sequence[Mapping[str, Any]]], total: int, counts: Sequence[int]
+def _replay_schedules(
+    run: Run, groups: Sequence[Sequence[Mapping[str, Any]]], total_steps: int, step_counts: Sequence[int]
 ) -> tuple[list[Optimizer], list[Any]]:
-    """Copies of the optimizers with these settings, and their schedules for `total` steps, advanced by `counts`."""
+    """Copies of the optimizers with these settings, and their schedules for `total_steps` steps, advanced by `step_counts`."""
     copies = []
-    for optimizer, wanted in zip(run.optimizers, groups, strict=True):
-        made = object.__new__(type(optimizer))
-        vars(made).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        made.param_groups = [
-            {key: value for key, value in group.items() if key not in settings(group)} | copy.deepcopy(dict(each))
-            for group, each in zip(optimizer.param_groups, wanted, strict=True)
+    for optimizer, group_settings in zip(run.optimizers, groups, strict=True):
+        copy_of_optimizer = object.__new__(type(optimizer))
+        vars(copy_of_optimizer).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+        copy_of_optimizer.param_groups = [
+            {key: value for key, value in group.items() if key not in read_group_settings(group)}
+            | copy.deepcopy(dict(settings_of_group))
+            for group, settings_of_group in zip(optimizer.param_groups, group_settings, strict=True)
         ]
-        copies.append(made)
-    return copies, _advanced(run, copies, total, counts)
+        copies.append(copy_of_optimizer)
+    return copies, _make_advanced_schedules(run, copies, total_steps, step_counts)
 
 
-def _advanced(run: Run, optimizers: list[Optimizer], total: int, counts: Sequence[int]) -> list[Any]:
-    with run.schedule_reads.watching(), warnings.catch_warnings():
+def _make_advanced_schedules(
+    run: Run, optimizers: list[Optimizer], total_steps: int, step_counts: Sequence[int]
+) -> list[Any]:
+    with run.schedule_read_check.watch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedules expect a step of their optimizer before each of theirs
-        schedules = make_schedules(run.job, optimizers, total)
-        for schedule, count in zip(schedules, counts, strict=True):
+        schedules = make_schedules(run.job, optimizers, total_steps)
+        for schedule, count in zip(schedules, step_counts, strict=True):
             for _ in range(0 if takes_metric(schedule) else count):
                 schedule.step()
     return schedules
 
 
-def _rebuild(
-    run: Run, fresh: Fresh, then: Mapping[str, Any], keys: Sequence[Set[str]], *, replaced: bool, longer: bool
+def _rebuild_schedules(
+    run: Run,
+    initial: InitialSettings,
+    saved: Mapping[str, Any],
+    keys: Sequence[Set[str]],
+    *,
+    schedules_replaced: bool,
+    length_changed: bool,
 ) -> bool:
-    kept = run.schedules
-    counts = [int(getattr(schedule, "last_epoch", run.step_number)) for schedule in kept]
-    if replaced:  # what was loaded, if anything, is of other schedules
-        counts = [run.step_number] * len(kept)
-    first = [_first_settings(run, place, fresh, then) for place in range(len(run.optimizers))]
-    loaded = [[settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
-    before = None if replaced else _replay(run, first, then.get("total_steps", run.total_steps), counts)
-    for optimizer, groups in zip(run.optimizers, fresh.groups, strict=True):
-        for group, given in zip(optimizer.param_groups, groups, strict=True):
-            _set_all(group, given, settings(group).keys() | given.keys())
+    old_schedules = run.schedules
+    step_counts = [int(getattr(schedule, "last_epoch", run.step_number)) for schedule in old_schedules]
+    if schedules_replaced:  # what was loaded, if anything, is of other schedules
+        step_counts = [run.step_number] * len(old_schedules)
+    first_settings = [_first_settings(run, index, initial, saved) for index in range(len(run.optimizers))]
+    loaded = [[read_group_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
+    replayed = (
+        None
+        if schedules_replaced
+        else _replay_schedules(run, first_settings, saved.get("total_steps", run.total_steps), step_counts)
+    )
+    for optimizer, groups in zip(run.optimizers, initial.groups, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            _set_keys(group, values, read_group_settings(group).keys() | values.keys())
     # Made over the optimizers themselves: a schedule holds the one that it steps.
-    run.schedules = _advanced(run, run.optimizers, run.total_steps, counts)
+    run.schedules = _make_advanced_schedules(run, run.optimizers, run.total_steps, step_counts)
     rebuilt = False
-    for place, optimizer in enumerate(run.optimizers):
-        now = [dict(settings(group)) for group in optimizer.param_groups]
-        was = [settings(group) for group in before[0][place].param_groups] if before is not None else first[place]
-        same = before is not None and _same(was, now) and _same_schedule(before[1][place], run.schedules[place])
-        metric = before is not None and takes_metric(kept[place])
-        if before is None:
-            moved = [
-                _moved_by_schedule(*each) for each in zip(loaded[place], was, now, fresh.groups[place], strict=True)
+    for index, optimizer in enumerate(run.optimizers):
+        new_settings = [dict(read_group_settings(group)) for group in optimizer.param_groups]
+        old_settings = (
+            [read_group_settings(group) for group in replayed[0][index].param_groups]
+            if replayed is not None
+            else first_settings[index]
+        )
+        is_same = (
+            replayed is not None
+            and _same_settings(old_settings, new_settings)
+            and _same_schedule(replayed[1][index], run.schedules[index])
+        )
+        follows_metric = replayed is not None and takes_metric(old_schedules[index])
+        if replayed is None:
+            moved_keys = [
+                _keys_moved_by_schedule(*settings_of_group)
+                for settings_of_group in zip(
+                    loaded[index], old_settings, new_settings, initial.groups[index], strict=True
+                )
             ]
-        elif metric:
-            moved = [set(keys[place]) | ({"initial_lr"} if "lr" in keys[place] else set()) for _ in now]
-        elif not same and _same(was, loaded[place]):
-            moved = [_differing(*each) for each in zip(was, now, strict=True)]
-        elif not same and longer:
-            raise JobError(_irreproducible(run, was, loaded[place], then))
+        elif follows_metric:
+            moved_keys = [set(keys[index]) | ({"initial_lr"} if "lr" in keys[index] else set()) for _ in new_settings]
+        elif not is_same and _same_settings(old_settings, loaded[index]):
+            moved_keys = [
+                _differing_keys(*settings_of_group)
+                for settings_of_group in zip(old_settings, new_settings, strict=True)
+            ]
+        elif not is_same and length_changed:
+            raise JobError(_irreproducible_message(run, old_settings, loaded[index], saved))
         else:  # the optimizer moves its own settings
-            moved = [set(keys[place]) | ({"initial_lr"} if "lr" in keys[place] else set()) for _ in now]
-        for group, old, new, adopted in zip(optimizer.param_groups, loaded[place], now, moved, strict=True):
-            _set_all(group, {**old, **{key: new[key] for key in adopted & new.keys()}}, old.keys() | new.keys())
-            for key in adopted - new.keys():
+            moved_keys = [set(keys[index]) | ({"initial_lr"} if "lr" in keys[index] else set()) for _ in new_settings]
+        for group, old_group, new_group, adopted in zip(
+            optimizer.param_groups, loaded[index], new_settings, moved_keys, strict=True
+        ):
+            _set_keys(
+                group,
+                {**old_group, **{key: new_group[key] for key in adopted & new_group.keys()}},
+                old_group.keys() | new_group.keys(),
+            )
+            for key in adopted - new_group.keys():
                 group.pop(key, None)
-        if before is not None and (same or metric):
-            run.schedules[place] = kept[place]
+        if replayed is not None and (is_same or follows_metric):
+            run.schedules[index] = old_schedules[index]
         else:
             rebuilt = True
     return rebuilt
 
 
-def _first_settings(run: Run, place: int, fresh: Fresh, then: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _first_settings(run: Run, index: int, initial: InitialSettings, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each group was set to before a schedule moved it, by the record of the checkpoint."""
-    known, found = names(run), []
-    for group, given in zip(run.optimizers[place].param_groups, fresh.groups[place], strict=True):
-        name = next((known[id(value)] for value in group["params"] if id(value) in known), "")
-        was = parameter_settings(then, _prefix(run, place), name)
-        kept = copy.deepcopy(given)
-        for key in kept.keys() & was.keys():
-            if is_plain(settings({key: kept[key]})[key]):
-                _set(kept, key, tuple(was[key]) if isinstance(kept[key], tuple) else was[key])
-        found.append(kept)
-    return found
+    names_by_id, first_settings = map_parameter_names(run), []
+    for group, initial_group in zip(run.optimizers[index].param_groups, initial.groups[index], strict=True):
+        name = next((names_by_id[id(parameter)] for parameter in group["params"] if id(parameter) in names_by_id), "")
+        saved_settings = parameter_settings(saved, _optimizer_prefix(run, index), name)
+        first_group = copy.deepcopy(initial_group)
+        for key in first_group.keys() & saved_settings.keys():
+            if is_plain_json(read_group_settings({key: first_group[key]})[key]):
+                _set_key(
+                    first_group,
+                    key,
+                    tuple(saved_settings[key]) if isinstance(first_group[key], tuple) else saved_settings[key],
+                )
+        first_settings.append(first_group)
+    return first_settings
 
 
-def _moved_by_schedule(
-    loaded: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], given: Mapping[str, Any]
+def _keys_moved_by_schedule(
+    loaded: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], initial: Mapping[str, Any]
 ) -> set[str]:
     """Settings that a schedule moves or moved: those that differ from the first ones, in the checkpoint or now."""
-    names = {"lr", "initial_lr"} | _differing(settings(was), loaded) | _differing(settings(given), now)
-    return names & (loaded.keys() | now.keys())
+    keys = (
+        {"lr", "initial_lr"}
+        | _differing_keys(read_group_settings(old), loaded)
+        | _differing_keys(read_group_settings(initial), new)
+    )
+    return keys & (loaded.keys() | new.keys())
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    return {key for key in one.keys() | other.keys() if not _close(one.get(key), other.get(key))}
+def _differing_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> set[str]:
+    return {key for key in left.keys() | right.keys() if not _is_close(left.get(key), right.get(key))}
 
 
-def _same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
-    return not any(_differing(*pair) for pair in zip(one, other, strict=True))
+def _same_settings(left: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Any]]) -> bool:
+    return not any(_differing_keys(*pair) for pair in zip(left, right, strict=True))
 
 
-def _close(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_close(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_close, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, float | int) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-300) or (one != one and other != other)
-    return callable(one) or bool(one == other)
+def _is_close(left: Any, right: Any) -> bool:
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_is_close(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_is_close, left, right))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.shape == right.shape and bool(torch.equal(left, right))
+    if isinstance(left, float | int) and isinstance(right, float | int):
+        return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-300) or (left != left and right != right)
+    return callable(left) or bool(left == right)
 
 
-def _same_schedule(one: Any, other: Any) -> bool:
-    return _close(schedule_state.state_of(one), schedule_state.state_of(other))
+def _same_schedule(left: Any, right: Any) -> bool:
+    return _is_close(schedule_state.read_state(left), schedule_state.read_state(right))
 
 
-def _irreproducible(
-    run: Run, was: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], then: Mapping[str, Any]
+def _irreproducible_message(
+    run: Run, replayed: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
 ) -> str:
-    place = next(at for at, pair in enumerate(zip(was, loaded, strict=True)) if _differing(*pair))
-    key = sorted(_differing(was[place], loaded[place]))[0]
+    index = next(
+        index_of_group
+        for index_of_group, pair in enumerate(zip(replayed, loaded, strict=True))
+        if _differing_keys(*pair)
+    )
+    key = sorted(_differing_keys(replayed[index], loaded[index]))[0]
     return (
-        f"schedule=: cannot be rebuilt for {run.total_steps} steps ({then.get('total_steps')} before): at step {run.step_number} it gives "
-        f"{key}={was[place].get(key)} for the old length, and the checkpoint has {loaded[place].get(key)}, so something else changes {key} as well; "
+        f"lr_schedule=: cannot be rebuilt for {run.total_steps} steps ({saved.get('total_steps')} before): at step {run.step_number} it gives "
+        f"{key}={replayed[index].get(key)} for the old length, and the checkpoint has {loaded[index].get(key)}, so something else changes {key} as well; "
         "keep the length, give a schedule that does not depend on it, or start over in another folder with weights= from this one"
     )

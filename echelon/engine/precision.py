@@ -12,26 +12,26 @@ from dataclasses import dataclass
 
 import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Overflows in a row at the least scale after which an fp16 run counts as diverged: from there no scale can help.
-_HOPELESS = 5
+_MAX_OVERFLOWS = 5
 
 
-def switch(precision: str) -> Callable[[], None]:
+def set_fp32_precision(precision: str) -> Callable[[], None]:
     """Set torch's switches for fp32 products and convolutions, which are the process's; returns what puts them back.
 
     By itself torch multiplies matrices in fp32 and convolves in tf32. Half precision leaves the switches as the user has them.
     """
     if precision not in ("fp32", "tf32"):
         return lambda: None
-    matmul = torch.get_float32_matmul_precision()
+    matmul_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    convolution = _swap_cudnn_tf32(precision == "tf32")
+    cudnn_tf32 = _swap_cudnn_tf32(precision == "tf32")
 
     def restore() -> None:
-        torch.set_float32_matmul_precision(matmul)
-        if convolution is not None:
-            _swap_cudnn_tf32(convolution)
+        torch.set_float32_matmul_precision(matmul_precision)
+        if cudnn_tf32 is not None:
+            _swap_cudnn_tf32(cudnn_tf32)
 
     return restore
 
@@ -54,34 +54,34 @@ def _swap_cudnn_tf32(allow: bool) -> bool | None:
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which forward and loss run."""
-    if precision not in _DTYPES:
+    if precision not in _AUTOCAST_DTYPES:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
+    return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
 
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scale for fp16: halved when a gradient overflows on any rank, doubled after `patience` good steps.
+    """Dynamic loss scale for fp16: halved when a gradient overflows on any rank, doubled after `growth_interval` good steps.
 
     Not torch.amp.GradScaler, whose overflow check looks at this rank's shard alone: ranks would disagree on skipping.
     """
 
     scale: float = 2.0**16
-    good: int = 0
-    patience: int = 2000
-    stuck: int = 0  #: overflows in a row at the least scale
+    good_steps: int = 0
+    growth_interval: int = 2000
+    overflow_streak: int = 0  #: overflows in a row at the least scale
 
     @property
-    def hopeless(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether gradients overflow, step after step, at a scale that leaves them as they are."""
-        return self.stuck >= _HOPELESS
+        return self.overflow_streak >= _MAX_OVERFLOWS
 
-    def update(self, *, overflow: bool) -> None:
+    def update(self, *, overflowed: bool) -> None:
         """After each step."""
-        self.stuck = self.stuck + 1 if overflow and self.scale == 1.0 else 0
-        if overflow:
-            self.scale, self.good = max(self.scale / 2, 1.0), 0
+        self.overflow_streak = self.overflow_streak + 1 if overflowed and self.scale == 1.0 else 0
+        if overflowed:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
             return
-        self.good += 1
-        if self.good == self.patience:
-            self.scale, self.good = min(self.scale * 2, 2.0**24), 0
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0

@@ -27,86 +27,90 @@ from echelon.world import World
 
 #: Longer than any step or checkpoint should take; the launcher ends ranks that wait for a dead one much sooner.
 TIMEOUT = timedelta(minutes=30)
-_CPU = "cpu"
+_CPU_NAME = "cpu"
 #: By address, the store at which this process meets other ranks. Kept to the end: the last of a file's stores deletes the file when it goes,
 #: and with it what a faster rank has written there for the next meeting.
 _STORES: dict[str, dist.Store] = {}
 #: How often ranks have met at an address, by purpose.
-_OPENED: Counter[tuple[str, str]] = Counter()
+_STORE_COUNTS: Counter[tuple[str, str]] = Counter()
 #: The sockets that process groups opened: descriptor to inode, since a descriptor may be used again.
-_CONNECTIONS: dict[int, int] = {}
+_SOCKET_INODES: dict[int, int] = {}
 #: Seconds without data in either direction after which no message is under way, and how long to wait for that.
-_QUIET, _PATIENCE = 0.25, 5.0
+_IDLE_SECONDS, _IDLE_TIMEOUT = 0.25, 5.0
 
 
-class Group:
+class Communicator:
     """Some ranks, this one among them, and the small agreements that they need. Alone it agrees with itself."""
 
     #: Of the axis, where it is one.
-    name = "dp"
+    axis = "dp"
 
-    def __init__(self, rank: int, size: int, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._mesh = mesh
+        self._device_mesh = device_mesh
         #: None: every rank there is.
-        self.group = None if mesh is None else mesh.get_group()
+        self.process_group = None if device_mesh is None else device_mesh.get_group()
 
-    def mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> DeviceMesh:
         """These ranks as torch's sharding wants them."""
-        if self._mesh is None:
-            with _recording_connections():
-                self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
-        return self._mesh
+        if self._device_mesh is None:
+            with _record_connections():
+                self._device_mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.axis,))
+        return self._device_mesh
 
     @property
-    def staged(self) -> bool:
+    def via_host(self) -> bool:
         """Whether what the GPUs tell each other goes through the hosts' memory."""
         return self.device.type == "cuda" and self.size > 1 and "cuda:nccl" not in dist.get_backend_config()
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For small plain values, outside the step."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def collect(self, value: Any) -> list[Any] | None:
+    def gather_object(self, value: Any) -> list[Any] | None:
         """Every rank's `value`, in rank order, on the first rank; None on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
+        dist.gather_object(value, values, group=self.process_group, group_dst=0)
         return values
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def barrier(self) -> None:
         """Wait for everybody."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            dist.barrier(group=self.process_group)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """What one rank cannot do no rank has done: an error on any rank becomes that error on all."""
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        failures = [(rank, failure) for rank, failure in enumerate(self.gather(error and _portable(error))) if failure]
+        failures = [
+            (rank, failure)
+            for rank, failure in enumerate(self.all_gather_object(error and _picklable_error(error)))
+            if failure
+        ]
         if error is not None:
             raise error
         if failures:
-            rank, (kind, message) = failures[0]
-            raise kind(f"rank {rank}: {message}")
+            rank, (error_class, message) = failures[0]
+            raise error_class(f"rank {rank}: {message}")
 
 
-class Ranks(Group):
+class WorldCommunicator(Communicator):
     """A joined world. Alone (size 1) it has no process group."""
 
     def __init__(self, world: World, device: torch.device | None = None) -> None:
@@ -114,11 +118,11 @@ class Ranks(Group):
         super().__init__(
             world.rank,
             world.size,
-            _device(world) if device is None or device == torch.device("cuda") else device,
+            _default_device(world) if device is None or device == torch.device("cuda") else device,
         )
-        self._owner = False
+        self._owns_process_group = False
         #: Whether Python hashes strings differently on some ranks: sets then have different orders.
-        self.mixed_hashes = False
+        self.hash_seeds_differ = False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if world.size > 1 and not dist.is_initialized():
@@ -129,96 +133,100 @@ class Ranks(Group):
     def _join(self) -> None:
         rank, size = self.world.rank, self.world.size
         try:
-            store = shared_store(self.world, "echelon")
-            mine = f"{hash('echelon')} {_name(self.device)}"
-            hashes, devices = zip(*(each.split(" ", 1) for each in _exchange(store, rank, size, mine)), strict=True)
-            self.mixed_hashes = len(set(hashes)) > 1
+            store = open_shared_store(self.world, "echelon")
+            hash_and_device = f"{hash('echelon')} {_device_name(self.device)}"
+            hashes, devices = zip(
+                *(text.split(" ", 1) for text in _gather_from_store(store, rank, size, hash_and_device)), strict=True
+            )
+            self.hash_seeds_differ = len(set(hashes)) > 1
             backend = choose_backend(devices)
-            group = dist.PrefixStore("group", store)
-            with _recording_connections():
-                dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
+            group_store = dist.PrefixStore("group", store)
+            with _record_connections():
+                dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise WorldError(
                 f"rank {self.world.rank} could not join {self.world.size} ranks at {self.world.address}: {error}"
             ) from error
-        self._owner = True
+        self._owns_process_group = True
 
-    def axes(self, mesh: Mesh) -> dict[str, Group]:
+    def create_axes(self, mesh: Mesh) -> dict[str, Communicator]:
         """The group of each axis that this rank is in. With one axis alone that is everybody."""
         #: The ranks that compute the same samples together: tp x pp.
-        self.core: Group = Group(0, 1, self.device)
-        place = mesh.coordinate(self.rank)
+        self.model_parallel: Communicator = Communicator(0, 1, self.device)
+        coordinate = mesh.coordinate(self.rank)
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
-        several = [axis for axis, size in sizes.items() if size > 1]
-        if len(several) < 2:
-            self.name = several[0] if several else "dp"
-            if self.name in ("tp", "pp"):
-                self.core = self
-            return {axis: self if axis == self.name else Group(0, 1, self.device) for axis in AXES}
-        with _recording_connections():
-            grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-        found = {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
-        together = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
-        if len(together) == 2:
-            with _recording_connections():
-                both = grid["pp", "tp"]._flatten("core")
-            self.core = Group(both.get_local_rank(), both.size(), self.device, both)
-        elif together:
-            self.core = found[together[0]]
-        return found
+        split_axes = [axis for axis, size in sizes.items() if size > 1]
+        if len(split_axes) < 2:
+            self.axis = split_axes[0] if split_axes else "dp"
+            if self.axis in ("tp", "pp"):
+                self.model_parallel = self
+            return {axis: self if axis == self.axis else Communicator(0, 1, self.device) for axis in AXES}
+        with _record_connections():
+            device_mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+        communicators = {
+            axis: Communicator(coordinate[axis], size, self.device, device_mesh[axis]) for axis, size in sizes.items()
+        }
+        model_axes = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
+        if len(model_axes) == 2:
+            with _record_connections():
+                model_mesh = device_mesh["pp", "tp"]._flatten("core")
+            self.model_parallel = Communicator(model_mesh.get_local_rank(), model_mesh.size(), self.device, model_mesh)
+        elif model_axes:
+            self.model_parallel = communicators[model_axes[0]]
+        return communicators
 
-    def group_by(self, key: Callable[[int], Hashable | None]) -> Group | None:
+    def split_by(self, key: Callable[[int], Hashable | None]) -> Communicator | None:
         """This rank's group of those that have one key; None where its key is None. Every rank must call it, with the same keys."""
-        members: dict[Hashable, list[int]] = {}
+        ranks_by_key: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
-            if (found := key(rank)) is not None:
-                members.setdefault(found, []).append(rank)
-        if any(len(each) == self.size for each in members.values()):
+            if (rank_key := key(rank)) is not None:
+                ranks_by_key.setdefault(rank_key, []).append(rank)
+        if any(len(group_ranks) == self.size for group_ranks in ranks_by_key.values()):
             return self
-        mine = None
+        own = None
         # By all ranks, members or not: torch names a group that only its members make by how many groups the process has, which
         # differs between ranks.
-        with _recording_connections():
-            for ranks in members.values():
-                group = dist.new_group(ranks)
+        with _record_connections():
+            for ranks in ranks_by_key.values():
+                process_group = dist.new_group(ranks)
                 if self.rank in ranks:
-                    mine = Group(ranks.index(self.rank), len(ranks), self.device)
-                    mine.group = group
-        return mine
+                    own = Communicator(ranks.index(self.rank), len(ranks), self.device)
+                    own.process_group = process_group
+        return own
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""
-        if self._owner and dist.is_initialized():
+        if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-            _CONNECTIONS.clear()
-        self._owner = False
+            _SOCKET_INODES.clear()
+        self._owns_process_group = False
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Leave it after an error that other ranks may not have: none waits for this rank, nor this rank for them."""
-        disconnect()
-        if self._owner and dist.is_initialized():
+        close_connections()
+        if self._owns_process_group and dist.is_initialized():
             # Destroying a group waits for its operations, and gloo may miss that one's connection is closed: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
         self.close()
 
 
-def disconnect() -> None:
+def close_connections() -> None:
     """End this rank's connections to others, in any thread: whatever waits for them fails. By hand, as gloo's abort() closes nothing and a
     destroyed group keeps its connections as long as anything in torch refers to it."""
-    with contextlib.ExitStack() as opened:
-        connections = [opened.enter_context(each) for each in _connections()]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connection) for connection in _open_connections()]
         # gloo does not fail an operation whose message is cut off: its sender or receiver would never return.
-        deadline = time.monotonic() + _PATIENCE
-        while not all(map(_is_quiet, connections)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _IDLE_TIMEOUT
+        while not all(map(_is_idle, connections)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        for each in connections:
+        for connection in connections:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def _connections() -> Iterator[socket.socket]:
+def _open_connections() -> Iterator[socket.socket]:
     """Copies of the recorded sockets that are still connected. Those that listen stay open: gloo's thread aborts when one ends."""
-    for descriptor, inode in list(_CONNECTIONS.items()):
+    for descriptor, inode in list(_SOCKET_INODES.items()):
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 connection = socket.socket(fileno=os.dup(descriptor))
@@ -230,7 +238,7 @@ def _connections() -> Iterator[socket.socket]:
                     yield connection
 
 
-def _is_quiet(connection: socket.socket) -> bool:
+def _is_idle(connection: socket.socket) -> bool:
     """Whether nothing is on its way over it, nor has been for a while."""
     try:
         for queue in (termios.FIONREAD, termios.TIOCOUTQ):
@@ -239,44 +247,44 @@ def _is_quiet(connection: socket.socket) -> bool:
         if not hasattr(socket, "TCP_INFO"):  # not on Linux
             return True
         # struct tcp_info: milliseconds since data was last sent and received
-        found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     except OSError:  # closed by now
         return True
-    sent, _, received = struct.unpack_from("3I", found, 44)
-    return min(sent, received) >= 1000 * _QUIET
+    sent, _, received = struct.unpack_from("3I", tcp_info, 44)
+    return min(sent, received) >= 1000 * _IDLE_SECONDS
 
 
-def shared_store(world: World, purpose: str) -> dist.Store:
+def open_shared_store(world: World, purpose: str) -> dist.Store:
     """A store that all ranks of the world share, empty at each call: every rank must call it as often."""
     if world.address not in _STORES:
-        found, _, _ = next(dist.rendezvous(world.address, world.rank, world.size, timeout=TIMEOUT))
-        found.set_timeout(TIMEOUT)
-        _STORES[world.address] = found
-    number = _OPENED[world.address, purpose]
-    _OPENED[world.address, purpose] += 1
-    return dist.PrefixStore(f"{purpose}-{number}", _STORES[world.address])
+        store, _, _ = next(dist.rendezvous(world.address, world.rank, world.size, timeout=TIMEOUT))
+        store.set_timeout(TIMEOUT)
+        _STORES[world.address] = store
+    count = _STORE_COUNTS[world.address, purpose]
+    _STORE_COUNTS[world.address, purpose] += 1
+    return dist.PrefixStore(f"{purpose}-{count}", _STORES[world.address])
 
 
 @contextlib.contextmanager
-def _recording_connections() -> Iterator[None]:
-    before = _sockets()
+def _record_connections() -> Iterator[None]:
+    before = _list_sockets()
     try:
         yield
     finally:
-        _CONNECTIONS.update(_sockets().items() - before.items())
+        _SOCKET_INODES.update(_list_sockets().items() - before.items())
 
 
-def _sockets() -> dict[int, int]:
+def _list_sockets() -> dict[int, int]:
     """This process's open internet sockets: descriptor to inode."""
-    found: dict[int, int] = {}
+    inodes: dict[int, int] = {}
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as opened:
-                    if opened.family in (socket.AF_INET, socket.AF_INET6):
-                        found[int(name)] = status.st_ino
-    return found
+                with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                        inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def choose_backend(devices: Sequence[str]) -> str:
@@ -285,26 +293,26 @@ def choose_backend(devices: Sequence[str]) -> str:
     By the devices themselves: how many GPUs a rank sees says nothing, as a launcher may show each rank its own alone. NCCL
     refuses two ranks on one device; gloo carries CUDA tensors through the host.
     """
-    alone = [rank for rank, device in enumerate(devices) if device == _CPU]
-    if alone and len(alone) < len(devices):
-        other = next(rank for rank, device in enumerate(devices) if device != _CPU)
+    cpu_ranks = [rank for rank, device in enumerate(devices) if device == _CPU_NAME]
+    if cpu_ranks and len(cpu_ranks) < len(devices):
+        gpu_rank = next(rank for rank, device in enumerate(devices) if device != _CPU_NAME)
         raise WorldError(
-            f"rank {other} has a GPU and rank {alone[0]} has none: give every rank one, or hide them all (CUDA_VISIBLE_DEVICES=)"
+            f"rank {gpu_rank} has a GPU and rank {cpu_ranks[0]} has none: give every rank one, or hide them all (CUDA_VISIBLE_DEVICES=)"
         )
-    return "gloo" if alone or len(set(devices)) < len(devices) else "cpu:gloo,cuda:nccl"
+    return "gloo" if cpu_ranks or len(set(devices)) < len(devices) else "cpu:gloo,cuda:nccl"
 
 
-def _name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _CPU
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _CPU_NAME
 
 
-def _exchange(store: dist.Store, rank: int, size: int, value: str) -> list[str]:
+def _gather_from_store(store: dist.Store, rank: int, size: int, value: str) -> list[str]:
     """Every rank's `value`, in rank order, before there is a process group."""
     store.set(f"echelon/device/{rank}", value)
-    return [store.get(f"echelon/device/{each}").decode() for each in range(size)]
+    return [store.get(f"echelon/device/{other}").decode() for other in range(size)]
 
 
-def _portable(error: Exception) -> tuple[type[Exception], str]:
+def _picklable_error(error: Exception) -> tuple[type[Exception], str]:
     from echelon.errors import EchelonError
 
     return (
@@ -314,7 +322,7 @@ def _portable(error: Exception) -> tuple[type[Exception], str]:
     )
 
 
-def _device(world: World) -> torch.device:
+def _default_device(world: World) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from echelon.data.error_text import kind_of
+from echelon.data.error_text import type_name
 from echelon.data.sample_digest import digest
-from echelon.data.source import Samples, Source, is_stream, open_source
+from echelon.data.source import SampleSource, Source, is_stream, open_source
 from echelon.errors import DataError, VerificationError
 from echelon.job import Job
-from echelon.trials.dataset_state import DataState, runs_code
+from echelon.trials.dataset_state import DatasetState, may_change_on_read
 
 #: Samples that are read in several orders, and readings and seconds after which they are read once more.
-_TRIED, _MORE, _SECONDS = 16, 4096, 1.0
+_TRIED_SAMPLES, _EXTRA_READS, _EXTRA_SECONDS = 16, 4096, 1.0
 
 
 def require_independent_samples(job: Job) -> None:
@@ -23,62 +23,69 @@ def require_independent_samples(job: Job) -> None:
 
     Where readings change nothing, the first step's samples are read once.
     """
-    found = history_dependence(job)
-    if found is not None:
+    dependence = find_history_dependence(job)
+    if dependence is not None:
         raise VerificationError(
-            f"{kind_of(job.data)}: {found}; data ranks read fewer samples than one process, and so others; make a sample depend on its number "
+            f"{type_name(job.data)}: {dependence}; data ranks read fewer samples than one process, and so others; make a sample depend on its number "
             "only, or train in one process"
         )
 
 
-def history_dependence(job: Job) -> str | None:
+def find_history_dependence(job: Job) -> str | None:
     """How a sample depends on what was read before; None where no trial shows that. Leaves no trace in the data set."""
-    if is_stream(job.data) or not runs_code(job.data):
+    if is_stream(job.data) or not may_change_on_read(job.data):
         return None
     source = open_source(job.data, collate=job.collate, seed=job.seed)
-    if not isinstance(source, Samples):
+    if not isinstance(source, SampleSource):
         return None
-    order = source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
+    order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
     steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
-    first = [int(number) for number in order.ids(0, 0, min(order.size(0), _TRIED))]
-    held = DataState(job.data)
+    first_samples = [int(sample_index) for sample_index in order.ids(0, 0, min(order.batch_size(0), _TRIED_SAMPLES))]
+    dataset_state = DatasetState(job.data)
     try:
-        return _differing(source, held, first, (order.ids(step, 0, order.size(step)) for step in range(steps)))
+        return _find_dependent_sample(
+            source, dataset_state, first_samples, (order.ids(step, 0, order.batch_size(step)) for step in range(steps))
+        )
     except DataError:  # raised again when it is that sample's turn
         return None
     finally:
-        held.put_back()
+        dataset_state.restore()
 
 
-def _differing(source: Source, held: DataState, first: Sequence[int], steps: Iterable[np.ndarray]) -> str | None:
-    """Of the samples `first`, one that readings before change. Leaves changes behind."""
-    reads = {number: _read(source, number) for number in first}
-    if not held.changed(positions=True):
+def _find_dependent_sample(
+    source: Source, dataset_state: DatasetState, first_samples: Sequence[int], steps: Iterable[np.ndarray]
+) -> str | None:
+    """Of the samples `first_samples`, one that readings before change. Leaves changes behind."""
+    digests = {sample_index: _read_digest(source, sample_index) for sample_index in first_samples}
+    if not dataset_state.has_changed(with_positions=True):
         return None
-    held.put_back(generators=False)
-    if any(_read(source, number) != reads[number] for number in first) and not held.unrestorable():
+    dataset_state.restore(with_generators=False)
+    if (
+        any(_read_digest(source, sample_index) != digests[sample_index] for sample_index in first_samples)
+        and not dataset_state.has_unrestorable_changes()
+    ):
         return None  # it is random
-    for number in first:
-        if _read(source, number) != reads[number]:
-            return f"sample {number} is another when it is read again"
-    held.put_back(generators=False)
-    for number in first[::-1]:
-        if _read(source, number) != reads[number]:
-            return f"sample {number} is another when it is read after others"
-    count, end = 0, time.monotonic() + _SECONDS
+    for sample_index in first_samples:
+        if _read_digest(source, sample_index) != digests[sample_index]:
+            return f"sample {sample_index} is another when it is read again"
+    dataset_state.restore(with_generators=False)
+    for sample_index in first_samples[::-1]:
+        if _read_digest(source, sample_index) != digests[sample_index]:
+            return f"sample {sample_index} is another when it is read after others"
+    count, deadline = 0, time.monotonic() + _EXTRA_SECONDS
     for ids in steps:
-        for number in map(int, ids):
-            source.sample(number)
+        for sample_index in map(int, ids):
+            source.read_sample(sample_index)
         count += len(ids)
-        if count > _MORE or time.monotonic() > end:
+        if count > _EXTRA_READS or time.monotonic() > deadline:
             break
-    number = first[0]
+    sample_index = first_samples[0]
     return (
-        f"sample {number} is another when {count} others were read before"
-        if _read(source, number) != reads[number]
+        f"sample {sample_index} is another when {count} others were read before"
+        if _read_digest(source, sample_index) != digests[sample_index]
         else None
     )
 
 
-def _read(source: Source, number: int) -> str:
-    return digest(source.sample(number))
+def _read_digest(source: Source, sample_index: int) -> str:
+    return digest(source.read_sample(sample_index))

@@ -15,36 +15,36 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from echelon.engine.parallel.shard_layout import Piece
+from echelon.engine.parallel.shard_layout import TPShard
 from echelon.errors import DivergenceError
 from echelon.plan.plan import Plan
 
 
-class Replacements:
+class ReplacedParameterCheck:
     """Watches the parameters of one model during steps."""
 
-    def __init__(self, plan: Plan, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-        """`pieces`: the parameters that tp cuts."""
-        self._sharded = plan.sharded
-        self._everything = plan.sharded or plan.mesh.pp > 1 or plan.served
-        self._cut = {name: value for name, value in model.named_parameters() if name in pieces}
+    def __init__(self, plan: Plan, model: nn.Module, tp_shards: Mapping[str, TPShard]) -> None:
+        """`tp_shards`: the parameters that tp cuts."""
+        self._is_sharded = plan.is_sharded
+        self._all_distributed = plan.is_sharded or plan.mesh.pp > 1 or plan.uses_servers
+        self._tp_parameters = {name: parameter for name, parameter in model.named_parameters() if name in tp_shards}
         #: By id of a module, where it is in the model, which keeps it alive.
-        self._paths = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+        self._module_prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
         #: By module and attribute, the name of a parameter and what stood there before the step.
         self._replaced: dict[tuple[int, str], tuple[str, nn.Parameter]] = {}
-        self._within_step = False
+        self._is_in_step = False
         self._handle = None
-        if self._everything or pieces:
-            self._handle = register_module_parameter_registration_hook(self._assigned)
+        if self._all_distributed or tp_shards:
+            self._handle = register_module_parameter_registration_hook(self._on_assignment)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Before a step's first forward."""
-        self._within_step = True
+        self._is_in_step = True
         self._replaced.clear()
 
-    def require_none(self, step: int) -> None:
+    def require_no_replacement(self, step: int) -> None:
         """After backward: raise where a parameter was replaced."""
-        self._within_step = False
+        self._is_in_step = False
         for name, _ in self._replaced.values():
             raise DivergenceError(
                 f"step {step + 1}: forward replaces parameter {name}, of which ranks made their parts at the start: they would train on with the old one; "
@@ -58,24 +58,28 @@ class Replacements:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._cut.clear()
+        self._tp_parameters.clear()
         self._replaced.clear()
 
-    def _assigned(self, owner: nn.Module, name: str, value: nn.Parameter) -> None:
+    def _on_assignment(self, owner: nn.Module, name: str, assigned: nn.Parameter) -> None:
         """torch's hook, called before the assignment."""
-        if not self._within_step or id(owner) not in self._paths:
+        if not self._is_in_step or id(owner) not in self._module_prefixes:
             return
-        place = id(owner), name
-        if place in self._replaced:
-            if self._replaced[place][1] is value:
-                del self._replaced[place]
+        key = id(owner), name
+        if key in self._replaced:
+            if self._replaced[key][1] is assigned:
+                del self._replaced[key]
             return
-        before, path = owner._parameters.get(name), self._paths[id(owner)] + name
-        if before is not None and before is not value and self._in_parts(owner, path, value):
-            self._replaced[place] = path, before
+        replaced, path = owner._parameters.get(name), self._module_prefixes[id(owner)] + name
+        if replaced is not None and replaced is not assigned and self._is_distributed(owner, path, assigned):
+            self._replaced[key] = path, replaced
 
-    def _in_parts(self, owner: nn.Module, path: str, value: nn.Parameter) -> bool:
+    def _is_distributed(self, owner: nn.Module, path: str, value: nn.Parameter) -> bool:
         """Whether ranks hold parts of the parameter that is there or that comes there."""
-        if self._sharded and getattr(owner.__setattr__, "__func__", None) is not nn.Module.__setattr__:
+        if self._is_sharded and getattr(owner.__setattr__, "__func__", None) is not nn.Module.__setattr__:
             return False
-        return self._everything or path in self._cut or any(each is value for each in self._cut.values())
+        return (
+            self._all_distributed
+            or path in self._tp_parameters
+            or any(parameter is value for parameter in self._tp_parameters.values())
+        )

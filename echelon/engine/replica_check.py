@@ -19,261 +19,301 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.param_group_state import settings
-from echelon.engine.data_setup import own_generators
-from echelon.engine.parallel.shard_layout import local
-from echelon.engine.process_groups import Group
-from echelon.engine.run_state import optimizer_tensors, whole_of
+from echelon.engine.checkpoint.param_group_state import read_group_settings
+from echelon.engine.data_setup import find_generators
+from echelon.engine.parallel.shard_layout import to_local
+from echelon.engine.process_groups import Communicator
+from echelon.engine.run_state import full_tensor_optimizer_of, optimizer_tensors
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: Differences up to so many units in the last place of a tensor's largest value are rounding.
-_ROUNDING = 64
+_ROUNDING_ULPS = 64
 #: A comparison adds up words of so many bits and their squares: n words are equal where n times the sum of squares is the square of the sum.
-_WORD, _WORDS = 20, 3
+_WORD_BITS, _WORD_COUNT = 20, 3
 #: A sum of bits is taken by so many parts, so that values that changed places are seen.
-_PARTS = 61
+_CHECKSUM_PARTS = 61
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ReplicaKind:
     """What a compared thing is called in an error, and why replicas of it usually differ."""
 
     name: str
     cause: str
 
 
-_EARLY = _Kind(
+_INITIAL_PARAMETER = _ReplicaKind(
     "parameter",
     "forward writes to it or makes it from this rank's samples: an initialization by the first batch, a layer made in forward, a Python flag",
 )
-_PARAMETER = _Kind(
+_PARAMETER = _ReplicaKind(
     "parameter", "the optimizer draws random numbers of its own or depends on the rank, or forward writes to it"
 )
-_BUFFER = _Kind("buffer", "forward changes it by a rule that has no mean over samples, or on some ranks only")
-_STATE = _Kind("optimizer state", "the optimizer draws random numbers of its own, or depends on the rank")
-_SETTING = _Kind("optimizer setting", "it depends on the rank")
-_GENERATOR = _Kind("generator of the model", "forward draws different numbers of random numbers on different ranks")
-_RANDOM = _Kind("random state", "code draws different numbers of random numbers on different ranks")
+_BUFFER = _ReplicaKind("buffer", "forward changes it by a rule that has no mean over samples, or on some ranks only")
+_OPTIMIZER_STATE = _ReplicaKind(
+    "optimizer state", "the optimizer draws random numbers of its own, or depends on the rank"
+)
+_OPTIMIZER_SETTING = _ReplicaKind("optimizer setting", "it depends on the rank")
+_GENERATOR = _ReplicaKind(
+    "generator of the model", "forward draws different numbers of random numbers on different ranks"
+)
+_RANDOM_STATE = _ReplicaKind("random state", "code draws different numbers of random numbers on different ranks")
 
 
 @dataclass(frozen=True, slots=True)
-class _Thing:
+class _ReplicatedItem:
     """One thing that replicas hold alike: a tensor, or a plain value that is compared by its text."""
 
-    kind: _Kind
+    kind: _ReplicaKind
     value: Any
     #: Axes along which ranks own different ones: see `whole_optimizer`.
-    apart: tuple[str, ...] = ()
+    owned_axes: tuple[str, ...] = ()
 
 
-class Replicas:
+class ReplicaCheck:
     """What a rank shares with others, by axis."""
 
     def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
         self._run, self._warn = run, warn
-        self._warned = False
-        self._ties = [
-            (holders, {id(value) for value in tied}) for holders, tied in run.assembly.tied if holders.size > 1
+        self._has_warned = False
+        self._tied_parameters = [
+            (holders, {id(parameter) for parameter in parameters})
+            for holders, parameters in run.rank_model.tied_parameters
+            if holders.size > 1
         ]
-        self._generators = own_generators(run.model)
+        self._generators = find_generators(run.model)
 
     @property
-    def several(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether there is anything to compare."""
-        return self._run.world.size > 1 and not self._run.plan.free
+        return self._run.world.size > 1 and not self._run.plan.asynchronous
 
     @torch.no_grad()
-    def compare(self, step: int, *, updated: bool = True, settled: bool = False) -> None:
+    def compare(self, step: int, *, after_update: bool = True, between_steps: bool = False) -> None:
         """Raise where replicas differ after `step` steps. Every rank must call it.
 
-        `updated`: after the optimizer's step, not before. `settled`: nothing is under way, and other code may have drawn random numbers.
+        `after_update`: after the optimizer's step, not before. `between_steps`: nothing is under way, and other code may have drawn random numbers.
         """
         run = self._run
-        things = dict(self._things(updated=updated, settled=settled))
-        sums = _checksums(things)
-        whole = {name: thing for name, thing in things.items() if not isinstance(thing.value, DTensor)}
-        alike = {name: thing for name, thing in whole.items() if not self._own(thing) and "dp" not in thing.apart}
-        self._over(run.data, alike, sums, step)
-        uncut = {
-            name: thing for name, thing in things.items() if not self._cut(name, thing) and "tp" not in thing.apart
+        items = dict(self._items(after_update=after_update, between_steps=between_steps))
+        checksums = _checksums(items)
+        unsharded = {name: item for name, item in items.items() if not isinstance(item.value, DTensor)}
+        data_replicated = {
+            name: item
+            for name, item in unsharded.items()
+            if not self._is_per_rank(item) and "dp" not in item.owned_axes
         }
-        self._over(run.axes["tp"], uncut, sums, step)
-        for holders, tied in self._ties:
-            shared = {
-                name: thing
-                for name, thing in things.items()
-                if thing.kind in (_EARLY, _PARAMETER) and id(thing.value) in tied
+        self._compare_over(run.data_parallel, data_replicated, checksums, step)
+        tp_replicated = {
+            name: item
+            for name, item in items.items()
+            if not self._is_tp_sharded(name, item) and "tp" not in item.owned_axes
+        }
+        self._compare_over(run.axes["tp"], tp_replicated, checksums, step)
+        for holders, tied_ids in self._tied_parameters:
+            shared_items = {
+                name: item
+                for name, item in items.items()
+                if item.kind in (_INITIAL_PARAMETER, _PARAMETER) and id(item.value) in tied_ids
             }
-            self._over(holders, shared, sums, step)
+            self._compare_over(holders, shared_items, checksums, step)
 
     # What there is
 
-    def _things(self, *, updated: bool, settled: bool) -> Iterator[tuple[str, _Thing]]:
+    def _items(self, *, after_update: bool, between_steps: bool) -> Iterator[tuple[str, _ReplicatedItem]]:
         run = self._run
-        served = run.hub.trained if run.hub is not None else frozenset()
-        kind = _PARAMETER if updated else _EARLY
+        served_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
+        kind = _PARAMETER if after_update else _INITIAL_PARAMETER
         for name, value in run.model.named_parameters():
-            if not value.is_meta and name not in served:
-                yield name, _Thing(kind, value)
+            if not value.is_meta and name not in served_names:
+                yield name, _ReplicatedItem(kind, value)
         for name, value in run.loss_parameters.items():
-            yield name, _Thing(kind, value)
+            yield name, _ReplicatedItem(kind, value)
         # Ranks of an accelerator agree on a buffer that changes for the first time one step later.
-        for name, buffer in run.model.named_buffers() if settled or run.device.type == "cpu" else ():
+        for name, buffer in run.model.named_buffers() if between_steps or run.device.type == "cpu" else ():
             if not buffer.is_meta and (
                 buffer.is_floating_point() or buffer.dtype in (torch.int16, torch.int32, torch.int64)
             ):
-                yield name, _Thing(_BUFFER, buffer)
-        if not updated:
+                yield name, _ReplicatedItem(_BUFFER, buffer)
+        if not after_update:
             return
         for name, moment in optimizer_tensors(run).items():
-            owner = whole_of(run, name)
-            yield f"optimizer {name}", _Thing(_STATE, moment, owner.axes if owner is not None else ())
-        for place, optimizer in enumerate(run.optimizers):
-            apart = run.whole[place].axes if place in run.whole else ()
-            for number, group in enumerate(optimizer.param_groups):
-                for key, value in settings(group).items():
+            full_tensor_optimizer = full_tensor_optimizer_of(run, name)
+            yield (
+                f"optimizer {name}",
+                _ReplicatedItem(
+                    _OPTIMIZER_STATE,
+                    moment,
+                    full_tensor_optimizer.gathered_axes if full_tensor_optimizer is not None else (),
+                ),
+            )
+        for optimizer_index, optimizer in enumerate(run.optimizers):
+            owned_axes = (
+                run.full_tensor_optimizers[optimizer_index].gathered_axes
+                if optimizer_index in run.full_tensor_optimizers
+                else ()
+            )
+            for index, group in enumerate(optimizer.param_groups):
+                for key, value in read_group_settings(group).items():
                     if isinstance(value, bool | int | float | str | tuple):
-                        yield f"optimizer {place} group {number} {key}", _Thing(_SETTING, value, apart)
-        if settled:
+                        yield (
+                            f"optimizer {optimizer_index} group {index} {key}",
+                            _ReplicatedItem(_OPTIMIZER_SETTING, value, owned_axes),
+                        )
+        if between_steps:
             return
-        if run.plan.zero == 0 and not run.pieces and run.assembly.pipeline is None and run.hub is None:
-            yield "torch", _Thing(_RANDOM, torch.get_rng_state())
-            yield "python", _Thing(_RANDOM, random.getstate())
-            yield "numpy", _Thing(_RANDOM, numpy.random.get_state()[1].tobytes())  # type: ignore[index]
-        for number, generator in enumerate(self._generators):
-            yield f"generator {number}", _Thing(_GENERATOR, generator.get_state())
+        if run.plan.zero == 0 and not run.tp_shards and run.rank_model.pipeline is None and run.server_backend is None:
+            yield "torch", _ReplicatedItem(_RANDOM_STATE, torch.get_rng_state())
+            yield "python", _ReplicatedItem(_RANDOM_STATE, random.getstate())
+            yield "numpy", _ReplicatedItem(_RANDOM_STATE, numpy.random.get_state()[1].tobytes())  # type: ignore[index]
+        for index, generator in enumerate(self._generators):
+            yield f"generator {index}", _ReplicatedItem(_GENERATOR, generator.get_state())
 
-    def _cut(self, name: str, thing: _Thing) -> bool:
+    def _is_tp_sharded(self, name: str, item: _ReplicatedItem) -> bool:
         """Whether the tensor axis gives each rank another part of it."""
-        owner = name.split("/")[1] if thing.kind is _STATE and "/" in name else name
-        return owner in self._run.pieces
+        parameter_name = name.split("/")[1] if item.kind is _OPTIMIZER_STATE and "/" in name else name
+        return parameter_name in self._run.tp_shards
 
-    def _own(self, thing: _Thing) -> bool:
+    def _is_per_rank(self, item: _ReplicatedItem) -> bool:
         """Whether data ranks have their own by intention: the model's generators, seeded for each."""
-        return thing.kind is _GENERATOR and self._run.seeds_generators
+        return item.kind is _GENERATOR and self._run.seeds_generators
 
     # How it is compared
 
-    def _over(self, group: Group, things: Mapping[str, _Thing], sums: Mapping[str, int], step: int) -> None:
-        if group.size == 1:
+    def _compare_over(
+        self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
+    ) -> None:
+        if communicator.size == 1:
             return
-        if not _agree(group, {name: sums[name] for name in things}):
-            self._explain(group, things, sums, step)
+        if not _checksums_agree(communicator, {name: checksums[name] for name in items}):
+            self._diagnose(communicator, items, checksums, step)
 
-    def _explain(self, group: Group, things: Mapping[str, _Thing], sums: Mapping[str, int], step: int) -> None:
+    def _diagnose(
+        self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
+    ) -> None:
         """Name what differs; raise unless it is all rounding."""
-        mine = {name: (sums[name], _shape(thing.value)) for name, thing in things.items()}
-        everyone = group.gather((self._run.world.rank, mine))
-        names = list(dict.fromkeys(name for _, each in everyone for name in each))
-        first_rank = everyone[0][0]
+        local_checksums = {name: (checksums[name], _local_shape(item.value)) for name, item in items.items()}
+        rank_checksums = communicator.all_gather_object((self._run.world.rank, local_checksums))
+        names = list(dict.fromkeys(name for _, checksum_and_shape in rank_checksums for name in checksum_and_shape))
+        first_rank = rank_checksums[0][0]
         for name in names:
-            found = [each.get(name) for _, each in everyone]
-            if len(set(found)) == 1:
+            checksums_of_item = [checksum_and_shape.get(name) for _, checksum_and_shape in rank_checksums]
+            if len(set(checksums_of_item)) == 1:
                 continue
-            kind = things[name].kind if name in things else _EARLY
-            shapes = {each and each[1] for each in found}
+            kind = items[name].kind if name in items else _INITIAL_PARAMETER
+            shapes = {checksum_and_shape and checksum_and_shape[1] for checksum_and_shape in checksums_of_item}
             if kind is _BUFFER and len(shapes) > 1:
                 continue  # a cache, as large as this rank's batch
-            other = next(place for place, each in enumerate(found) if each != found[0])
-            rank = everyone[other][0]
+            differing_index = next(
+                index
+                for index, checksum_and_shape in enumerate(checksums_of_item)
+                if checksum_and_shape != checksums_of_item[0]
+            )
+            rank = rank_checksums[differing_index][0]
             where = f"{kind.name} {name} on rank {rank} is not rank {first_rank}'s after step {step}"
-            if None in found:
-                missing = everyone[found.index(None)][0]
-                raise _error(
-                    f"{kind.name} {name} exists on some ranks and not on rank {missing} after step {step}: {_EARLY.cause}",
+            if None in checksums_of_item:
+                missing_rank = rank_checksums[checksums_of_item.index(None)][0]
+                raise _divergence_error(
+                    f"{kind.name} {name} exists on some ranks and not on rank {missing_rank} after step {step}: {_INITIAL_PARAMETER.cause}",
                     rank,
                     name,
-                    _EARLY,
+                    _INITIAL_PARAMETER,
                 )
-            value = things[name].value
+            value = items[name].value
             if not isinstance(value, Tensor) or len(shapes) > 1:
-                raise _error(f"{where}: {kind.cause}", rank, name, kind)
-            if kind in (_RANDOM, _GENERATOR):
-                raise _error(f"{where}: {kind.cause}", rank, name, kind)
-            difference = self._difference(group, local(value.detach()))
-            worst = max(range(len(difference)), key=difference.__getitem__)
-            if difference[worst] == 0:
+                raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
+            if kind in (_RANDOM_STATE, _GENERATOR):
+                raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
+            differences = self._relative_differences(communicator, to_local(value.detach()))
+            worst_index = max(range(len(differences)), key=differences.__getitem__)
+            if differences[worst_index] == 0:
                 continue  # zeros of unlike sign, or put right
-            rank = everyone[worst][0]
-            raise _error(
-                f"{kind.name} {name} on rank {rank} differs from rank {first_rank}'s by {difference[worst]:.1e} of its largest value after step "
+            rank = rank_checksums[worst_index][0]
+            raise _divergence_error(
+                f"{kind.name} {name} on rank {rank} differs from rank {first_rank}'s by {differences[worst_index]:.1e} of its largest value after step "
                 f"{step}: {kind.cause}", rank, name, kind,
             )  # fmt: skip
 
-    def _difference(self, group: Group, value: Tensor) -> list[float]:
+    def _relative_differences(self, communicator: Communicator, value: Tensor) -> list[float]:
         """How far each rank's tensor is from the first's, relative to its largest value; what is rounding is put right and 0."""
         reference = value.clone(memory_format=torch.contiguous_format)
-        real = torch.view_as_real(reference) if reference.is_complex() else reference
-        everyone = group.group or dist.group.WORLD
-        assert everyone is not None
-        dist.broadcast(real, dist.get_global_rank(everyone, 0), group=group.group)
+        real_view = torch.view_as_real(reference) if reference.is_complex() else reference
+        process_group = communicator.process_group or dist.group.WORLD
+        assert process_group is not None
+        dist.broadcast(real_view, dist.get_global_rank(process_group, 0), group=communicator.process_group)
         if not value.is_floating_point():
-            return group.gather(float((reference != value).any()))
+            return communicator.all_gather_object(float((reference != value).any()))
         largest = reference.abs().max().clamp(min=torch.finfo(value.dtype).tiny)
         unequal = (reference != value) & ~(reference.isnan() & value.isnan())
         relative = float(((reference - value).abs().where(unequal, 0.0).max() / largest).nan_to_num(1.0))
-        found: list[float] = group.gather(relative)
+        differences: list[float] = communicator.all_gather_object(relative)
         # On the host every replica computes the same bits: there only parts that the tensor axis computes apart may round apart.
-        exact = value.device.type == "cpu" and group is self._run.data
-        if exact or max(found) > _ROUNDING * torch.finfo(value.dtype).eps:
-            return found
+        is_exact = value.device.type == "cpu" and communicator is self._run.data_parallel
+        if is_exact or max(differences) > _ROUNDING_ULPS * torch.finfo(value.dtype).eps:
+            return differences
         value.copy_(reference)
-        if not self._warned and max(found):
-            self._warned = True
+        if not self._has_warned and max(differences):
+            self._has_warned = True
             self._warn(
-                f"replicas drifted apart by rounding ({max(found):.0e} of the largest value): every rank took the first one's values, as it will again"
+                f"replicas drifted apart by rounding ({max(differences):.0e} of the largest value): every rank took the first one's values, as it will again"
             )
-        return [0.0] * len(found)
+        return [0.0] * len(differences)
 
 
-def _error(message: str, rank: int, name: str, kind: _Kind) -> DivergenceError:
-    remedy = "; the last checkpoint was saved before that" if kind is not _EARLY else ""
+def _divergence_error(message: str, rank: int, name: str, kind: _ReplicaKind) -> DivergenceError:
+    remedy = "; the last checkpoint was saved before that" if kind is not _INITIAL_PARAMETER else ""
     return DivergenceError(f"ranks came apart: {message}{remedy}", rank=rank, tensor=name, cause=kind.cause)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(local(value).shape) if isinstance(value, Tensor) else ()
+def _local_shape(value: Any) -> tuple[int, ...]:
+    return tuple(to_local(value).shape) if isinstance(value, Tensor) else ()
 
 
-def _agree(group: Group, sums: Mapping[str, int]) -> bool:
+def _checksums_agree(communicator: Communicator, checksums: Mapping[str, int]) -> bool:
     """Whether all ranks have the same names with the same sums."""
-    text = "\n".join(f"{name} {number}" for name, number in sorted(sums.items())).encode()
-    return same(group, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
+    text = "\n".join(f"{name} {checksum}" for name, checksum in sorted(checksums.items())).encode()
+    return is_same_on_ranks(communicator, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
 
 
-def same(group: Group, number: int) -> bool:
+def is_same_on_ranks(communicator: Communicator, checksum: int) -> bool:
     """Whether a number of 60 bits is the same on every rank of a group."""
-    words = [number >> (_WORD * place) & ((1 << _WORD) - 1) for place in range(_WORDS)]
-    mine = [float(each) for word in words for each in (word, word * word)]
-    found = group.sum(torch.tensor(mine, dtype=torch.float64).to(group.device)).tolist()
-    return all(equal(group.size, found[place], found[place + 1]) for place in range(0, 2 * _WORDS, 2))
+    words = [checksum >> (_WORD_BITS * index) & ((1 << _WORD_BITS) - 1) for index in range(_WORD_COUNT)]
+    words_and_squares = [float(value) for word in words for value in (word, word * word)]
+    sums = communicator.all_reduce(
+        torch.tensor(words_and_squares, dtype=torch.float64).to(communicator.device)
+    ).tolist()
+    return all(
+        all_words_equal(communicator.size, sums[index], sums[index + 1]) for index in range(0, 2 * _WORD_COUNT, 2)
+    )
 
 
-def equal(count: int, total: float, squares: float) -> bool:
+def all_words_equal(count: int, total: float, squares: float) -> bool:
     """Whether `count` whole numbers of 20 bits with this sum and sum of squares are all the same."""
     return count * round(squares) == round(total) ** 2
 
 
-def _checksums(things: Mapping[str, _Thing]) -> dict[str, int]:
-    tensors = {name: thing.value for name, thing in things.items() if isinstance(thing.value, Tensor)}
-    found = dict(zip(tensors, _on_host([checksum(local(value.detach())) for value in tensors.values()]), strict=True))
-    for name, thing in things.items():
+def _checksums(items: Mapping[str, _ReplicatedItem]) -> dict[str, int]:
+    tensors = {name: item.value for name, item in items.items() if isinstance(item.value, Tensor)}
+    checksums = dict(
+        zip(tensors, _copy_to_host([checksum(to_local(value.detach())) for value in tensors.values()]), strict=True)
+    )
+    for name, item in items.items():
         if name not in tensors:
-            data = thing.value if isinstance(thing.value, bytes) else repr(thing.value).encode()
-            found[name] = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
-    return found
+            data = item.value if isinstance(item.value, bytes) else repr(item.value).encode()
+            checksums[name] = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+    return checksums
 
 
-def _on_host(sums: list[Tensor]) -> list[int]:
+def _copy_to_host(scalars: list[Tensor]) -> list[int]:
     """Numbers of several devices, each device being waited for once."""
-    found: dict[int, int] = {}
-    for device in {each.device for each in sums}:
-        places = [place for place, each in enumerate(sums) if each.device == device]
-        found.update(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
-    return [found[place] for place in range(len(sums))]
+    numbers: dict[int, int] = {}
+    for device in {scalar.device for scalar in scalars}:
+        indices = [index for index, scalar in enumerate(scalars) if scalar.device == device]
+        numbers.update(zip(indices, torch.stack([scalars[index] for index in indices]).tolist(), strict=True))
+    return [numbers[index] for index in range(len(scalars))]
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -282,30 +322,30 @@ def checksum(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    flat = tensor.reshape(-1) if tensor.is_contiguous() or not _dense(tensor) else _in_memory(tensor)
+    flat = tensor.reshape(-1) if tensor.is_contiguous() or not _is_dense(tensor) else _in_memory_order(tensor)
     flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-    wide = 8 // flat.element_size()
-    length = flat.numel() // (wide * _PARTS) * (wide * _PARTS)
-    total = _narrow(flat[length:]).sum(dtype=torch.int64)
-    if length and flat.storage_offset() % wide == 0:
-        parts = flat[:length].view(torch.int64).view(_PARTS, -1).sum(1)
+    values_per_word = 8 // flat.element_size()
+    length = flat.numel() // (values_per_word * _CHECKSUM_PARTS) * (values_per_word * _CHECKSUM_PARTS)
+    total = _as_integers(flat[length:]).sum(dtype=torch.int64)
+    if length and flat.storage_offset() % values_per_word == 0:
+        part_sums = flat[:length].view(torch.int64).view(_CHECKSUM_PARTS, -1).sum(1)
     elif length:
-        parts = _narrow(flat[:length]).view(_PARTS, -1).sum(1, dtype=torch.int64)
+        part_sums = _as_integers(flat[:length]).view(_CHECKSUM_PARTS, -1).sum(1, dtype=torch.int64)
     else:
         return total
-    return total + (parts * torch.arange(1, 2 * _PARTS, 2, device=parts.device)).sum()
+    return total + (part_sums * torch.arange(1, 2 * _CHECKSUM_PARTS, 2, device=part_sums.device)).sum()
 
 
-def _narrow(flat: Tensor) -> Tensor:
+def _as_integers(flat: Tensor) -> Tensor:
     """The bits as whole numbers of the same width."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.view(kinds[flat.element_size()])
+    dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(dtypes[flat.element_size()])
 
 
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
+def _in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's numbers in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

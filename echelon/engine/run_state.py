@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.param_group_state import entries
-from echelon.engine.parallel.shard_layout import Piece, local, regions, whole_shape
+from echelon.engine.checkpoint.param_group_state import optimizer_entries
+from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions, to_local
 
 if TYPE_CHECKING:
-    from echelon.engine.parallel.whole_tensor_optimizer import WholeOptimizer
+    from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
     from echelon.engine.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class FullState:
     """Everything whole, on the CPU, by unsharded name."""
 
     parameters: dict[str, Tensor]
@@ -30,119 +30,148 @@ class State:
 
 
 #: What a rank has of a tensor: the whole's shape, and (where it begins, numbers on the CPU) for each stretch.
-_Held = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
+_LocalRegions = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
 
 
 @torch.no_grad()
-def gather(run: Run) -> State | None:
+def gather_full_state(run: Run) -> FullState | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
-    named = list(run.model.named_parameters())
+    named_parameters = list(run.model.named_parameters())
     kinds: dict[str, Mapping[str, Tensor]] = {
-        "parameters": dict(named),
-        "gradients": {name: value.grad for name, value in named if value.grad is not None},
+        "parameters": dict(named_parameters),
+        "gradients": {name: parameter.grad for name, parameter in named_parameters if parameter.grad is not None},
         "buffers": dict(run.model.named_buffers()),
         "optimizer": optimizer_tensors(run),
     }
-    found = {kind: whole(run, values) for kind, values in kinds.items()}
-    return State(**found) if run.world.main else None
+    full_tensors = {kind: gather_full_tensors(run, values) for kind, values in kinds.items()}
+    return FullState(**full_tensors) if run.world.is_main else None
 
 
-def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_full_tensors(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The full tensors on rank 0, on its CPU or, where it is alone and its GPU has the room, there (elsewhere nothing). Every rank must
     call it.
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
     values = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
-    if run.world.size == 1 and _has_room(run.device, values):
+    if run.world.size == 1 and _fits_on_device(run.device, values):
         return {name: value.detach().clone() for name, value in values.items() if not value.is_meta}
-    mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}
-    full: dict[str, Tensor] = {}
-    if run.world.main:
-        _place(full, mine)
+    local_regions = {
+        name: _local_regions(run, name, value) for name, value in values.items() if _is_sender(run, name, value)
+    }
+    full_tensors: dict[str, Tensor] = {}
+    if run.world.is_main:
+        _write_regions(full_tensors, local_regions)
     if run.ranks.size > 1:
         # Only what is to come is pickled. The numbers go as they are: pickled tensors take several times as long.
-        told = [] if run.world.main else [(name, shape, _heads(parts)) for name, (shape, parts) in mine.items()]
-        everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
-        dist.gather_object(told, everyone)
-        way = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
-        if not run.world.main:
-            for numbers in (each for _, parts in mine.values() for _, each in parts if each.numel()):
-                dist.send(numbers.to(way), 0)
-        for rank, theirs in enumerate(everyone or []):
-            for name, shape, heads in theirs:
-                _place(full, {name: (shape, [(place, _receive(rank, way, *head)) for place, *head in heads])})
-    return full
+        headers = (
+            []
+            if run.world.is_main
+            else [
+                (name, shape, _region_headers(tensor_regions))
+                for name, (shape, tensor_regions) in local_regions.items()
+            ]
+        )
+        rank_headers: list[Any] | None = [None] * run.ranks.size if run.world.is_main else None
+        dist.gather_object(headers, rank_headers)
+        transfer_device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
+        if not run.world.is_main:
+            for numbers in (
+                numbers_of_region
+                for _, tensor_regions in local_regions.values()
+                for _, numbers_of_region in tensor_regions
+                if numbers_of_region.numel()
+            ):
+                dist.send(numbers.to(transfer_device), 0)
+        for rank, headers_of_rank in enumerate(rank_headers or []):
+            for name, shape, region_headers in headers_of_rank:
+                _write_regions(
+                    full_tensors,
+                    {
+                        name: (
+                            shape,
+                            [
+                                (index, _receive_region(rank, transfer_device, *header))
+                                for index, *header in region_headers
+                            ],
+                        )
+                    },
+                )
+    return full_tensors
 
 
 #: A GPU keeps copies of tensors only if several times their size is free.
-_SPARE = 4
+_FREE_MEMORY_FACTOR = 4
 
 
-def _has_room(device: torch.device, values: Mapping[str, Tensor]) -> bool:
+def _fits_on_device(device: torch.device, values: Mapping[str, Tensor]) -> bool:
     if device.type != "cuda":
         return False
-    return torch.cuda.mem_get_info(device)[0] > _SPARE * sum(value.nbytes for value in values.values())
+    return torch.cuda.mem_get_info(device)[0] > _FREE_MEMORY_FACTOR * sum(value.nbytes for value in values.values())
 
 
-def _heads(stretches: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
+def _region_headers(tensor_regions: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
     """What the receiver must know of the numbers before they come."""
-    return [(place, numbers.shape, numbers.dtype) for place, numbers in stretches]
+    return [(index, numbers.shape, numbers.dtype) for index, numbers in tensor_regions]
 
 
-def _receive(rank: int, way: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    numbers = torch.empty(shape, dtype=dtype, device=way)
+def _receive_region(rank: int, transfer_device: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    numbers = torch.empty(shape, dtype=dtype, device=transfer_device)
     if numbers.numel():
         dist.recv(numbers, rank)
     return numbers.cpu()
 
 
-def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
+def _write_regions(full_tensors: dict[str, Tensor], local_regions: Mapping[str, _LocalRegions]) -> None:
     """Put numbers where they belong in the whole."""
-    for name, (shape, stretches) in parts.items():
-        for place, numbers in stretches:
+    for name, (shape, tensor_regions) in local_regions.items():
+        for index, numbers in tensor_regions:
             if tuple(numbers.shape) == shape:
-                full[name] = numbers
+                full_tensors[name] = numbers
                 continue
-            if name not in full:
-                full[name] = numbers.new_empty(shape)
-            full[name][place] = numbers
+            if name not in full_tensors:
+                full_tensors[name] = numbers.new_empty(shape)
+            full_tensors[name][index] = numbers
 
 
-def whole_of(run: Run, name: str) -> WholeOptimizer | None:
+def full_tensor_optimizer_of(run: Run, name: str) -> FullTensorOptimizer | None:
     """What steps the optimizer that keeps a value (`0/blocks.1.up.weight/exp_avg`) on whole tensors: the tensor's owner has it whole."""
-    number, _, rest = name.partition("/")  # Keras has strokes in parameter names
-    return run.whole.get(int(number)) if rest and number.isdigit() else None
+    optimizer_index, _, parameter_path = name.partition("/")  # Keras has strokes in parameter names
+    return (
+        run.full_tensor_optimizers.get(int(optimizer_index)) if parameter_path and optimizer_index.isdigit() else None
+    )
 
 
-def piece_of(run: Run, name: str, value: Tensor) -> Piece | None:
+def tp_shard_of(run: Run, name: str, value: Tensor) -> TPShard | None:
     """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
     (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
-    if whole_of(run, name) is not None:
+    if full_tensor_optimizer_of(run, name) is not None:
         return None
-    piece = run.pieces.get(name.split("/")[1] if "/" in name else name)
-    return piece if piece is not None and value.shape == piece.shape else None
+    tp_shard = run.tp_shards.get(name.split("/")[1] if "/" in name else name)
+    return tp_shard if tp_shard is not None and value.shape == tp_shard.local_shape else None
 
 
-def _speaks(run: Run, name: str, value: Tensor) -> bool:
+def _is_sender(run: Run, name: str, value: Tensor) -> bool:
     """Whether this rank tells of a value: of ranks that hold the same the first does."""
     if value.is_meta:
         return False  # another stage's
-    whole = whole_of(run, name)
-    if whole is not None:
-        return whole.first
-    cut = {"dp"} if isinstance(value, DTensor) else set()
-    cut |= {"pp"} | ({"tp"} if piece_of(run, name, value) is not None else set())
-    return not any(group.rank for axis, group in run.axes.items() if axis not in cut)
+    full_tensor_optimizer = full_tensor_optimizer_of(run, name)
+    if full_tensor_optimizer is not None:
+        return full_tensor_optimizer.is_first_replica
+    sharded_axes = {"dp"} if isinstance(value, DTensor) else set()
+    sharded_axes |= {"pp"} | ({"tp"} if tp_shard_of(run, name, value) is not None else set())
+    return not any(group.rank for axis, group in run.axes.items() if axis not in sharded_axes)
 
 
-def _held(run: Run, name: str, value: Tensor) -> _Held:
-    piece = piece_of(run, name, value)
-    shape = tuple(whole_shape(value, piece))
+def _local_regions(run: Run, name: str, value: Tensor) -> _LocalRegions:
+    tp_shard = tp_shard_of(run, name, value)
+    shape = tuple(full_tensor_shape(value, tp_shard))
     if 0 in shape:
         return shape, [((), torch.empty(shape, dtype=value.dtype))]
-    stretches = [(each.place, each.values.to("cpu", copy=True).contiguous()) for each in regions(value, piece)]
-    return shape, stretches
+    tensor_regions = [
+        (region.slices, region.values.to("cpu", copy=True).contiguous()) for region in local_regions(value, tp_shard)
+    ]
+    return shape, tensor_regions
 
 
 def optimizer_tensors(run: Run) -> dict[str, Tensor]:
@@ -150,22 +179,23 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
     return {
         f"{index}/{name}/{key}": value
         for index, optimizer in enumerate(run.optimizers)
-        for name, entry in entries(run, optimizer)
+        for name, entry in optimizer_entries(run, optimizer)
         for key, value in entry.items()
-        if isinstance(value, Tensor) and (run.hub is None or name not in run.hub.trained)
+        if isinstance(value, Tensor) and (run.server_backend is None or name not in run.server_backend.trained_names)
     }
 
 
-def held(run: Run) -> dict[str, int]:
+def state_bytes(run: Run) -> dict[str, int]:
     """Bytes that this rank keeps: parameters, gradients, optimizer."""
     parameters = list(run.model.parameters())
     return {
-        "parameters": sum(map(_bytes, parameters)),
-        "gradients": sum(_bytes(value.grad) for value in parameters if value.grad is not None),
-        "optimizer": sum(map(_bytes, optimizer_tensors(run).values())) + sum(each.bytes for each in run.whole.values()),
+        "parameters": sum(map(_local_bytes, parameters)),
+        "gradients": sum(_local_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None),
+        "optimizer": sum(map(_local_bytes, optimizer_tensors(run).values()))
+        + sum(full_tensor_optimizer.owned_bytes for full_tensor_optimizer in run.full_tensor_optimizers.values()),
     }
 
 
-def _bytes(value: Tensor) -> int:
-    here = local(value)
-    return 0 if here.is_meta else here.numel() * here.element_size()
+def _local_bytes(value: Tensor) -> int:
+    local_value = to_local(value)
+    return 0 if local_value.is_meta else local_value.numel() * local_value.element_size()

@@ -21,103 +21,108 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.errors import DivergenceError
-from echelon.trials.reachable import reachable, slots_of
+from echelon.trials.reachable import find_reachable, get_slots
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: Attributes of torch's optimizers and schedules that lead to parameters.
-_PARAMETERS = ("optimizer", "param_groups", "state", "defaults")
+_PARAMETER_ATTRIBUTES = ("optimizer", "param_groups", "state", "defaults")
 #: Names by which code reads attributes without naming them.
-_DYNAMIC = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"}
-_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_DYNAMIC_READS = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"}
+_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 #: Instructions that read by name, also by a text that `getattr` is given.
-_READS = (*_GLOBALS, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_CONST")
+_NAME_READS = (*_GLOBAL_READS, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_CONST")
 
 
-class SharedState:
+class SharedStateCheck:
     """Compares what one run's loss shares with its schedules and optimizers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._stages = run.plan.mesh.pp > 1
-        self._steps = 0
+        self._has_stages = run.plan.mesh.pp > 1
+        self._step_count = 0
         self._before: dict[str, dict[str, bytes]] | None = None
 
-    def begin(self, *, parts: bool) -> None:
-        """Before a step's first call of the loss. `parts`: it is called with parts of the batch."""
-        self._steps += 1
-        due = self._steps & (self._steps - 1) == 0
-        self._before = self._shared() if due and (parts or self._stages) else None
+    def begin_step(self, *, is_split: bool) -> None:
+        """Before a step's first call of the loss. `is_split`: it is called with parts of the batch."""
+        self._step_count += 1
+        is_due = self._step_count & (self._step_count - 1) == 0
+        self._before = self._shared_digests() if is_due and (is_split or self._has_stages) else None
 
     def require_unchanged(self, step: int) -> None:
         """After the step's last call: raise on every rank where one has changed what a schedule or an optimizer reads."""
         before, self._before = self._before, None
         if before is None:
             return
-        with nullcontext() if self._run.plan.free else self._run.ranks.together():
+        with nullcontext() if self._run.plan.asynchronous else self._run.ranks.raise_on_all_ranks():
             self._compare(before, step)
 
     def _compare(self, before: dict[str, dict[str, bytes]], step: int) -> None:
-        for reader, now in self._shared().items():
-            for name in (name for name, digest in now.items() if before[reader].get(name) != digest):
-                root = "inputs" if name.startswith("inputs") else "loss"
-                what = name.removeprefix(root).replace(":", ".").lstrip(".") or root
+        for reader, digests in self._shared_digests().items():
+            for name in (name for name, digest in digests.items() if before[reader].get(name) != digest):
+                changer = "inputs" if name.startswith("inputs") else "loss"
+                path = name.removeprefix(changer).replace(":", ".").lstrip(".") or changer
                 raise DivergenceError(
-                    f"step {step + 1}: {reader}= reads {what}, which {root}= changes: under this plan {root}= is called with parts of a batch or on some ranks "
-                    f"only, so that {what} is not what it is on one device; use a plan that calls it once with the whole batch (dp=1 without micro), or "
+                    f"step {step + 1}: {reader}= reads {path}, which {changer}= changes: under this plan {changer}= is called with parts of a batch or on some ranks "
+                    f"only, so that {path} is not what it is on one device; use a plan that calls it once with the whole batch (dp=1 without micro), or "
                     f"let {reader}= follow from the step alone",
                     cause="state that the loss shares with a schedule or an optimizer",
                 )
 
-    def _shared(self) -> dict[str, dict[str, bytes]]:
-        readers = {"schedule": self._run.schedules, "optimizer": self._run.optimizers}
-        return {name: self._shared_with(list(opened(live, set()))) for name, live in readers.items()}
+    def _shared_digests(self) -> dict[str, dict[str, bytes]]:
+        readers = {"lr_schedule": self._run.schedules, "optimizer": self._run.optimizers}
+        return {
+            name: self._digests_shared_with(list(iterate_user_objects(objects, set())))
+            for name, objects in readers.items()
+        }
 
-    def _shared_with(self, roots: list[Any]) -> dict[str, bytes]:
+    def _digests_shared_with(self, roots: list[Any]) -> dict[str, bytes]:
         if not roots:
             return {}
-        nodes = list(reachable({str(place): root for place, root in enumerate(roots)}).values())
+        nodes = list(find_reachable({str(index): root for index, root in enumerate(roots)}).values())
         codes = [node.__code__ for node in nodes if isinstance(node, FunctionType)]
-        mentioned = {name for code in codes for _, name in _loads(code)}
-        every = not mentioned.isdisjoint(_DYNAMIC)
-        places = set()
+        names_read = {name for code in codes for _, name in _names_loaded(code)}
+        reads_dynamically = not names_read.isdisjoint(_DYNAMIC_READS)
+        locations = set()
         for node in nodes:
-            named = (
-                {name for kind, name in _loads(node.__code__) if kind in _GLOBALS}
+            globals_read = (
+                {name for opcode, name in _names_loaded(node.__code__) if opcode in _GLOBAL_READS}
                 if isinstance(node, FunctionType)
                 else set()
             )
-            for label, slot in slots_of(node).items():
-                read = slot.key in named if label.startswith(":") else every or slot.key in mentioned
-                if read or slot.key == "cell_contents":
-                    places.add((id(slot.holder), slot.key))
-        return self._run.attributes.functions.shared({id(node) for node in nodes}, places)
+            for label, slot in get_slots(node).items():
+                is_read = (
+                    slot.key in globals_read if label.startswith(":") else reads_dynamically or slot.key in names_read
+                )
+                if is_read or slot.key == "cell_contents":
+                    locations.add((id(slot.owner), slot.key))
+        return self._run.attributes.functions.digest_shared({id(node) for node in nodes}, locations)
 
 
-def opened(value: Any, seen: set[int]) -> Iterator[Any]:
+def iterate_user_objects(candidate: Any, seen_ids: set[int]) -> Iterator[Any]:
     """An object of the user's, and what torch's own schedules and optimizers hold: functions, hooks, other schedules."""
-    if id(value) in seen:
+    if id(candidate) in seen_ids:
         return
-    seen.add(id(value))
-    if isinstance(value, LRScheduler | Optimizer):
-        yield value
-        for key, each in vars(value).items():
-            if key not in _PARAMETERS:
-                yield from opened(each, seen)
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from opened(each, seen)
-    elif callable(value) or hasattr(value, "__dict__"):
-        yield value
+    seen_ids.add(id(candidate))
+    if isinstance(candidate, LRScheduler | Optimizer):
+        yield candidate
+        for key, item in vars(candidate).items():
+            if key not in _PARAMETER_ATTRIBUTES:
+                yield from iterate_user_objects(item, seen_ids)
+    elif isinstance(candidate, list | tuple | dict):
+        for item in candidate.values() if isinstance(candidate, dict) else candidate:
+            yield from iterate_user_objects(item, seen_ids)
+    elif callable(candidate) or hasattr(candidate, "__dict__"):
+        yield candidate
 
 
 @cache
-def _loads(code: CodeType) -> set[tuple[str, str]]:
+def _names_loaded(code: CodeType) -> set[tuple[str, str]]:
     """The instructions by which code reads globals and attributes, with the names."""
-    found = {
-        (each.opname, each.argval)
-        for each in dis.get_instructions(code)
-        if each.opname in _READS and isinstance(each.argval, str)
+    names = {
+        (item.opname, item.argval)
+        for item in dis.get_instructions(code)
+        if item.opname in _NAME_READS and isinstance(item.argval, str)
     }
-    return found.union(*(_loads(each) for each in code.co_consts if isinstance(each, CodeType)))
+    return names.union(*(_names_loaded(item) for item in code.co_consts if isinstance(item, CodeType)))

@@ -16,90 +16,92 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.buffer_rules import CallState
-from echelon.engine.buffer_sync import Unknown
-from echelon.engine.process_groups import Group
+from echelon.engine.buffer_rules import ReducedState
+from echelon.engine.buffer_sync import BufferTracker
+from echelon.engine.process_groups import Communicator
 from echelon.errors import DivergenceError
 from echelon.nn.batchnorm import SynchronisedBatchNorm
 
 
-class StepStatistics:
-    """One step's sums over the ranks: `begin` before its first forward, `send` after its last, `receive` after backward."""
+class StepMetrics:
+    """One step's sums over the ranks: `begin_step` before its first forward, `send` after its last, `receive` after backward."""
 
     def __init__(
         self,
         model: nn.Module,
-        ranks: Group,
+        ranks: Communicator,
         *,
-        split: bool = False,
-        frozen: bool = False,
-        later: bool | None = None,
+        uses_micro_batches: bool = False,
+        track_frozen: bool = False,
+        deferred: bool | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`split`: whether a rank computes its part of a batch in micro-batches; `frozen`: whether parameters that are not trained are whole and
-        may be looked at. `later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
+        """`uses_micro_batches`: whether a rank computes its part of a batch in micro-batches; `track_frozen`: whether parameters that are not trained are whole and
+        may be looked at. `deferred`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
-        self._buffers: list[_Running | Unknown | CallState] = []
+        self._synced_states: list[_RunningStatistics | BufferTracker | ReducedState] = []
         #: State that calls change by a known rule; None: nothing does.
-        self.calls: CallState | None = None
-        self._unknown: Unknown | None = None
+        self.reduced_state: ReducedState | None = None
+        self._buffer_tracker: BufferTracker | None = None
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
-        self._numbers = self._rest = 0
+        self._scalar_count = self._extra_size = 0
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
         norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
         # A synchronised batch norm has the same statistics on every rank already.
-        local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)] if ranks.size > 1 else []
-        later = ranks.device.type != "cpu" if later is None else later
-        if local:
-            self._buffers.append(_Running(local, ranks, later=later))
-        unknown = Unknown(model, ranks, later=later, frozen=frozen, warn=warn)
-        if unknown.slots and (ranks.size > 1 or split):
-            self._unknown = unknown
-            self._buffers.append(unknown)
+        local_norms = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)] if ranks.size > 1 else []
+        deferred = ranks.device.type != "cpu" if deferred is None else deferred
+        if local_norms:
+            self._synced_states.append(_RunningStatistics(local_norms, ranks, deferred=deferred))
+        buffer_tracker = BufferTracker(model, ranks, deferred=deferred, track_frozen=track_frozen, warn=warn)
+        if buffer_tracker.slots and (ranks.size > 1 or uses_micro_batches):
+            self._buffer_tracker = buffer_tracker
+            self._synced_states.append(buffer_tracker)
 
     @property
-    def surprised(self) -> frozenset[str]:
+    def newly_changed(self) -> frozenset[str]:
         """Buffers that a step was seen to change for the first time since somebody last looked for rules."""
-        return frozenset() if self._unknown is None else frozenset(self._unknown.surprising)
+        return frozenset() if self._buffer_tracker is None else frozenset(self._buffer_tracker.newly_changed)
 
     @property
-    def averaged(self) -> frozenset[str]:
+    def differed_from_mean(self) -> frozenset[str]:
         """Those of them that this rank had other values of than the mean."""
-        return frozenset() if self._unknown is None else frozenset(self._unknown.averaged)
+        return frozenset() if self._buffer_tracker is None else frozenset(self._buffer_tracker.differed_from_mean)
 
-    def weigh(self, part: float) -> None:
+    def set_sample_fraction(self, sample_fraction: float) -> None:
         """This rank's part of the step's samples, by which its buffers count in means."""
-        if self._unknown is not None:
-            self._unknown.weight = part
+        if self._buffer_tracker is not None:
+            self._buffer_tracker.sample_fraction = sample_fraction
 
-    def adopt(self, calls: CallState) -> None:
+    def set_reduced_state(self, reduced_state: ReducedState) -> None:
         """Have this state put together by its own rules."""
-        self._buffers = [each for each in self._buffers if each is not self.calls] + [calls]
-        self.calls = calls
-        if self._unknown is not None:
-            self._unknown.leave(calls.rules)
+        self._synced_states = [state for state in self._synced_states if state is not self.reduced_state] + [
+            reduced_state
+        ]
+        self.reduced_state = reduced_state
+        if self._buffer_tracker is not None:
+            self._buffer_tracker.stop_tracking(reduced_state.rules)
 
-    def looked(self) -> None:
+    def clear_newly_changed(self) -> None:
         """The rules of everything that changes have been looked for."""
-        if self._unknown is not None:
-            self._unknown.surprising.clear()
-            self._unknown.averaged.clear()
+        if self._buffer_tracker is not None:
+            self._buffer_tracker.newly_changed.clear()
+            self._buffer_tracker.differed_from_mean.clear()
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Before the step's first forward."""
-        for buffers in self._buffers:
-            buffers.begin()
+        for state in self._synced_states:
+            state.begin_step()
 
     @torch.no_grad()
-    def send(self, *shares: Tensor, rest: Tensor) -> None:
-        """After the step's last forward: this rank's shares of numbers to add up, the loss among them; `rest`: a vector of more."""
-        head = torch.stack([share.detach().double() for share in shares])
-        self._numbers, self._rest = len(shares), len(rest)
-        self._sums = torch.cat([head, rest, *(buffers.share() for buffers in self._buffers)])
+    def send(self, *scalars: Tensor, extra: Tensor) -> None:
+        """After the step's last forward: this rank's shares of numbers to add up, the loss among them; `extra`: a vector of more."""
+        packed_scalars = torch.stack([scalar.detach().double() for scalar in scalars])
+        self._scalar_count, self._extra_size = len(scalars), len(extra)
+        self._sums = torch.cat([packed_scalars, extra, *(state.pack() for state in self._synced_states)])
         if self._ranks.size > 1:
-            self._work = dist.all_reduce(self._sums, group=self._ranks.group, async_op=True)
+            self._work = dist.all_reduce(self._sums, group=self._ranks.process_group, async_op=True)
 
     @torch.no_grad()
     def receive(self) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -107,104 +109,114 @@ class StepStatistics:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._buffers:
-            rest = self._sums[self._numbers + self._rest :]
-            for buffers in self._buffers:
-                part, rest = rest[: buffers.size], rest[buffers.size :]
-                buffers.set(part)
-        return tuple(self._sums[: self._numbers]), self._sums[self._numbers : self._numbers + self._rest]
+        if self._synced_states:
+            packed = self._sums[self._scalar_count + self._extra_size :]
+            for state in self._synced_states:
+                sums_of_state, packed = packed[: state.size], packed[state.size :]
+                state.unpack(sums_of_state)
+        return tuple(self._sums[: self._scalar_count]), self._sums[
+            self._scalar_count : self._scalar_count + self._extra_size
+        ]
 
     @property
-    def news(self) -> Tensor | None:
-        """On an accelerator: above 0 if a rank saw what it had not seen before. Then all must `settle`."""
-        found = [each.news for each in self._buffers if each.news is not None]
-        return torch.stack(found).sum() if found else None
+    def resync_flag(self) -> Tensor | None:
+        """On an accelerator: above 0 if a rank saw what it had not seen before. Then all must `resync`."""
+        flags = [state.resync_flag for state in self._synced_states if state.resync_flag is not None]
+        return torch.stack(flags).sum() if flags else None
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def resync(self) -> None:
         """Agree on which buffers change and bring them to their common values now. Every rank must call it."""
-        for buffers in self._buffers:
-            buffers.settle()
+        for state in self._synced_states:
+            state.resync()
 
     @property
-    def changing(self) -> dict[str, tuple[int, ...]] | None:
+    def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
         """The buffers without a known rule that steps change, and their shapes; None: nobody has looked."""
-        return None if self._unknown is None or self._ranks.size == 1 else self._unknown.changing
+        return None if self._buffer_tracker is None or self._ranks.size == 1 else self._buffer_tracker.mutable_buffers
 
-    def expect(self, changing: Mapping[str, Sequence[int]] | None) -> None:
+    def assume_mutable(self, mutable_buffers: Mapping[str, Sequence[int]] | None) -> None:
         """Go on from a checkpoint: these are known to change (None: look again)."""
-        if self._unknown is not None:
-            self._unknown.expect(changing)
+        if self._buffer_tracker is not None:
+            self._buffer_tracker.assume_mutable(mutable_buffers)
 
 
-class _Running:
+class _RunningStatistics:
     """The running means and variances of local batch norms, all in one flat tensor; no value visits the host."""
 
-    def __init__(self, norms: list[_BatchNorm], ranks: Group, *, later: bool) -> None:
-        """`later`: the host may not wait for what the ranks add up."""
+    def __init__(self, norms: list[_BatchNorm], ranks: Communicator, *, deferred: bool) -> None:
+        """`deferred`: the host may not wait for what the ranks add up."""
         self._ranks, device = ranks, ranks.device
-        self._later = later
+        self._deferred = deferred
         #: Where the host may not wait: above 0 if ranks called a layer unequally often.
-        self.news: Tensor | None = None
-        self._tensors = [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
+        self.resync_flag: Tensor | None = None
+        self._statistics = [
+            statistic for norm in norms for statistic in (norm.running_mean, norm.running_var) if statistic is not None
+        ]
         self._counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
         widths = torch.tensor([2 * norm.num_features for norm in norms], device=device)
-        self._norm = torch.repeat_interleave(torch.arange(len(norms), device=device), widths)
-        self._keep = torch.tensor([1.0 - (norm.momentum or 0.0) for norm in norms], dtype=torch.float64, device=device)
+        self._norm_index = torch.repeat_interleave(torch.arange(len(norms), device=device), widths)
+        self._decay = torch.tensor([1.0 - (norm.momentum or 0.0) for norm in norms], dtype=torch.float64, device=device)
         #: momentum=None: a plain average over all batches so far.
-        self._average = torch.tensor([norm.momentum is None for norm in norms], device=device)
-        self.size = self._norm.numel() + ranks.size * len(norms)
+        self._is_plain_average = torch.tensor([norm.momentum is None for norm in norms], device=device)
+        self.size = self._norm_index.numel() + ranks.size * len(norms)
 
-    def begin(self) -> None:
-        self._start, self._before = self._flat(), self._calls()
+    def begin_step(self) -> None:
+        self._initial_values, self._initial_calls = self._flat_values(), self._call_counts()
 
-    def share(self) -> Tensor:
-        self._mine = self._calls() - self._before
-        self._now = self._flat()
-        slots = self._mine.new_zeros(self._ranks.size, len(self._mine))
-        slots[self._ranks.rank] = self._mine
-        later = self._mine * (self._ranks.size - 1 - self._ranks.rank)  # as if all ranks called as often
-        return torch.cat([self._part(later), slots.view(-1)])
+    def pack(self) -> Tensor:
+        self._local_calls = self._call_counts() - self._initial_calls
+        self._current_values = self._flat_values()
+        calls_by_rank = self._local_calls.new_zeros(self._ranks.size, len(self._local_calls))
+        calls_by_rank[self._ranks.rank] = self._local_calls
+        later_calls = self._local_calls * (self._ranks.size - 1 - self._ranks.rank)  # as if all ranks called as often
+        return torch.cat([self._local_part(later_calls), calls_by_rank.view(-1)])
 
-    def _part(self, later: Tensor) -> Tensor:
+    def _local_part(self, later_calls: Tensor) -> Tensor:
         """This rank's part, given how many calls of other ranks come after its own."""
-        decayed = (self._now - self._start * self._each(self._keep**self._mine)) * self._each(self._keep**later)
-        summed = self._now * self._each(self._before + self._mine) - self._start * self._each(self._before)
-        return torch.where(self._each(self._average), summed, decayed)
+        decayed = (
+            self._current_values - self._initial_values * self._per_element(self._decay**self._local_calls)
+        ) * self._per_element(self._decay**later_calls)
+        summed = self._current_values * self._per_element(
+            self._initial_calls + self._local_calls
+        ) - self._initial_values * self._per_element(self._initial_calls)
+        return torch.where(self._per_element(self._is_plain_average), summed, decayed)
 
-    def set(self, sums: Tensor) -> None:
-        parts, calls = sums[: len(self._norm)], sums[len(self._norm) :].view(self._ranks.size, -1)
-        total = calls.sum(0)
-        unequal = (calls != calls[0]).any()
-        if self._later:
-            self.news = unequal.double()
-        elif unequal:
-            parts = self._ranks.sum(self._part(calls[self._ranks.rank + 1 :].sum(0)))
-        decayed = self._start * self._each(self._keep**total) + parts
-        averaged = (self._start * self._each(self._before) + parts) / self._each(self._before + total).clamp(min=1)
-        value = torch.where(self._each(self._average), averaged, decayed)
-        _write(self._tensors, value)
-        _write(self._counters, self._before + total)
+    def unpack(self, sums: Tensor) -> None:
+        parts, calls_by_rank = sums[: len(self._norm_index)], sums[len(self._norm_index) :].view(self._ranks.size, -1)
+        total_calls = calls_by_rank.sum(0)
+        is_unequal = (calls_by_rank != calls_by_rank[0]).any()
+        if self._deferred:
+            self.resync_flag = is_unequal.double()
+        elif is_unequal:
+            parts = self._ranks.all_reduce(self._local_part(calls_by_rank[self._ranks.rank + 1 :].sum(0)))
+        decayed = self._initial_values * self._per_element(self._decay**total_calls) + parts
+        averaged = (self._initial_values * self._per_element(self._initial_calls) + parts) / self._per_element(
+            self._initial_calls + total_calls
+        ).clamp(min=1)
+        updated = torch.where(self._per_element(self._is_plain_average), averaged, decayed)
+        _write_flat(self._statistics, updated)
+        _write_flat(self._counters, self._initial_calls + total_calls)
 
-    def settle(self) -> None:
+    def resync(self) -> None:
         """On an accelerator, whose host hears of it too late: unequal calls end the run."""
-        if self.news is not None and self.news > 0:
+        if self.resync_flag is not None and self.resync_flag > 0:
             raise DivergenceError(
                 "a batch norm is called more often on some ranks than on others (by chance, or depending on the data), so that its running statistics "
                 "are not those of one device; call it equally often, or use batchnorm=sync",
                 cause="calls depend on the rank",
             )
 
-    def _flat(self) -> Tensor:
-        return torch.cat(self._tensors).double()
+    def _flat_values(self) -> Tensor:
+        return torch.cat(self._statistics).double()
 
-    def _calls(self) -> Tensor:
+    def _call_counts(self) -> Tensor:
         return torch.stack(self._counters).double()
 
-    def _each(self, per_norm: Tensor) -> Tensor:
-        return per_norm[self._norm]
+    def _per_element(self, per_norm: Tensor) -> Tensor:
+        return per_norm[self._norm_index]
 
 
-def _write(tensors: list[Tensor], flat: Tensor) -> None:
+def _write_flat(tensors: list[Tensor], flat: Tensor) -> None:
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

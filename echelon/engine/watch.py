@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
-from echelon.engine.checkpoint.function_state import in_words, places_apart
-from echelon.engine.parallel.tensor_parallel import OwnForward
-from echelon.engine.process_groups import Group
-from echelon.engine.replica_check import Replicas, equal, same
+from echelon.engine.checkpoint.function_state import describe_slot, find_differing_slots
+from echelon.engine.parallel.tensor_parallel import PatchedForward
+from echelon.engine.process_groups import Communicator
+from echelon.engine.replica_check import ReplicaCheck, all_words_equal, is_same_on_ranks
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -36,107 +36,125 @@ if TYPE_CHECKING:
 
 #: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more. The rest of the watch costs a short step about
 #: 0.2 ms of the 0.3 that all of it may (bench.watch).
-SHARE, SECONDS = 0.002, 1e-5
+COST_FRACTION, COST_SECONDS = 0.002, 1e-5
 #: Steps between comparisons of replicas, at most.
-_RARELY = 1000
+_MAX_INTERVAL = 1000
 #: Numbers of a tensor that a step's digest looks at.
-_LOOKED_AT = 64
-_BITS = 0xFFFFF
+_SAMPLED_VALUES = 64
+_WORD_MASK = 0xFFFFF
 #: Of a module: its number, and above these bits the size of its input, 0 where ranks may differ in it.
-_NUMBER = 20
+_MODULE_BITS = 20
 
 
-class Watch:
-    """The watch over one run. `off`: only what decides how a step is computed is looked at (a proof compares everything itself)."""
+class DivergenceMonitor:
+    """The watch over one run. `is_off`: only what decides how a step is computed is looked at (a proof compares everything itself)."""
 
-    def __init__(self, run: Run, warn: Callable[[str], None], *, off: bool = False) -> None:
+    def __init__(self, run: Run, warn: Callable[[str], None], *, is_off: bool = False) -> None:
         self._run = run
-        self.off = off or run.world.size == 1 or run.plan.free
-        self._replicas = Replicas(run, warn)
-        self._calls = _Calls(run) if not self.off and not run.plan.compile else None
-        self._samples = 0
-        self._shared: list[float] = []
-        self._next = 1
-        self._clock: float | None = None
-        self._warn, self._warned = warn, False
+        self.is_off = is_off or run.world.size == 1 or run.plan.asynchronous
+        self._replica_check = ReplicaCheck(run, warn)
+        self._call_order = _CallOrder(run) if not self.is_off and not run.plan.compile else None
+        self._sample_word = 0
+        self._model_parallel_words: list[float] = []
+        self._next_comparison = 1
+        self._step_started: float | None = None
+        self._warn, self._has_warned = warn, False
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        if self._calls is not None:
-            self._calls.close()
+        if self._call_order is not None:
+            self._call_order.close()
 
     # Every step
 
-    def begin(self, batch: StepBatch) -> None:
+    def begin_step(self, batch: StepBatch) -> None:
         """Before the step's first forward."""
-        if self._calls is not None:
-            self._calls.begin()
-        if not self.off and self._run.core.size > 1:
-            self._samples = digest([micro.batch for micro in batch.micros], batch.step) & _BITS
+        if self._call_order is not None:
+            self._call_order.begin()
+        if not self.is_off and self._run.model_parallel.size > 1:
+            self._sample_word = (
+                strided_digest([micro_batch.batch for micro_batch in batch.micro_batches], batch.step) & _WORD_MASK
+            )
 
-    def data_share(self) -> list[float]:
+    def pack_data_parallel(self) -> list[float]:
         """What data ranks add up: the order in which sharded units were gathered."""
-        if self._calls is None or not self._calls.gathers:
+        if self._call_order is None or not self._call_order.gather_calls:
             return [0.0, 0.0]
-        word = float(_word(self._calls.gathers))
+        word = float(_hash_calls(self._call_order.gather_calls))
         return [word, word * word]
 
-    def core_share(self) -> list[float]:
+    def pack_model_parallel(self) -> list[float]:
         """What the ranks of one data group add up: samples, and by stage the order of calls of modules that the tensor axis cuts."""
-        samples, calls = float(self._samples), float(_word(self._calls.cuts)) if self._calls is not None else 0.0
+        sample_word, call_word = (
+            float(self._sample_word),
+            float(_hash_calls(self._call_order.tp_calls)) if self._call_order is not None else 0.0,
+        )
         stage = self._run.axes["pp"]
-        self._shared = [samples, samples * samples, *[0.0] * (2 * stage.size)]
-        self._shared[2 * stage.rank + 2 : 2 * stage.rank + 4] = [calls, calls * calls]
-        return self._shared
+        self._model_parallel_words = [sample_word, sample_word * sample_word, *[0.0] * (2 * stage.size)]
+        self._model_parallel_words[2 * stage.rank + 2 : 2 * stage.rank + 4] = [call_word, call_word * call_word]
+        return self._model_parallel_words
 
-    def judge_data(self, sums: Sequence[float], step: int) -> None:
+    def check_data_parallel(self, sums: Sequence[float], step: int) -> None:
         """Raise where data ranks gathered sharded units in different orders."""
-        if not equal(self._run.data.size, *sums):
-            assert self._calls is not None
-            self._mispaired(self._run.data, self._calls.named(self._calls.gathers), step, "zero")
+        if not all_words_equal(self._run.data_parallel.size, *sums):
+            assert self._call_order is not None
+            self._raise_mismatched_calls(
+                self._run.data_parallel, self._call_order.describe(self._call_order.gather_calls), step, "zero"
+            )
 
-    def judge_core(self, sums: Sequence[float], step: int) -> None:
+    def check_model_parallel(self, sums: Sequence[float], step: int) -> None:
         """Raise where the ranks of one data group read different samples, or called cut modules in different orders."""
         run = self._run
-        if sums == [run.core.size * number for number in self._shared]:
+        if sums == [run.model_parallel.size * number for number in self._model_parallel_words]:
             return  # all have this rank's words; stages have slots of their own, and need the rest
-        samples, calls = sums[:2], [sums[place : place + 2] for place in range(2, len(sums), 2)]
-        if not equal(run.core.size, *samples):
-            found = run.core.gather((run.world.rank, self._samples))
-            rank = next(rank for rank, word in found if word != found[0][1])
+        sample_sums, call_sums = sums[:2], [sums[start : start + 2] for start in range(2, len(sums), 2)]
+        if not all_words_equal(run.model_parallel.size, *sample_sums):
+            rank_words = run.model_parallel.all_gather_object((run.world.rank, self._sample_word))
+            rank = next(rank for rank, word in rank_words if word != rank_words[0][1])
             raise DivergenceError(
-                f"step {step + 1}: ranks {found[0][0]} and {rank} compute one part of the batch together and read different samples: the data set, its "
+                f"step {step + 1}: ranks {rank_words[0][0]} and {rank} compute one part of the batch together and read different samples: the data set, its "
                 "transforms or collate= draw random numbers of their own; seed them from the sample's number (as torch's, NumPy's and Python's "
                 "own generators are here), or use a plan without tp and pp",
                 rank=rank,
                 cause="the data set draws random numbers of its own",
             )
         # All stages learn of it, so that all stop; the ranks of that stage can name the modules.
-        for stage, sums_of_stage in enumerate(calls):
-            if not equal(run.axes["tp"].size, *sums_of_stage):
-                assert self._calls is not None
-                named = self._calls.named(self._calls.cuts) if stage == run.axes["pp"].rank else None
-                self._mispaired(run.core, named, step, "tp")
+        for stage, sums_of_stage in enumerate(call_sums):
+            if not all_words_equal(run.axes["tp"].size, *sums_of_stage):
+                assert self._call_order is not None
+                named = self._call_order.describe(self._call_order.tp_calls) if stage == run.axes["pp"].rank else None
+                self._raise_mismatched_calls(run.model_parallel, named, step, "tp")
 
-    def _mispaired(self, group: Group, mine: list[tuple[str, int]] | None, step: int, axis: str) -> None:
-        """`mine`: the modules that this rank called and the sizes of their inputs; None where it is not among those that differ."""
-        found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls is not None]
-        first_rank, first = found[0]
-        rank, other = next(((rank, calls) for rank, calls in found if calls != first), found[0])
-        place = next(
-            (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other))
+    def _raise_mismatched_calls(
+        self, communicator: Communicator, local_calls: list[tuple[str, int]] | None, step: int, axis: str
+    ) -> None:
+        """`local_calls`: the modules that this rank called and the sizes of their inputs; None where it is not among those that differ."""
+        rank_calls = [
+            (rank, calls)
+            for rank, calls in communicator.all_gather_object((self._run.world.rank, local_calls))
+            if calls is not None
+        ]
+        first_rank, first_calls = rank_calls[0]
+        rank, other_calls = next(((rank, calls) for rank, calls in rank_calls if calls != first_calls), rank_calls[0])
+        index = next(
+            (
+                call_index
+                for call_index, (left, right) in enumerate(zip(first_calls, other_calls, strict=False))
+                if left != right
+            ),
+            min(len(first_calls), len(other_calls)),
         )
         (name, size), (other_name, other_size) = (
-            calls[place] if place < len(calls) else ("nothing", 0) for calls in (first, other)
+            calls[index] if index < len(calls) else ("nothing", 0) for calls in (first_calls, other_calls)
         )
         if name == other_name:
             name, other_name = f"{name} with {size:,} inputs", f"{other_name} with {other_size:,}"
         raise DivergenceError(
-            f"step {step + 1}: call {place + 1} of a module that exchanges values over {axis} is {name} on rank {first_rank} and {other_name} on rank "
+            f"step {step + 1}: call {index + 1} of a module that exchanges values over {axis} is {name} on rank {first_rank} and {other_name} on rank "
             f"{rank}: sums of different modules were mixed; the order of calls depends on the rank (iteration over a set, hash(), a random choice); "
             f"iterate in sorted order, or use a plan without {axis}",
             rank=rank,
-            tensor=other[place][0] if place < len(other) else None,
+            tensor=other_calls[index][0] if index < len(other_calls) else None,
             cause="the order of calls depends on the rank",
         )
 
@@ -144,137 +162,147 @@ class Watch:
 
     def before_update(self, step: int) -> None:
         """After the first backward: what forward itself has changed."""
-        if not self.off and step == 0:
-            self._replicas.compare(0, updated=False)
+        if not self.is_off and step == 0:
+            self._replica_check.compare(0, after_update=False)
 
     def after_update(self, step: int) -> None:
         """After step `step` (from 1): compare replicas where it is their turn."""
-        if self.off:
+        if self.is_off:
             return
-        if step >= self._next:
-            now = time.perf_counter()
-            self._replicas.compare(step)
+        if step >= self._next_comparison:
+            started = time.perf_counter()
+            self._replica_check.compare(step)
             self._compare_loss_state(step)
-            spent, length = time.perf_counter() - now, now - self._clock if self._clock is not None else 0.0
-            self._next = step + self._interval(spent, length)
-        if step >= self._next - 1:  # the next step's length is needed
-            self._clock = time.perf_counter()
+            spent, length = (
+                time.perf_counter() - started,
+                started - self._step_started if self._step_started is not None else 0.0,
+            )
+            self._next_comparison = step + self._comparison_interval(spent, length)
+        if step >= self._next_comparison - 1:  # the next step's length is needed
+            self._step_started = time.perf_counter()
 
-    def compare(self, step: int) -> None:
+    def compare_replicas(self, step: int) -> None:
         """Compare replicas now, between steps. Every rank must call it."""
-        if not self.off:
-            self._replicas.compare(step, settled=True)
+        if not self.is_off:
+            self._replica_check.compare(step, between_steps=True)
 
     def _compare_loss_state(self, step: int) -> None:
         """Warn where data ranks hold different values of what the loss keeps, and no proof has shown that it does not read them."""
-        data, kept = self._run.data, self._run.attributes
-        if self._warned or not kept.unproved or data.size == 1:
+        data_parallel, attributes = self._run.data_parallel, self._run.attributes
+        if self._has_warned or not attributes.is_unproved or data_parallel.size == 1:
             return
-        mine = kept.functions.fingerprints()
-        text = repr(sorted(mine.items())).encode()
-        if same(data, int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")):
+        fingerprints = attributes.functions.digest_changes()
+        text = repr(sorted(fingerprints.items())).encode()
+        if is_same_on_ranks(data_parallel, int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")):
             return
-        self._warned = True
-        names = ", ".join(map(in_words, places_apart(data.gather(mine))))
-        if not data.rank:
+        self._has_warned = True
+        names = ", ".join(map(describe_slot, find_differing_slots(data_parallel.all_gather_object(fingerprints))))
+        if not data_parallel.rank:
             self._warn(
                 f"{names}: data ranks hold different values after step {step}, each from its own samples; where the loss reads them, this plan "
                 "computes something else than one process; leave --no-verify out to find out"
             )
 
-    def _interval(self, spent: float, length: float) -> int:
+    def _comparison_interval(self, spent: float, length: float) -> int:
         """Steps to the next comparison, the same on every rank: so many that its cost stays within the budget."""
-        group = self._run.ranks
-        mean = group.sum(torch.tensor([spent, length], dtype=torch.float64).to(group.device)).tolist()
-        budget = max(SHARE * mean[1] / group.size, SECONDS)
-        return min(max(int(mean[0] / group.size / budget), 1), _RARELY)
+        communicator = self._run.ranks
+        sums = communicator.all_reduce(
+            torch.tensor([spent, length], dtype=torch.float64).to(communicator.device)
+        ).tolist()
+        budget = max(COST_FRACTION * sums[1] / communicator.size, COST_SECONDS)
+        return min(max(int(sums[0] / communicator.size / budget), 1), _MAX_INTERVAL)
 
 
-class _Calls:
+class _CallOrder:
     """The order in which this rank calls modules whose forward or backward exchanges values with other ranks."""
 
     def __init__(self, run: Run) -> None:
-        self.cuts: list[int] = []
-        self.gathers: list[int] = []
-        self._paths = ["the model"]
-        owners = {name.rpartition(".")[0] for name in run.pieces}
-        uneven = {name.rpartition(".")[0] for name, piece in run.pieces.items() if not piece.even}
-        whole = not run.plan.segments  # parts of a sequence differ in length
+        self.tp_calls: list[int] = []
+        self.gather_calls: list[int] = []
+        self._module_paths = ["the model"]
+        tp_paths = {name.rpartition(".")[0] for name in run.tp_shards}
+        uneven_paths = {name.rpartition(".")[0] for name, tp_shard in run.tp_shards.items() if not tp_shard.is_even}
+        full_sequences = not run.plan.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
         self._hooks: list[RemovableHandle] = []
-        self._noted: list[OwnForward] = []
-        for path in sorted(owners & modules.keys()):
-            note, module = self._cut(self._number(path), sized=whole and path not in uneven), modules[path]
+        self._noted_forwards: list[PatchedForward] = []
+        for path in sorted(tp_paths & modules.keys()):
+            note, module = (
+                self._make_note(self._register(path), has_equal_size=full_sequences and path not in uneven_paths),
+                modules[path],
+            )
             if isinstance(
-                module.forward, OwnForward
+                module.forward, PatchedForward
             ):  # a hook would cost a short step as much as the rest of the watch
-                module.forward.note = note
-                self._noted.append(module.forward)
+                module.forward.pre_hook = note
+                self._noted_forwards.append(module.forward)
             else:
-                self._hooks.append(module.register_forward_pre_hook(_first_of(note)))
-        units = [] if run.assembly.sharding is None else run.assembly.sharding.units()
+                self._hooks.append(module.register_forward_pre_hook(_hook_first_argument(note)))
+        units = [] if run.rank_model.sharding is None else run.rank_model.sharding.units()
         paths = {id(module): path for path, module in modules.items()}
         for unit in units:
-            hook = self._gather(self._number(paths.get(id(unit), "")))
+            hook = self._make_gather_hook(self._register(paths.get(id(unit), "")))
             self._hooks.append(unit.register_forward_pre_hook(hook, prepend=True))
 
     def begin(self) -> None:
-        self.cuts.clear()
-        self.gathers.clear()
+        self.tp_calls.clear()
+        self.gather_calls.clear()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for forward in self._noted:
-            forward.note = None
+        for forward in self._noted_forwards:
+            forward.pre_hook = None
 
-    def named(self, calls: Sequence[int]) -> list[tuple[str, int]]:
+    def describe(self, calls: Sequence[int]) -> list[tuple[str, int]]:
         """The paths of the modules that were called, and the sizes of their inputs."""
-        return [(self._paths[call % (1 << _NUMBER)], call >> _NUMBER) for call in calls]
+        return [(self._module_paths[call % (1 << _MODULE_BITS)], call >> _MODULE_BITS) for call in calls]
 
-    def _number(self, path: str) -> int:
-        self._paths.append(path or self._paths[0])
-        return len(self._paths) - 1
+    def _register(self, path: str) -> int:
+        self._module_paths.append(path or self._module_paths[0])
+        return len(self._module_paths) - 1
 
-    def _cut(self, number: int, *, sized: bool) -> Callable[[Any], None]:
-        """`sized`: inputs have the same size on every rank."""
-        append = self.cuts.append
+    def _make_note(self, module_index: int, *, has_equal_size: bool) -> Callable[[Any], None]:
+        """`has_equal_size`: inputs have the same size on every rank."""
+        append = self.tp_calls.append
 
         def note(value: Any) -> None:
-            append(number + (value.numel() << _NUMBER if sized and isinstance(value, Tensor) else 0))
+            append(
+                module_index + (value.numel() << _MODULE_BITS if has_equal_size and isinstance(value, Tensor) else 0)
+            )
 
         return note
 
-    def _gather(self, number: int) -> Callable[[nn.Module, Any], None]:
+    def _make_gather_hook(self, module_index: int) -> Callable[[nn.Module, Any], None]:
         from echelon.engine.parallel.fsdp import is_sharded
 
         def note(unit: nn.Module, _: Any) -> None:
             if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged
-                self.gathers.append(number)
+                self.gather_calls.append(module_index)
 
         return note
 
 
-def _first_of(note: Callable[[Any], None]) -> Callable[[nn.Module, Any], None]:
+def _hook_first_argument(note: Callable[[Any], None]) -> Callable[[nn.Module, Any], None]:
     return lambda _, args: note(args[0] if args else None)
 
 
-def _word(calls: Sequence[int]) -> int:
+def _hash_calls(calls: Sequence[int]) -> int:
     """A number that tells sequences of calls apart."""
-    return zlib.crc32(array("q", calls).tobytes()) & _BITS
+    return zlib.crc32(array("q", calls).tobytes()) & _WORD_MASK
 
 
-def digest(value: Any, step: int) -> int:
+def strided_digest(value: Any, step: int) -> int:
     """A word that tells samples apart: some numbers of each tensor, others at each step, and the text of everything else."""
     word = 0
     pending = [value]
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):
-            numbers = _flat(item)
-            if numbers is not None:
-                stride = max(len(numbers) // _LOOKED_AT, 1)
-                word = zlib.crc32(numbers[step % stride :: stride].tobytes(), word) ^ hash(item.shape) & 0xFFFFFFFF
+            values = _flat_array(item)
+            if values is not None:
+                stride = max(len(values) // _SAMPLED_VALUES, 1)
+                word = zlib.crc32(values[step % stride :: stride].tobytes(), word) ^ hash(item.shape) & 0xFFFFFFFF
         elif isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, list | tuple):
@@ -286,7 +314,7 @@ def digest(value: Any, step: int) -> int:
     return word
 
 
-def _flat(value: Tensor) -> np.ndarray | None:
+def _flat_array(value: Tensor) -> np.ndarray | None:
     """Its numbers in one row, None where the host has none. NumPy's, because each of torch's calls costs a short step as much as all of this."""
     try:
         return value.numpy().reshape(-1)

@@ -14,74 +14,74 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
-from echelon.engine.backends.launch_servers import FOLDER
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST, open_stored
-from echelon.engine.parallel.shard_layout import Piece, regions, whole_shape
+from echelon.engine.backends.launch_servers import SERVER_FOLDER
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE, open_checkpoint
+from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions
 from echelon.errors import CheckpointError, EchelonError, JobError
-from echelon.plan.sealed_json import LIMIT, parse_object
+from echelon.plan.sealed_json import MAX_FILE_BYTES, parse_object
 
-Read = Callable[[slice | None], Tensor]
+ReadRows = Callable[[slice | None], Tensor]
 #: Under which a checkpoint holds the model's tensors; the optimizer's are beside them.
-_MODEL = "model/"
+_MODEL_PREFIX = "model/"
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _TensorSource:
     """Tensors that can be read: their shapes, and what fills targets with them."""
 
     shapes: Mapping[str, tuple[int, ...]]
     fill: Callable[[Mapping[str, Tensor]], None]
     #: Of tensors in files; those of a checkpoint are the model's own.
-    kinds: Mapping[str, torch.dtype] = field(default_factory=dict)
+    file_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, path: str | Path, *, pieces: Mapping[str, Piece], warn: Callable[[str], None]
+    model: nn.Module, path: str | Path, *, tp_shards: Mapping[str, TPShard], warn: Callable[[str], None]
 ) -> None:
     """Fill parameters and buffers from a safetensors file, its `.index.json`, a torch state dict (read without pickle), a
     checkpoint, or the last checkpoint of a run."""
     path = Path(path)
     targets = dict(model.state_dict(keep_vars=True).items())
     with ExitStack() as files:
-        found = _open_checkpoint(checkpoint_of(path)) if path.is_dir() else _open_file(path, files)
-        unknown = sorted(set(found.shapes) - set(targets))
-        if unknown:
+        source = _open_checkpoint(find_checkpoint(path)) if path.is_dir() else _open_file(path, files)
+        unknown_names = sorted(set(source.shapes) - set(targets))
+        if unknown_names:
             raise JobError(
-                f"{path}: {len(unknown)} tensor{'s' * (len(unknown) > 1)} that the model does not have, the first is {unknown[0]}; "
+                f"{path}: {len(unknown_names)} tensor{'s' * (len(unknown_names) > 1)} that the model does not have, the first is {unknown_names[0]}; "
                 "is it another model's?"
             )
-        for name, shape in found.shapes.items():
-            here = tuple(whole_shape(targets[name], pieces.get(name)))
-            if shape != here:
-                raise JobError(f"{path}: {name} is {shape} there and {here} in the model")
-        for name, dtype in found.kinds.items():
-            _require_kind(path, name, dtype, targets[name].dtype)
-        mine = [name for name in found.shapes if not targets[name].is_meta]  # the others are other stages'
-        found.fill({name: targets[name] for name in mine if name not in pieces})
-        for name in mine:
-            if name in pieces:
-                _fill_piece(targets[name], pieces[name], found, name)
-    missing = sorted(set(targets) - set(found.shapes) - _aliases(model, set(found.shapes)))
+        for name, shape in source.shapes.items():
+            model_shape = tuple(full_tensor_shape(targets[name], tp_shards.get(name)))
+            if shape != model_shape:
+                raise JobError(f"{path}: {name} is {shape} there and {model_shape} in the model")
+        for name, dtype in source.file_dtypes.items():
+            _require_compatible_dtype(path, name, dtype, targets[name].dtype)
+        local_names = [name for name in source.shapes if not targets[name].is_meta]  # the others are other stages'
+        source.fill({name: targets[name] for name in local_names if name not in tp_shards})
+        for name in local_names:
+            if name in tp_shards:
+                _fill_tp_shard(targets[name], tp_shards[name], source, name)
+    missing = sorted(set(targets) - set(source.shapes) - _tied_names(model, set(source.shapes)))
     if missing:
         warn(
             f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ..."
         )
 
 
-def _fill_piece(target: Tensor, piece: Piece, found: _Found, name: str) -> None:
+def _fill_tp_shard(target: Tensor, tp_shard: TPShard, source: _TensorSource, name: str) -> None:
     """Cut in another way than by rows: the whole is read, one tensor at a time."""
-    whole = torch.empty(piece.whole, dtype=target.dtype)
-    found.fill({name: whole})
-    for region in regions(target, piece):
-        region.values.copy_(whole[region.place])
+    full_tensor = torch.empty(tp_shard.full_shape, dtype=target.dtype)
+    source.fill({name: full_tensor})
+    for region in local_regions(target, tp_shard):
+        region.values.copy_(full_tensor[region.slices])
 
 
 # Checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written: of which checkpoint and step, how many tensors and bytes."""
 
     checkpoint: Path
@@ -90,33 +90,41 @@ class Exported:
     bytes: int
 
 
-def checkpoint_of(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """`path` where it is a checkpoint; of a run the newest one."""
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST_FILE).is_file():
         return path
-    found = [each for each in (path / "checkpoints").glob("step-*") if each.name.removeprefix("step-").isdigit()]
-    saved = [each for each in found if (each / MANIFEST).is_file() and not each.is_symlink()]
-    if not saved:
-        what = "a folder without a checkpoint" if path.is_dir() else "no such folder"
+    step_folders = [
+        step_folder
+        for step_folder in (path / "checkpoints").glob("step-*")
+        if step_folder.name.removeprefix("step-").isdigit()
+    ]
+    checkpoints = [
+        step_folder
+        for step_folder in step_folders
+        if (step_folder / MANIFEST_FILE).is_file() and not step_folder.is_symlink()
+    ]
+    if not checkpoints:
+        problem = "a folder without a checkpoint" if path.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{path}: {what}; give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
+            f"{path}: {problem}; give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
         )
-    return max(saved, key=lambda each: int(each.name.removeprefix("step-")))
+    return max(checkpoints, key=lambda step_folder: int(step_folder.name.removeprefix("step-")))
 
 
-def export_weights(path: str | Path, out: str | Path) -> Exported:
+def export_weights(path: str | Path, out: str | Path) -> ExportResult:
     """Write the model's tensors of a checkpoint, or of a run's last one, to one safetensors file. Needs no ranks and no model."""
     from safetensors.torch import save_file
 
-    folder, out = checkpoint_of(Path(path)), Path(out)
+    folder, out = find_checkpoint(Path(path)), Path(out)
     if out.suffix != ".safetensors":
         raise EchelonError(
             f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors"
         )
-    found = _open_checkpoint(folder)
-    manifest = found.manifest
-    tensors = {name: torch.empty(shape, dtype=found.dtypes[name]) for name, shape in found.shapes.items()}
-    found.fill(tensors)
+    source = _open_checkpoint(folder)
+    manifest = source.manifest
+    tensors = {name: torch.empty(shape, dtype=source.dtypes[name]) for name, shape in source.shapes.items()}
+    source.fill(tensors)
     partial = out.with_name(out.name + ".partial")
     try:
         save_file(
@@ -126,13 +134,17 @@ def export_weights(path: str | Path, out: str | Path) -> Exported:
     except Exception as error:  # the disk, the folder, or a dtype that the format does not have
         partial.unlink(missing_ok=True)
         raise EchelonError(f"{out}: could not be written ({error})") from error
-    return Exported(checkpoint=folder, step=manifest["step"], tensors=len(tensors), bytes=out.stat().st_size)
+    return ExportResult(checkpoint=folder, step=manifest["step"], tensors=len(tensors), bytes=out.stat().st_size)
 
 
-def _open_checkpoint(folder: Path) -> _Checkpoint:
-    stored = open_stored(folder)  # every rank checks all of it: nobody waits here for the others
+def _open_checkpoint(folder: Path) -> _CheckpointSource:
+    stored = open_checkpoint(folder)  # every rank checks all of it: nobody waits here for the others
     manifest = stored.manifest
-    entries = {name.removeprefix(_MODEL): entry for name, entry in stored.entries.items() if name.startswith(_MODEL)}
+    entries = {
+        name.removeprefix(_MODEL_PREFIX): entry
+        for name, entry in stored.entries.items()
+        if name.startswith(_MODEL_PREFIX)
+    }
 
     tables = {
         name: tuple(manifest["parameters"][name])
@@ -142,13 +154,13 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name in tables.keys() & targets.keys():
-            _fill_table(targets[name], folder / FOLDER, name)
-        wanted: dict[str, Any] = {
-            f"{_MODEL}{name}": target.detach() for name, target in targets.items() if name not in tables
+            _fill_table(targets[name], folder / SERVER_FOLDER, name)
+        stored_targets: dict[str, Any] = {
+            f"{_MODEL_PREFIX}{name}": target.detach() for name, target in targets.items() if name not in tables
         }
-        stored.fill(wanted, alone=True)
+        stored.load_into(stored_targets, is_single_process=True)
 
-    return _Checkpoint(
+    return _CheckpointSource(
         shapes={name: tuple(entry.shape) for name, entry in entries.items()} | tables,
         fill=fill,
         dtypes={name: entry.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
@@ -158,19 +170,21 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
 
 def _fill_table(target: Tensor, folder: Path, name: str) -> None:
     """A table whole, from what servers wrote of it."""
-    from echelon.server.store.table_export import every_row
+    from echelon.server.store.table_export import iterate_complete_rows
 
     if isinstance(target, DTensor):
         raise JobError(
             f"weights=: {name} is a table of a parameter server's, and zero shards it here; export the checkpoint to a file first "
             "(echelon export), or use zero=0"
         )
-    for ids, values in every_row(folder, name, len(target), "f8" if target.dtype == torch.float64 else "f4"):
+    for ids, values in iterate_complete_rows(
+        folder, name, len(target), "f8" if target.dtype == torch.float64 else "f4"
+    ):
         target[torch.from_numpy(ids)] = torch.from_numpy(values).to(target.device, target.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint(_Found):
+class _CheckpointSource(_TensorSource):
     dtypes: Mapping[str, torch.dtype]
     manifest: Mapping[str, Any]
 
@@ -178,36 +192,38 @@ class _Checkpoint(_Found):
 # Files
 
 
-def _open_file(path: Path, files: ExitStack) -> _Found:
-    found = _open(path, files)
+def _open_file(path: Path, files: ExitStack) -> _TensorSource:
+    readers = _open_readers(path, files)
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
-            _fill(target, found[name][1])
+            _fill_target(target, readers[name][1])
 
-    if not found:
+    if not readers:
         raise JobError(f"{path}: holds no tensors; save model.state_dict()")
-    return _Found(
-        shapes={name: tuple(shape) for name, (shape, _, _) in found.items()},
+    return _TensorSource(
+        shapes={name: tuple(shape) for name, (shape, _, _) in readers.items()},
         fill=fill,
-        kinds={name: dtype for name, (_, _, dtype) in found.items()},
+        file_dtypes={name: dtype for name, (_, _, dtype) in readers.items()},
     )
 
 
-def _require_kind(path: Path, name: str, there: torch.dtype, here: torch.dtype) -> None:
+def _require_compatible_dtype(path: Path, name: str, file_dtype: torch.dtype, model_dtype: torch.dtype) -> None:
     """Integers in place of numbers are codes of a quantized model: they mean nothing without its scales."""
-    if there == here or (there.is_floating_point and here.is_floating_point):
+    if file_dtype == model_dtype or (file_dtype.is_floating_point and model_dtype.is_floating_point):
         return
-    whole = not any(each.is_floating_point or each.is_complex or each == torch.bool for each in (there, here))
-    if whole or (there.is_complex and here.is_complex):
+    are_integers = not any(
+        dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in (file_dtype, model_dtype)
+    )
+    if are_integers or (file_dtype.is_complex and model_dtype.is_complex):
         return
     raise JobError(
-        f"{path}: {name} is {str(there).removeprefix('torch.')} there and {str(here).removeprefix('torch.')} in the model; convert it "
+        f"{path}: {name} is {str(file_dtype).removeprefix('torch.')} there and {str(model_dtype).removeprefix('torch.')} in the model; convert it "
         "in the file: dequantize integers, take the real part of complex numbers"
     )
 
 
-def _fill(target: Tensor, read: Read) -> None:
+def _fill_target(target: Tensor, read: ReadRows) -> None:
     if not isinstance(target, DTensor):
         target.copy_(read(None))
         return
@@ -218,16 +234,16 @@ def _fill(target: Tensor, read: Read) -> None:
     local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read, torch.dtype]]:
+def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], ReadRows, torch.dtype]]:
     """name -> (shape, reader of some rows, dtype), without reading any data yet."""
     try:
         if path.name.endswith(".index.json"):
-            return {key: value for part in shards(path) for key, value in _open(part, files).items()}
+            return {key: tensor for shard in list_shards(path) for key, tensor in _open_readers(shard, files).items()}
         if path.suffix == ".safetensors":
             from safetensors import safe_open
 
             handle = files.enter_context(safe_open(str(path), framework="pt"))
-            return {name: _lazy(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+            return {name: _slice_reader(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
         # Files of torch before 1.6 are no zip archives and cannot be mapped.
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except JobError:
@@ -237,20 +253,20 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
             f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, a torch state dict, a checkpoint "
             "or a run"
         ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")
-    for name, value in state.items():
-        what = "quantized" if value.is_quantized else "on the meta device" if value.is_meta else ""
-        what = what or ("" if value.layout is torch.strided else str(value.layout).removeprefix("torch."))
-        if what:
-            raise JobError(f"{path}: {name} is {what}; save dense tensors with values (dequantize(), to_dense())")
-    return {name: (tuple(value.shape), _rows(value), value.dtype) for name, value in state.items()}
+    for name, tensor in state.items():
+        problem = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else ""
+        problem = problem or ("" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch."))
+        if problem:
+            raise JobError(f"{path}: {name} is {problem}; save dense tensors with values (dequantize(), to_dense())")
+    return {name: (tuple(tensor.shape), _row_reader(tensor), tensor.dtype) for name, tensor in state.items()}
 
 
-def shards(index: Path) -> list[Path]:
+def list_shards(index: Path) -> list[Path]:
     """The files that an index of safetensors or torch files lists: names in its own folder, each a file of weights."""
     # Links are followed here: Hugging Face's cache is made of them.
-    if index.stat().st_size > LIMIT:
+    if index.stat().st_size > MAX_FILE_BYTES:
         raise JobError(f"{index}: too large for an index of weights")
     names = parse_object(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -261,24 +277,24 @@ def shards(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
-def _lazy(part: Any) -> tuple[tuple[int, ...], Read, torch.dtype]:
-    shape = tuple(part.get_shape())
+def _slice_reader(tensor_slice: Any) -> tuple[tuple[int, ...], ReadRows, torch.dtype]:
+    shape = tuple(tensor_slice.get_shape())
 
     def read(rows: slice | None) -> Tensor:
-        found: Tensor = part[rows] if rows is not None else part[:] if shape else part[...]
-        return found
+        values: Tensor = tensor_slice[rows] if rows is not None else tensor_slice[:] if shape else tensor_slice[...]
+        return values
 
     # Its name in the file ("BF16") is not torch's; no row tells the dtype too.
-    return shape, read, part[:0].dtype if shape else part[...].dtype
+    return shape, read, tensor_slice[:0].dtype if shape else tensor_slice[...].dtype
 
 
-def _rows(value: Tensor) -> Read:
+def _row_reader(value: Tensor) -> ReadRows:
     return lambda rows: value if rows is None else value[rows]
 
 
-def _aliases(model: nn.Module, found: set[str]) -> set[str]:
+def _tied_names(model: nn.Module, loaded_names: set[str]) -> set[str]:
     """Names whose tensor is shared with one that was found: a file holds a tied weight once."""
     names: dict[int, list[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(value), []).append(name)
-    return {name for group in names.values() if found & set(group) for name in group}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for tied_names in names.values() if loaded_names & set(tied_names) for name in tied_names}

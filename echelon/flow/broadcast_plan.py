@@ -11,177 +11,195 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import LaunchError, UnprovedPlan
-from echelon.flow.gate import attempts, disproved, fallback_plans, first_proved, one_process, require_as_given
-from echelon.flow.resolve_plan import PlanLike, Prepared, Subject, prepare, read_plan, receive
-from echelon.flow.spawn import require_world
-from echelon.launchers.rank_ipc import has_plan, in_words, take_plan
+from echelon.errors import LaunchError, UnverifiedPlanError
+from echelon.flow.gate import (
+    candidate_plans,
+    fallback_plans,
+    is_disproved,
+    require_requested_plan,
+    run_first_proved,
+    single_process_plan,
+)
+from echelon.flow.resolve_plan import JobSource, PlanLike, ResolvedPlan, load_resolved_plan, parse_plan, resolve_plan
+from echelon.flow.spawn import require_rank_count
+from echelon.launchers.rank_ipc import format_error, has_plan, take_plan
 from echelon.plan.plan import Plan
-from echelon.world import World, variables_of_one
+from echelon.world import World, single_process_variables
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from echelon.engine.process_groups import Ranks
+    from echelon.engine.process_groups import WorldCommunicator
     from echelon.flow.trainer import Trained
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
-_FOREVER = timedelta(days=365)
-_ENDED, _READ = "ended", "read"
+_WAIT_LIMIT = timedelta(days=365)
+_RESULT_KEY, _READ_COUNT_KEY = "ended", "read"
 #: Seconds that rank 0 waits in the end for ranks that may be gone.
-_LINGER = 30.0
+_READ_TIMEOUT = 30.0
 
 T = TypeVar("T")
 
 
-def agree_plan(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
+def agree_on_plan(job_source: JobSource, requested: PlanLike, world: World) -> ResolvedPlan:
     """The plan that this process is to execute, or to start ranks for."""
     if not world.launched:
-        return prepare(subject, wanted)
-    prepared = _settled(subject, wanted, world)
-    require_world(prepared.plan, world)
-    return prepared
+        return resolve_plan(job_source, requested)
+    resolved = _resolve_for_ranks(job_source, requested, world)
+    require_rank_count(resolved.plan, world)
+    return resolved
 
 
-def _settled(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
+def _resolve_for_ranks(job_source: JobSource, requested: PlanLike, world: World) -> ResolvedPlan:
     """The plan that was given or handed over, as this model can follow it: perhaps on fewer ranks."""
-    handed = take_plan()
-    if handed is not None:
-        return receive(handed)
-    if world.size == 1 or not _to_be_found(wanted):
-        return prepare(subject, wanted, ranks=world.size)
-    return _plans_of_rank_0(subject, wanted, world)[0]
+    received = take_plan()
+    if received is not None:
+        return load_resolved_plan(received)
+    if world.size == 1 or not _needs_search(requested):
+        return resolve_plan(job_source, requested, ranks=world.size)
+    return _share_rank_0_plans(job_source, requested, world)[0]
 
 
-def first_launched(subject: Subject, wanted: PlanLike, world: World, execute: Callable[[Prepared, World], T]) -> T:
+def run_first_proved_on_ranks(
+    job_source: JobSource, requested: PlanLike, world: World, execute: Callable[[ResolvedPlan, World], T]
+) -> T:
     """What `execute` returns on ranks that a launcher started: for the plan that was given, or for the first that `auto` can prove."""
-    if not _chooses(wanted):
-        return execute(agree_plan(subject, wanted, world), world)
+    if not _is_auto(requested):
+        return execute(agree_on_plan(job_source, requested, world), world)
     if world.size == 1:
-        return first_proved(attempts(subject, wanted, ranks=1), lambda prepared: execute(prepared, world))
-    plans = _plans_of_rank_0(subject, wanted, world)
+        return run_first_proved(
+            candidate_plans(job_source, requested, ranks=1), lambda resolved: execute(resolved, world)
+        )
+    plans = _share_rank_0_plans(job_source, requested, world)
     if plans[0].plan.ranks != world.size:  # one process: no other plan was found
-        raise UnprovedPlan(plans[0].fallback)
-    return first_proved(iter(plans), lambda prepared: execute(prepared, world))
+        raise UnverifiedPlanError(plans[0].fallback)
+    return run_first_proved(iter(plans), lambda resolved: execute(resolved, world))
 
 
-def train_launched(
-    subject: Subject,
-    wanted: PlanLike,
+def train_on_ranks(
+    job_source: JobSource,
+    requested: PlanLike,
     world: World,
-    execute: Callable[[Prepared, World], Trained],
+    execute: Callable[[ResolvedPlan, World], Trained],
     *,
     fallback: bool = True,
 ) -> Trained:
     """Train on ranks that a launcher started. If no plan for all of them is proved, or the model cannot follow the plan that was given on so
     many, rank 0 trains alone and the others wait."""
 
-    def together_or_alone(prepared: Prepared) -> Trained:
-        if prepared.plan.ranks == world.size:
-            return execute(prepared, world)
-        return _train_alone(subject, world, prepared, execute)
+    def train_all_or_rank_0(resolved: ResolvedPlan) -> Trained:
+        if resolved.plan.ranks == world.size:
+            return execute(resolved, world)
+        return _train_on_rank_0(job_source, world, resolved, execute)
 
-    if not _chooses(wanted):
-        handed = has_plan()
-        prepared = _settled(subject, wanted, world)
-        if not fallback and not handed:
-            require_as_given(prepared)
-        if prepared.fallback and prepared.plan.ranks < world.size:
-            return _train_alone(subject, world, one_process(prepared.fallback), execute)
-        require_world(prepared.plan, world)
-        if handed or not fallback:  # handed over: the process that started these ranks tries the next plan
-            return execute(prepared, world)
-        possible = (each for each in fallback_plans(prepared) if each.plan.ranks in (1, world.size))
-        return first_proved(chain([prepared], possible), together_or_alone)
+    if not _is_auto(requested):
+        was_received = has_plan()
+        resolved = _resolve_for_ranks(job_source, requested, world)
+        if not fallback and not was_received:
+            require_requested_plan(resolved)
+        if resolved.fallback and resolved.plan.ranks < world.size:
+            return _train_on_rank_0(job_source, world, single_process_plan(resolved.fallback), execute)
+        require_rank_count(resolved.plan, world)
+        if was_received or not fallback:  # handed over: the process that started these ranks tries the next plan
+            return execute(resolved, world)
+        candidates = (
+            fallback_plan for fallback_plan in fallback_plans(resolved) if fallback_plan.plan.ranks in (1, world.size)
+        )
+        return run_first_proved(chain([resolved], candidates), train_all_or_rank_0)
     try:
-        return first_launched(subject, wanted, world, execute)
+        return run_first_proved_on_ranks(job_source, requested, world, execute)
     except Exception as error:
-        if world.size == 1 or not disproved(error):
+        if world.size == 1 or not is_disproved(error):
             raise
-        why = one_process(f"no plan for {world.size} ranks is proved: {error}")
-    return _train_alone(subject, world, why, execute)
+        single_process = single_process_plan(f"no plan for {world.size} ranks is proved: {error}")
+    return _train_on_rank_0(job_source, world, single_process, execute)
 
 
-def _train_alone(
-    subject: Subject, world: World, prepared: Prepared, execute: Callable[[Prepared, World], Trained]
+def _train_on_rank_0(
+    job_source: JobSource, world: World, resolved: ResolvedPlan, execute: Callable[[ResolvedPlan, World], Trained]
 ) -> Trained:
     """Rank 0 trains in one process; every rank returns what it came to."""
-    from echelon.engine.process_groups import shared_store
+    from echelon.engine.process_groups import open_shared_store
     from echelon.flow.trainer import Trained
 
-    store = shared_store(world, "alone")
-    if not world.main:
-        store.wait([_ENDED], _FOREVER)
-        values = json.loads(store.get(_ENDED))
-        store.add(_READ, 1)
-        if "error" in values:
-            raise LaunchError(f"rank 0, which trained alone, failed: {values['error']}")
-        return Trained.from_plain(values)
-    values = {"error": "it was interrupted"}
+    store = open_shared_store(world, "alone")
+    if not world.is_main:
+        store.wait([_RESULT_KEY], _WAIT_LIMIT)
+        result = json.loads(store.get(_RESULT_KEY))
+        store.add(_READ_COUNT_KEY, 1)
+        if "error" in result:
+            raise LaunchError(f"rank 0, which trained alone, failed: {result['error']}")
+        return Trained.from_plain(result)
+    result = {"error": "it was interrupted"}
     try:
-        with _as_one_process():
-            subject.reload()  # the job may have divided its data by the number of ranks
-            trained = execute(prepared, World(launched=True))
-        values = trained.to_plain()
+        with _single_process_environment():
+            job_source.reload()  # the job may have divided its data by the number of ranks
+            trained = execute(resolved, World(launched=True))
+        result = trained.to_plain()
         return trained
     except Exception as error:
-        values = {"error": in_words(error)}
+        result = {"error": format_error(error)}
         raise
     finally:
-        store.set(_ENDED, json.dumps(values))
+        store.set(_RESULT_KEY, json.dumps(result))
         _wait_for_readers(store, world.size - 1)
 
 
 @contextmanager
-def _as_one_process() -> Iterator[None]:
+def _single_process_environment() -> Iterator[None]:
     """Have the environment describe one process, for code of the user's that reads it."""
-    alone = variables_of_one()
-    before = {name: os.environ[name] for name in alone}
-    os.environ |= alone
+    single_process = single_process_variables()
+    saved = {name: os.environ[name] for name in single_process}
+    os.environ |= single_process
     try:
         yield
     finally:
-        os.environ |= before
+        os.environ |= saved
 
 
-def _wait_for_readers(store: Store, readers: int) -> None:
+def _wait_for_readers(store: Store, reader_count: int) -> None:
     """The store may end with this process: the others read it before."""
-    last = time.monotonic() + _LINGER
-    while store.add(_READ, 0) < readers and time.monotonic() < last:
+    deadline = time.monotonic() + _READ_TIMEOUT
+    while store.add(_READ_COUNT_KEY, 0) < reader_count and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _chooses(wanted: PlanLike) -> bool:
+def _is_auto(requested: PlanLike) -> bool:
     """Whether the plan is `auto`'s to choose: none was given, by the user or by the process that started this one."""
-    return read_plan(wanted) is None and not has_plan()
+    return parse_plan(requested) is None and not has_plan()
 
 
-def _to_be_found(wanted: PlanLike) -> bool:
+def _needs_search(requested: PlanLike) -> bool:
     """Whether the plan is to be searched for, or leaves open how the model is cut."""
-    plan = read_plan(wanted)
-    return plan is None or plan.open
+    plan = parse_plan(requested)
+    return plan is None or plan.incomplete
 
 
-def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> list[Prepared]:
+def _share_rank_0_plans(job_source: JobSource, requested: PlanLike, world: World) -> list[ResolvedPlan]:
     """What rank 0 would try on all ranks, on every rank; only one process where that is all there is."""
-    from echelon.engine.process_groups import Ranks
+    from echelon.engine.process_groups import WorldCommunicator
 
-    ranks = Ranks(world)
+    ranks = WorldCommunicator(world)
     try:
-        mine: list[Prepared] = []
-        with ranks.together():
-            if world.main:
-                found = list(attempts(subject, wanted, ranks=world.size))
-                mine = [each for each in found if each.plan.ranks == world.size and not each.is_fallback]
-                mine = mine or [each for each in found if not each.is_fallback][-1:]
-        texts = _broadcast(ranks, [(each.plan.to_json(), each.fallback) for each in mine])
+        own_plans: list[ResolvedPlan] = []
+        with ranks.raise_on_all_ranks():
+            if world.is_main:
+                candidates = list(candidate_plans(job_source, requested, ranks=world.size))
+                own_plans = [
+                    candidate
+                    for candidate in candidates
+                    if candidate.plan.ranks == world.size and not candidate.is_fallback
+                ]
+                own_plans = own_plans or [candidate for candidate in candidates if not candidate.is_fallback][-1:]
+        plan_documents = _broadcast(ranks, [(candidate.plan.to_json(), candidate.fallback) for candidate in own_plans])
     finally:
         ranks.close()
-    return mine or [
-        Prepared(plan=Plan.from_json(text, source="the plan of rank 0"), fallback=fallback) for text, fallback in texts
+    return own_plans or [
+        ResolvedPlan(plan=Plan.from_json(document, source="the plan of rank 0"), fallback=fallback)
+        for document, fallback in plan_documents
     ]
 
 
-def _broadcast(ranks: Ranks, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = ranks.gather(value)[0]
-    return found
+def _broadcast(ranks: WorldCommunicator, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    gathered: list[tuple[str, str]] = ranks.all_gather_object(value)[0]
+    return gathered

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.errors import UnprovedPlan
-from echelon.launchers.rank_ipc import leave_word
+from echelon.errors import UnverifiedPlanError
+from echelon.launchers.rank_ipc import report_failure
 from echelon.plan.plan import Plan
 from echelon.world import World
 
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 #: Ranks deadlock if none of them used this share of a core during a window (seconds).
-IDLE, WINDOW = 0.05, 5.0
+IDLE_CPU_SHARE, WINDOW_SECONDS = 0.05, 5.0
 #: How many times the limit ranks that still compute may take.
-MOST = 4.0
-_TICK = 0.5
+MAX_LIMIT_FACTOR = 4.0
+_POLL_SECONDS = 0.5
 #: The reason, in the ranks' store.
-_ENDED = "ended"
+_REASON_KEY = "ended"
 #: Seconds that the main thread gets to leave, once its connections are closed.
-_GRACE = 10.0
+_EXIT_GRACE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def bounded(world: World, store: Store | None, plan: Plan, limit: float, most: float = MOST) -> Iterator[None]:
-    """Disconnect all ranks and raise UnprovedPlan if the code inside deadlocks and `limit` seconds have passed, or after `most` times that.
+def watch_for_deadlock(
+    world: World, store: Store | None, plan: Plan, limit: float, limit_factor: float = MAX_LIMIT_FACTOR
+) -> Iterator[None]:
+    """Disconnect all ranks and raise UnprovedPlan if the code inside deadlocks and `limit` seconds have passed, or after `limit_factor` times that.
     `store`: the ranks' own; None where there is one rank, which waits for no other."""
     if store is None:
         yield
         return
     done = threading.Event()
-    watchdog = _Watchdog(world, store, plan, limit, most, done)
+    watchdog = _Watchdog(world, store, plan, limit, limit_factor, done)
     thread = threading.Thread(target=watchdog.run, daemon=True, name="echelon-watchdog")
     thread.start()
     try:
         yield
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # rank 0, which may host the store, has exited
-            if store.check([_ENDED]):
-                raise UnprovedPlan(store.get(_ENDED).decode()) from error
+            if store.check([_REASON_KEY]):
+                raise UnverifiedPlanError(store.get(_REASON_KEY).decode()) from error
         raise
     finally:
         done.set()
@@ -60,81 +62,86 @@ class _Watchdog:
     """Of one rank. All publish the CPU time they have used; rank 0's decides."""
 
     def __init__(
-        self, world: World, store: Store, plan: Plan, limit: float, most: float, done: threading.Event
+        self, world: World, store: Store, plan: Plan, limit: float, limit_factor: float, done: threading.Event
     ) -> None:
         self._world, self._store, self._plan, self._limit, self._done = world, store, plan, limit, done
-        self._begin, self._main = time.monotonic(), threading.get_ident()
-        self._last = most * limit
+        self._start_time, self._main_thread_id = time.monotonic(), threading.get_ident()
+        self._hard_limit = limit_factor * limit
         #: By time, what each rank has used.
-        self._used: deque[tuple[float, list[float]]] = deque()
+        self._cpu_samples: deque[tuple[float, list[float]]] = deque()
 
     def run(self) -> None:
         """Until the proof is done, or a rank's watchdog has ended it."""
         try:
-            if not self._done.wait(max(self._limit - WINDOW, 0.0)):
+            if not self._done.wait(max(self._limit - WINDOW_SECONDS, 0.0)):
                 self._watch()
         except RuntimeError:  # rank 0, which may host the store, has exited
             pass
 
     def _watch(self) -> None:
-        while not self._done.wait(_TICK):
-            self._store.set(f"used/{self._world.rank}", f"{time.process_time()} {self._where()}")
-            if self._world.main and (reason := self._reason()):
-                self._store.set(_ENDED, reason)
-            if self._store.check([_ENDED]):
-                self._end(self._store.get(_ENDED).decode())
+        while not self._done.wait(_POLL_SECONDS):
+            self._store.set(f"used/{self._world.rank}", f"{time.process_time()} {self._find_waiting_line()}")
+            if self._world.is_main and (reason := self._find_reason()):
+                self._store.set(_REASON_KEY, reason)
+            if self._store.check([_REASON_KEY]):
+                self._abort(self._store.get(_REASON_KEY).decode())
                 return
 
-    def _reason(self) -> str:
+    def _find_reason(self) -> str:
         """Why the proof ends now; empty: it does not."""
-        names = [f"used/{rank}" for rank in range(self._world.size)]
-        if not self._store.check(names):
+        keys = [f"used/{rank}" for rank in range(self._world.size)]
+        if not self._store.check(keys):
             return ""
-        told = [self._store.get(name).decode().partition(" ") for name in names]
-        now, used = time.monotonic(), [float(each[0]) for each in told]
-        self._used.append((now, used))
-        while now - self._used[0][0] > WINDOW + _TICK:
-            self._used.popleft()
-        then, before = self._used[0]
-        seconds = now - self._begin
-        if seconds < self._limit:
+        reports = [self._store.get(name).decode().partition(" ") for name in keys]
+        now, cpu_seconds = time.monotonic(), [float(report[0]) for report in reports]
+        self._cpu_samples.append((now, cpu_seconds))
+        while now - self._cpu_samples[0][0] > WINDOW_SECONDS + _POLL_SECONDS:
+            self._cpu_samples.popleft()
+        then, cpu_seconds_before = self._cpu_samples[0]
+        elapsed = now - self._start_time
+        if elapsed < self._limit:
             return ""
-        unproved = f'"{self._plan}" was not verified in {seconds:.0f} s'
-        busy = any(new - old > IDLE * (now - then) for new, old in zip(used, before, strict=True))
-        if now - then < WINDOW - _TICK or busy:
+        summary = f'"{self._plan}" was not verified in {elapsed:.0f} s'
+        is_busy = any(
+            new - old > IDLE_CPU_SHARE * (now - then) for new, old in zip(cpu_seconds, cpu_seconds_before, strict=True)
+        )
+        if now - then < WINDOW_SECONDS - _POLL_SECONDS or is_busy:
             return (
-                f"{unproved}: it takes too long on this machine; --no-verify trains it unproved"
-                if seconds > self._last
+                f"{summary}: it takes too long on this machine; --no-verify trains it unproved"
+                if elapsed > self._hard_limit
                 else ""
             )
-        places = [f"rank {rank} at {where}" for rank, (_, _, where) in enumerate(told) if where]
-        where = f" ({', '.join(places)})" if places else ""
+        rank_locations = [f"rank {rank} at {location}" for rank, (_, _, location) in enumerate(reports) if location]
+        location = f" ({', '.join(rank_locations)})" if rank_locations else ""
         return (
-            f"{unproved}: its ranks wait for each other{where}; under tp and pp not every rank runs all of the model and the loss, so "
+            f"{summary}: its ranks wait for each other{location}; under tp and pp not every rank runs all of the model and the loss, so "
             "collectives of torch.distributed that they call themselves deadlock; use a plan with dp alone, or leave such calls to echelon"
         )
 
-    def _where(self) -> str:
+    def _find_waiting_line(self) -> str:
         """The line of the user's that waits in torch; empty where none does."""
-        frame = sys._current_frames().get(self._main)
-        ours, python = Path(__file__).resolve().parent.parent, Path(sysconfig.get_paths()["stdlib"]).resolve()
-        for each in reversed(traceback.extract_stack(frame)):
-            path = Path(each.filename)
-            if each.name == "__torch_function__":  # of a mode, which is called in between
+        frame = sys._current_frames().get(self._main_thread_id)
+        package_folder, stdlib_folder = (
+            Path(__file__).resolve().parent.parent,
+            Path(sysconfig.get_paths()["stdlib"]).resolve(),
+        )
+        for summary in reversed(traceback.extract_stack(frame)):
+            path = Path(summary.filename)
+            if summary.name == "__torch_function__":  # of a mode, which is called in between
                 continue
-            if "site-packages" in path.parts or path.is_relative_to(python) or not path.is_file():
+            if "site-packages" in path.parts or path.is_relative_to(stdlib_folder) or not path.is_file():
                 continue
-            return "" if path.resolve().is_relative_to(ours) else f"{each.filename}, line {each.lineno}"
+            return "" if path.resolve().is_relative_to(package_folder) else f"{summary.filename}, line {summary.lineno}"
         return ""
 
-    def _end(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         """Wake the main thread by closing its connections; one that waits for something else ends with its process."""
-        from echelon.engine.process_groups import disconnect
+        from echelon.engine.process_groups import close_connections
 
-        disconnect()
-        if self._done.wait(_GRACE):
+        close_connections()
+        if self._done.wait(_EXIT_GRACE_SECONDS):
             return
-        error = UnprovedPlan(reason)
-        if not leave_word(error, self._world.rank):
+        error = UnverifiedPlanError(reason)
+        if not report_failure(error, self._world.rank):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(error.exit_code)

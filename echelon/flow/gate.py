@@ -21,32 +21,32 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import EchelonError, LaunchError, PlanError, UnpartedState, UnprovedPlan
-from echelon.flow.deadlock_watchdog import bounded
-from echelon.flow.job_identity import cover
-from echelon.flow.resolve_plan import PlanLike, Prepared, Subject, prepare, read_plan
-from echelon.flow.spawn import DISPROVED
-from echelon.launchers.rank_ipc import in_words
-from echelon.plan.check import require, undivided
-from echelon.plan.document_cache import Store
+from echelon.errors import EchelonError, LaunchError, PlanError, UnshardableStateError, UnverifiedPlanError
+from echelon.flow.deadlock_watchdog import watch_for_deadlock
+from echelon.flow.job_identity import bind_certificate
+from echelon.flow.resolve_plan import JobSource, PlanLike, ResolvedPlan, parse_plan, resolve_plan
+from echelon.flow.spawn import DISPROOF_ERRORS
+from echelon.launchers.rank_ipc import format_error
+from echelon.plan.check import require_executable, unsplit_batch_changes
+from echelon.plan.document_cache import DocumentCache
 from echelon.plan.plan import Plan
 from echelon.world import World, cache_folder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from echelon.engine.process_groups import Ranks
+    from echelon.engine.process_groups import WorldCommunicator
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
 
 T = TypeVar("T")
-Limit = Callable[["Prepared"], float]
+TimeLimit = Callable[["ResolvedPlan"], float]
 
 #: Verification may take this many seconds, or this share of the run that it precedes, whichever is more.
-LEAST, SHARE = 30.0, 0.05
+MIN_SECONDS, RUN_SHARE = 30.0, 0.05
 #: Steps from the start that are verified, besides a short last one of the epoch.
-STEPS = 2
-_OFF = (
+VERIFIED_STEPS = 2
+_NOT_VERIFIED = (
     "not verified (--no-verify): nothing shows that this plan computes what one device computes; leave --no-verify out "
     "to prove it first"
 )
@@ -57,126 +57,140 @@ class Verdict:
     """What the gate found: the certificate, if a proof was needed and wanted, and one line about it."""
 
     certificate: Certificate | None = None
-    line: str = ""
+    message: str = ""
     #: Whether the line is a warning.
-    skipped: bool = False
+    is_unproved: bool = False
     #: Seconds that the verification took; 0 where nothing had to be verified.
     seconds: float = 0.0
 
 
-def is_plain(plan: Plan, job: Job) -> bool:
+def is_baseline(plan: Plan, job: Job) -> bool:
     """Whether the plan is what others are compared with: one process that computes each batch whole, kernel by kernel."""
-    parts = plan.micro is not None and plan.micro < job.batch
-    other = plan.recompute != "none" or plan.compile or plan.served or plan.precision not in (None, job.precision)
-    return plan.ranks == 1 and not parts and not other
+    splits_batch = plan.micro is not None and plan.micro < job.batch_size
+    changes_computation = (
+        plan.recompute != "none" or plan.compile or plan.uses_servers or plan.precision not in (None, job.precision)
+    )
+    return plan.ranks == 1 and not splits_batch and not changes_computation
 
 
-def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify: bool, quiet: bool = False) -> Verdict:
+def require_proof(
+    job_source: JobSource, resolved: ResolvedPlan, world: World, *, verify: bool, quiet: bool = False
+) -> Verdict:
     """The proof that covers `prepared.plan`, from the cache or made now; raises UnprovedPlan. Every rank must call it."""
-    job, plan = subject.job, prepared.plan
-    if is_plain(plan, job):
+    job, plan = job_source.job, resolved.plan
+    if is_baseline(plan, job):
         return Verdict()
     if not verify:
-        return Verdict(line=_OFF, skipped=True)
-    from echelon.engine.process_groups import Ranks, shared_store
+        return Verdict(message=_NOT_VERIFIED, is_unproved=True)
+    from echelon.engine.process_groups import WorldCommunicator, open_shared_store
 
-    ranks = Ranks(world)  # also so that the proof's own runs need not meet again and again
-    errors: dist.Store | None = None
+    ranks = WorldCommunicator(world)  # also so that the proof's own runs need not meet again and again
+    error_store: dist.Store | None = None
     try:
-        errors = shared_store(world, "proof") if world.size > 1 else None
-        known = _known(subject, plan) if world.main else None
-        text = ranks.gather(known.to_json() if known is not None else "")[0]
-        if text:
+        error_store = open_shared_store(world, "proof") if world.size > 1 else None
+        cached = _load_certificate(job_source, plan) if world.is_main else None
+        certificate_json = ranks.all_gather_object(cached.to_json() if cached is not None else "")[0]
+        if certificate_json:
             from echelon.plan.certificate import Certificate
 
-            return _judged(Certificate.from_json(text, source="the certificate of rank 0"), plan, seconds=0.0)
-        begin, limit = time.perf_counter(), bound(job, prepared)
-        if world.main and not quiet:
+            return _make_verdict(
+                Certificate.from_json(certificate_json, source="the certificate of rank 0"), plan, seconds=0.0
+            )
+        start_time, limit = time.perf_counter(), verification_limit(job, resolved)
+        if world.is_main and not quiet:
             print(f'verifying "{plan}" on the first steps\' data, at most {limit:.0f} s ...', file=sys.stderr)  # noqa: T201
-        with bounded(world, errors, plan, limit):
-            certificate = _verify(subject, prepared, ranks, limit)
-        if world.main:
-            keep(subject, certificate)
-        return _judged(certificate, plan, seconds=time.perf_counter() - begin)
+        with watch_for_deadlock(world, error_store, plan, limit):
+            certificate = _verify(job_source, resolved, ranks, limit)
+        if world.is_main:
+            save_certificate(job_source, certificate)
+        return _make_verdict(certificate, plan, seconds=time.perf_counter() - start_time)
     except Exception as error:
-        first = _first_error(errors, error)
-        ranks.abandon()
-        if isinstance(error, UnprovedPlan) and first != str(error):
-            raise UnprovedPlan(first) from error
+        first_error = _first_error(error_store, error)
+        ranks.abort()
+        if isinstance(error, UnverifiedPlanError) and first_error != str(error):
+            raise UnverifiedPlanError(first_error) from error
         raise
     finally:
         ranks.close()
 
 
-def _first_error(errors: dist.Store | None, error: Exception) -> str:
+def _first_error(error_store: dist.Store | None, error: Exception) -> str:
     """What the first rank that failed raised: the others only lost their connections to it."""
-    mine = str(error)
-    if errors is None:
-        return mine
+    own_error = str(error)
+    if error_store is None:
+        return own_error
     try:
-        return errors.compare_set("error", "", mine.encode(errors="replace").decode()).decode()
+        return error_store.compare_set("error", "", own_error.encode(errors="replace").decode()).decode()
     except Exception:  # rank 0, which may host the store, has exited
-        return mine
+        return own_error
 
 
-def bound(job: Job, prepared: Prepared) -> float:
+def verification_limit(job: Job, resolved: ResolvedPlan) -> float:
     """Seconds that a verification may take: a small part of the expected run, but enough for any small model."""
-    forecast, profile = prepared.forecast, prepared.profile
+    forecast, profile = resolved.forecast, resolved.profile
     steps = job.steps
     if steps is None and profile is not None and profile.samples:
-        steps = (job.epochs or 0) * math.ceil(profile.samples / job.batch)
-    expected = forecast.time.step * steps if forecast is not None and steps else 0.0
-    return max(LEAST, SHARE * expected)
+        steps = (job.epochs or 0) * math.ceil(profile.samples / job.batch_size)
+    expected_seconds = forecast.time.step * steps if forecast is not None and steps else 0.0
+    return max(MIN_SECONDS, RUN_SHARE * expected_seconds)
 
 
-def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) -> Certificate:
+def _verify(job_source: JobSource, resolved: ResolvedPlan, ranks: WorldCommunicator, limit: float) -> Certificate:
     from echelon.verifier.fingerprints import job_hash
-    from echelon.verifier.frozen_data import freeze
+    from echelon.verifier.frozen_data import freeze_samples
     from echelon.verifier.verify import verify
 
-    plan, world = prepared.plan, ranks.world
+    plan, world = resolved.plan, ranks.world
 
-    def proved(job: Job) -> Certificate:
-        digest = job_hash(subject.spec) if subject.spec else ""
-        with subject.recording():
-            return verify(job, plan, world=world, job_hash=digest, profile=prepared.profile, seconds=limit, steps=STEPS)
+    def prove(job: Job) -> Certificate:
+        job_digest = job_hash(job_source.spec) if job_source.spec else ""
+        with job_source.record_build():
+            return verify(
+                job,
+                plan,
+                world=world,
+                job_hash=job_digest,
+                profile=resolved.profile,
+                seconds=limit,
+                steps=VERIFIED_STEPS,
+            )
 
     try:
-        made = proved(subject.job)
+        certificate = prove(job_source.job)
         if (
-            _is_unreadable(made) and plan.ranks == plan.mesh.dp
+            _is_unreadable(certificate) and plan.ranks == plan.mesh.dp
         ):  # ranks of one data group would train on different samples
-            frozen = freeze(subject.job, ranks, STEPS)
-            made = made if frozen is None else proved(frozen)
-        return cover(made, subject.identity, prepared.profile)
-    except (UnpartedState, PlanError) as error:
-        raise UnprovedPlan(str(error)) from error
+            frozen_job = freeze_samples(job_source.job, ranks, VERIFIED_STEPS)
+            certificate = certificate if frozen_job is None else prove(frozen_job)
+        return bind_certificate(certificate, job_source.identity, resolved.profile)
+    except (UnshardableStateError, PlanError) as error:
+        raise UnverifiedPlanError(str(error)) from error
     except Exception as error:  # whatever a model does that one process may still train
-        raise UnprovedPlan(
-            f'"{plan}" cannot be verified (--no-verify trains it unproved): {in_words(error)}'
+        raise UnverifiedPlanError(
+            f'"{plan}" cannot be verified (--no-verify trains it unproved): {format_error(error)}'
         ) from error
 
 
 def _is_unreadable(certificate: Certificate) -> bool:
     """Whether the proof failed only because the data gives other samples at each reading."""
-    return any(each.kind == "self" and each.where.startswith("data") for each in certificate.findings)
+    return any(finding.kind == "self" and finding.where.startswith("data") for finding in certificate.findings)
 
 
-def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
+def _make_verdict(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
     """The verdict of a certificate that covers the plan; raises where it says no."""
     if not certificate.deterministic:
-        raise UnprovedPlan(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
+        raise UnverifiedPlanError(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
     if not certificate.verified:
-        raise UnprovedPlan(
-            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; fix the cause, or '
+        raise UnverifiedPlanError(
+            f'"{plan}" does not compute what {certificate.reference_description} computes, first at {certificate.divergent}; fix the cause, or '
             "use another plan; --no-verify trains it as it is"
         )
-    worst = max((finding.worst for finding in certificate.findings), default=0.0)
-    how = f"in {seconds:.1f} s" if seconds else "by an earlier start"
-    weaker = f"; weaker: {certificate.weakness}" if certificate.weakness else ""
+    worst_difference = max((finding.max_difference for finding in certificate.findings), default=0.0)
+    timing = f"in {seconds:.1f} s" if seconds else "by an earlier start"
+    weakness_note = f"; weaker: {certificate.limitation}" if certificate.limitation else ""
     return Verdict(
         certificate=certificate,
-        line=f'verified {how}: "{plan}" computes what {certificate.against} computes (worst difference {worst:.0e}){weaker}',
+        message=f'verified {timing}: "{plan}" computes what {certificate.reference_description} computes (worst difference {worst_difference:.0e}){weakness_note}',
         seconds=seconds,
     )
 
@@ -184,146 +198,156 @@ def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
 # The cache of certificates. Verdicts of "no" are kept too: `auto` need not find out again.
 
 
-def _known(subject: Subject, plan: Plan) -> Certificate | None:
+def _load_certificate(job_source: JobSource, plan: Plan) -> Certificate | None:
     from echelon.plan.certificate import Certificate
     from echelon.verifier.fingerprints import versions
 
-    return Store(cache_folder()).get(
-        Certificate, _key(subject, plan), versions=versions(), environment=os.environ, arguments=subject.arguments()
+    return DocumentCache(cache_folder()).get(
+        Certificate,
+        _cache_key(job_source, plan),
+        versions=versions(),
+        environment=os.environ,
+        arguments=job_source.arguments(),
     )
 
 
-def keep(subject: Subject, certificate: Certificate) -> None:
+def save_certificate(job_source: JobSource, certificate: Certificate) -> None:
     """Remember the verdict for later starts from the same inputs."""
     from echelon.verifier.fingerprints import versions
 
     try:
-        inputs = subject.read_inputs()
-        Store(cache_folder()).put(_key(subject, certificate.plan), certificate, versions=versions(), inputs=inputs)
+        inputs = job_source.digest_inputs()
+        DocumentCache(cache_folder()).put(
+            _cache_key(job_source, certificate.plan), certificate, versions=versions(), inputs=inputs
+        )
     except OSError as error:
-        subject.warnings.append(
+        job_source.warnings.append(
             f"{cache_folder()}: the certificate could not be kept there ({error.strerror or error}), so the plan is verified at "
             "each start; make the folder writable, or name another in ECHELON_CACHE"
         )
 
 
-def revoke(subject: Subject, certificate: Certificate, reason: str) -> None:
+def revoke_certificate(job_source: JobSource, certificate: Certificate, reason: str) -> None:
     """Withdraw a certificate after the run departed from it, so that no later start relies on it."""
     from echelon.plan.certificate import Finding
 
-    seen = Finding(kind="run", tensors=1, worst=sys.float_info.max, where=reason, bound=0.0)
-    findings = (*certificate.findings, seen)
-    keep(subject, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
+    run_finding = Finding(kind="run", tensors=1, max_difference=sys.float_info.max, where=reason, bound=0.0)
+    findings = (*certificate.findings, run_finding)
+    save_certificate(job_source, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
 
 
-def _key(subject: Subject, plan: Plan) -> str:
+def _cache_key(job_source: JobSource, plan: Plan) -> str:
     # For which model a plan was made does not change what it computes; the inputs decide the model.
-    return f"{subject.identity.digest} {dataclasses.replace(plan, model=None).digest}"
+    return f"{job_source.identity.digest} {dataclasses.replace(plan, model=None).digest}"
 
 
 # Which plan is tried after which
 
 
-def attempts(
-    subject: Subject, wanted: PlanLike, *, ranks: int | None = None, fallback: bool = True
-) -> Iterator[Prepared]:
+def candidate_plans(
+    job_source: JobSource, requested_plan: PlanLike, *, ranks: int | None = None, fallback: bool = True
+) -> Iterator[ResolvedPlan]:
     """The plan that was asked for and what may replace it; for `auto` the candidates, best first. In the end one process."""
-    if read_plan(wanted) is not None:
-        given = prepare(subject, wanted, ranks=ranks)
+    if parse_plan(requested_plan) is not None:
+        requested = resolve_plan(job_source, requested_plan, ranks=ranks)
         if not fallback:
-            require_as_given(given)
-        yield given
-        yield from fallback_plans(given) if fallback else ()
+            require_requested_plan(requested)
+        yield requested
+        yield from fallback_plans(requested) if fallback else ()
         return
     try:
-        first = prepare(subject, wanted, ranks=ranks)
+        first = resolve_plan(job_source, requested_plan, ranks=ranks)
     except PlanError as error:
         if error.exit_code == 1:  # it fits nowhere
             raise
-        yield one_process(f"no plan could be searched for: {error}")
+        yield single_process_plan(f"no plan could be searched for: {error}")
         return
     except Exception as error:  # whatever a model does that cannot be traced: one process asks nothing of it
         if isinstance(error, EchelonError) and not isinstance(error, PlanError):
             raise
-        yield one_process(f"the job could not be profiled ({type(error).__name__}: {error})")
+        yield single_process_plan(f"the job could not be profiled ({type(error).__name__}: {error})")
         return
     yield first
     for candidate in first.candidates[1:]:
-        warnings = tuple(map(str, require(candidate.plan, first.profile, first.cluster)))
+        warnings = tuple(map(str, require_executable(candidate.plan, first.profile, first.cluster)))
         yield dataclasses.replace(
             first, plan=candidate.plan, forecast=candidate.forecast, warnings=warnings, candidates=()
         )
-    yield dataclasses.replace(one_process(""), profile=first.profile, cluster=first.cluster)
+    yield dataclasses.replace(single_process_plan(""), profile=first.profile, cluster=first.cluster)
 
 
-def require_as_given(prepared: Prepared) -> None:
+def require_requested_plan(resolved: ResolvedPlan) -> None:
     """Raise where another plan than the given one was prepared."""
-    if prepared.fallback:
-        raise UnprovedPlan(
-            f"{prepared.fallback} (--no-fallback forbids that: leave it out, or give the plan named here)"
+    if resolved.fallback:
+        raise UnverifiedPlanError(
+            f"{resolved.fallback} (--no-fallback forbids that: leave it out, or give the plan named here)"
         )
 
 
-def fallback_plans(given: Prepared) -> Iterator[Prepared]:
+def fallback_plans(requested: ResolvedPlan) -> Iterator[ResolvedPlan]:
     """What may take the place of a plan that the user gave, nearest first: without recomputation, with whole batches, one process."""
     plans = [
-        dataclasses.replace(given.plan, recompute="none"),
-        dataclasses.replace(given.plan, **dict(undivided(given.plan))),
+        dataclasses.replace(requested.plan, recompute="none"),
+        dataclasses.replace(requested.plan, **dict(unsplit_batch_changes(requested.plan))),
         Plan(),
     ]
     for plan in dict.fromkeys(plans):
-        if plan != given.plan:
-            yield dataclasses.replace(given, plan=plan, forecast=None, candidates=(), is_fallback=True)
+        if plan != requested.plan:
+            yield dataclasses.replace(requested, plan=plan, forecast=None, candidates=(), is_fallback=True)
 
 
-def one_process(why: str) -> Prepared:
+def single_process_plan(reason: str) -> ResolvedPlan:
     """The plan that needs no proof."""
-    line = f"training in one process: {why}" if why else ""
-    return Prepared(plan=Plan(), warnings=(line,) if line else (), fallback=line)
+    warning = f"training in one process: {reason}" if reason else ""
+    return ResolvedPlan(plan=Plan(), warnings=(warning,) if warning else (), fallback=warning)
 
 
-def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T], limit: Limit | None = None) -> T:
+def run_first_proved(
+    plans: Iterator[ResolvedPlan], execute: Callable[[ResolvedPlan], T], limit: TimeLimit | None = None
+) -> T:
     """What `execute` returns for the first plan that is not disproved; each next one says why those before it were left.
 
     A plan of `auto` that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it
     fails there too, and that error counts. One process also follows once failed proofs took longer together than `limit` of the last of them.
     """
     reasons: list[str] = []
-    prepared = next(plans)
-    spent = 0.0
+    resolved = next(plans)
+    proof_seconds = 0.0
     while True:
-        begin = time.monotonic()
+        start_time = time.monotonic()
         try:
-            return execute(_explained(prepared, reasons))
-        except Exception as caught:
-            error = caught
-        left, wrong = prepared.plan, disproved(error)
-        if not wrong and has_started(error):
+            return execute(_add_reasons(resolved, reasons))
+        except Exception as exception:
+            error = exception
+        failed_plan, is_wrong = resolved.plan, is_disproved(error)
+        if not is_wrong and has_started(error):
             raise error
-        spent += 0.0 if has_started(error) else time.monotonic() - begin
-        rest = (each for each in plans if each.plan != left)
-        following = next(rest, None)
-        late = limit is not None and spent > limit(prepared)
-        if following is not None and not following.is_fallback and (late or not wrong):
-            following = deque(chain([following], rest), maxlen=1)[0]
-        if following is None or (following.is_fallback and (not wrong or has_started(error))):
+        proof_seconds += 0.0 if has_started(error) else time.monotonic() - start_time
+        remaining = (candidate for candidate in plans if candidate.plan != failed_plan)
+        next_plan = next(remaining, None)
+        is_late = limit is not None and proof_seconds > limit(resolved)
+        if next_plan is not None and not next_plan.is_fallback and (is_late or not is_wrong):
+            next_plan = deque(chain([next_plan], remaining), maxlen=1)[0]
+        if next_plan is None or (next_plan.is_fallback and (not is_wrong or has_started(error))):
             raise error
-        prepared = following
-        instead = f'"{left}" runs as "{prepared.plan}"' if prepared.is_fallback else f'auto left "{left}"'
-        reasons.append(f"{instead}: {in_words(error)}")
+        resolved = next_plan
+        transition = (
+            f'"{failed_plan}" runs as "{resolved.plan}"' if resolved.is_fallback else f'auto left "{failed_plan}"'
+        )
+        reasons.append(f"{transition}: {format_error(error)}")
 
 
-def _explained(prepared: Prepared, reasons: list[str]) -> Prepared:
+def _add_reasons(resolved: ResolvedPlan, reasons: list[str]) -> ResolvedPlan:
     if not reasons:
-        return prepared
-    fallback = "\n".join([*([prepared.fallback] if prepared.fallback else []), *reasons])
-    return dataclasses.replace(prepared, fallback=fallback, warnings=(*reasons, *prepared.warnings))
+        return resolved
+    fallback = "\n".join([*([resolved.fallback] if resolved.fallback else []), *reasons])
+    return dataclasses.replace(resolved, fallback=fallback, warnings=(*reasons, *resolved.warnings))
 
 
-def disproved(error: Exception) -> bool:
+def is_disproved(error: Exception) -> bool:
     """Whether an error, perhaps of ranks that this process started, says that the plan computes something else or cannot be executed."""
-    kind = error.kind if isinstance(error, LaunchError) else type(error).__name__
-    return kind in DISPROVED
+    kind = error.error_class if isinstance(error, LaunchError) else type(error).__name__
+    return kind in DISPROOF_ERRORS
 
 
 def has_started(error: Exception) -> bool:

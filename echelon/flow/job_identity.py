@@ -7,7 +7,7 @@
     code loss            9c1e...   functions with what they hold and the user's functions and values that they name
     data                 41d0...   kind, length and content (of large data at fixed positions)
     weights              b7c2...   content of the file or checkpoint
-    setting batch        64
+    setting batch_size   64
     version torch        2.13.0
 
 No trace is needed, so that a launcher and every rank find the same in a moment once the job is loaded. Values of parameters that a
@@ -26,12 +26,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.flow.job_inputs import readable
-from echelon.plan.document_cache import installed_versions, user_files
+from echelon.flow.job_inputs import relative_names
+from echelon.plan.document_cache import installed_versions, user_source_files
 from echelon.plan.input_digests import digest_file
 
 if TYPE_CHECKING:
-    from echelon.flow.job_code import Description
+    from echelon.flow.job_code import ValueDigest
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
     from echelon.plan.profile import Profile
@@ -39,133 +39,139 @@ if TYPE_CHECKING:
 #: Packages whose version decides what is computed; those after the first three only where they are loaded.
 _PACKAGES = ("torch", "echelon", "numpy", "transformers")
 #: How fields of a job count. A field in none of these counts by its code, so that a new one is never left out.
-SETTINGS = ("batch", "seed", "clip", "precision", "drop_last")
-DATA = ("data", "evaluation", "warmup_data")
-EXEMPT = {
+SETTING_FIELDS = ("batch_size", "seed", "clip_norm", "precision", "drop_last")
+DATA_FIELDS = ("data", "eval_data", "warmup_data")
+EXEMPT_FIELDS = {
     "epochs": "how long to train does not change what a step computes",
     "steps": "how long to train does not change what a step computes",
     "name": "names the run folder",
 }
 #: Functions in whose code a number may stand for the length of the training.
-_OF_LENGTH = ("optimizer", "schedule")
+_LENGTH_DEPENDENT_FIELDS = ("optimizer", "lr_schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobIdentity:
     """What a job is made from: readable names of the parts, and their digests."""
 
-    parts: dict[str, str]
+    digests: dict[str, str]
     #: By field, the values of parameters and of a model's buffers that the job itself holds.
-    values: dict[str, str] = field(default_factory=dict)
+    parameter_values: dict[str, str] = field(default_factory=dict)
     #: By field, the code where numbers that are the length of the training count as such.
-    by_length: dict[str, str] = field(default_factory=dict)
+    length_free_code: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
         """All parts in one hash."""
-        return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.digests, sort_keys=True).encode()).hexdigest()
 
     def inputs(self) -> dict[str, str]:
         """Files, folders, variables and arguments only."""
         kinds = ("file", "files", "folder", "environment", "argument")
-        return {name: digest for name, digest in self.parts.items() if name.partition(" ")[0] in kinds}
+        return {name: digest for name, digest in self.digests.items() if name.partition(" ")[0] in kinds}
 
     @property
     def proof_inputs(self) -> dict[str, str]:
         """What a certificate compares by name; versions stand apart in it."""
-        return {name: digest for name, digest in self.parts.items() if not name.startswith("version ")}
+        return {name: digest for name, digest in self.digests.items() if not name.startswith("version ")}
 
     @property
     def versions(self) -> dict[str, str]:
         """The versions on which a proof depends."""
         return {
-            name.removeprefix("version "): digest for name, digest in self.parts.items() if name.startswith("version ")
+            name.removeprefix("version "): digest
+            for name, digest in self.digests.items()
+            if name.startswith("version ")
         }
 
 
-def identify(job: Job, *, function: str, read: Mapping[str, str], folder: Path | None) -> JobIdentity:
-    """The identity of a job that was just loaded. `read`: inputs that were recorded meanwhile, `function`: its name."""
-    sources = {f"source {path}": digest_file(path) for path in user_files(sys.modules) if path.is_file()}
-    parts = readable({**sources, **read}, folder)
-    parts["function"] = function
-    values, by_length, lengths = {}, {}, _lengths(job)
-    for name, (key, value) in _described_fields(job).items():
-        found = _before_training(name, value, _describe(name, value, folder))
-        parts[key] = found.code
-        if found.values:
-            values[name] = found.values
-        if name in _OF_LENGTH:
-            by_length[name] = _describe(name, value, folder, lengths).code
+def identify_job(job: Job, *, function: str, recorded_inputs: Mapping[str, str], folder: Path | None) -> JobIdentity:
+    """The identity of a job that was just loaded. `recorded_inputs`: inputs that were recorded meanwhile, `function`: its name."""
+    sources = {f"source {path}": digest_file(path) for path in user_source_files(sys.modules) if path.is_file()}
+    digests = relative_names({**sources, **recorded_inputs}, folder)
+    digests["function"] = function
+    parameter_values, length_free_code, lengths = {}, {}, _training_lengths(job)
+    for name, (key, value) in _list_described_fields(job).items():
+        digest = _undo_training(name, value, _describe_field(name, value, folder))
+        digests[key] = digest.code
+        if digest.parameter_values:
+            parameter_values[name] = digest.parameter_values
+        if name in _LENGTH_DEPENDENT_FIELDS:
+            length_free_code[name] = _describe_field(name, value, folder, lengths).code
     if job.weights is not None:
-        from echelon.flow.job_code import describe_weights
+        from echelon.flow.job_code import digest_weights
 
-        parts["weights"] = describe_weights(job.weights)
-    parts |= {f"setting {name}": str(getattr(job, name)) for name in SETTINGS}
-    loaded = [name for name in _PACKAGES if name in _PACKAGES[:3] or name in sys.modules]
-    parts |= {f"version {name}": version for name, version in installed_versions(loaded).items()}
-    return JobIdentity(parts=dict(sorted(parts.items())), values=values, by_length=by_length)
+        digests["weights"] = digest_weights(job.weights)
+    digests |= {f"setting {name}": str(getattr(job, name)) for name in SETTING_FIELDS}
+    loaded_packages = [name for name in _PACKAGES if name in _PACKAGES[:3] or name in sys.modules]
+    digests |= {f"version {name}": version for name, version in installed_versions(loaded_packages).items()}
+    return JobIdentity(
+        digests=dict(sorted(digests.items())), parameter_values=parameter_values, length_free_code=length_free_code
+    )
 
 
-def _described_fields(job: Job) -> dict[str, tuple[str, Any]]:
+def _list_described_fields(job: Job) -> dict[str, tuple[str, Any]]:
     """By name, the part's name and the value of every field that counts by code or content."""
-    found: dict[str, tuple[str, Any]] = {}
-    for name in (each.name for each in fields(job)):
+    described_fields: dict[str, tuple[str, Any]] = {}
+    for name in (job_field.name for job_field in fields(job)):
         value = getattr(job, name)
         if name == "metrics":
-            found |= {f"metrics.{key}": (f"code metrics.{key}", metric) for key, metric in value.items()}
-        elif value is not None and name not in (*SETTINGS, *EXEMPT, "weights"):
-            found[name] = (name if name in DATA else f"code {name}", value)
-    return found
+            described_fields |= {f"metrics.{key}": (f"code metrics.{key}", metric) for key, metric in value.items()}
+        elif value is not None and name not in (*SETTING_FIELDS, *EXEMPT_FIELDS, "weights"):
+            described_fields[name] = (name if name in DATA_FIELDS else f"code {name}", value)
+    return described_fields
 
 
-def _describe(name: str, value: Any, folder: Path | None, lengths: Collection[int] = ()) -> Description:
-    from echelon.flow.job_code import describe
+def _describe_field(name: str, value: Any, folder: Path | None, training_lengths: Collection[int] = ()) -> ValueDigest:
+    from echelon.flow.job_code import digest_value
 
-    if name in DATA:
-        return describe(value, length=True)
-    return describe(value, folder, model=name == "model", lengths=lengths)
+    if name in DATA_FIELDS:
+        return digest_value(value, include_length=True)
+    return digest_value(value, folder, is_model=name == "model", training_lengths=training_lengths)
 
 
-def _lengths(job: Job) -> set[int]:
+def _training_lengths(job: Job) -> set[int]:
     """Numbers in which a script may give the length: epochs, steps, and steps of all epochs."""
-    found = {each for each in (job.epochs, job.steps) if each is not None}
+    lengths = {count for count in (job.epochs, job.steps) if count is not None}
     try:
-        size = len(job.data)
+        samples = len(job.data)
     except Exception:  # a stream, or a set whose length fails
-        return found
-    return found | {(job.epochs or 0) * each for each in (size // job.batch, -(-size // job.batch)) if job.epochs}
+        return lengths
+    return lengths | {
+        (job.epochs or 0) * count for count in (samples // job.batch_size, -(-samples // job.batch_size)) if job.epochs
+    }
 
 
 #: By the id of an object that a training in this process changed: the object, what it became, and what it was.
-_changed: dict[int, list[tuple[weakref.ref[Any], Description, Description]]] = {}
+_trained_objects: dict[int, list[tuple[weakref.ref[Any], ValueDigest, ValueDigest]]] = {}
 
 
 def remember_changes(job: Job, identity: JobIdentity, folder: Path | None) -> None:
     """Note what a training changed in the job's own objects (counters, a module's weights): they are still what the job was made with."""
-    from echelon.flow.job_code import Description
+    from echelon.flow.job_code import ValueDigest
 
-    for name, (key, value) in _described_fields(job).items():
-        before = Description(identity.parts.get(key, ""), identity.values.get(name, ""))
-        after = _describe(name, value, folder)
+    for name, (key, value) in _list_described_fields(job).items():
+        before = ValueDigest(identity.digests.get(key, ""), identity.parameter_values.get(name, ""))
+        after = _describe_field(name, value, folder)
         if after == before:
             continue
         try:
-            here = weakref.ref(value)
+            reference = weakref.ref(value)
         except TypeError:
             continue
-        known = [each for each in _changed.get(id(value), ()) if each[0]() is value]
-        _changed[id(value)] = [*known, (here, after, before)]
+        entries = [entry for entry in _trained_objects.get(id(value), ()) if entry[0]() is value]
+        _trained_objects[id(value)] = [*entries, (reference, after, before)]
 
 
-def _before_training(name: str, value: Any, now: Description) -> Description:
+def _undo_training(name: str, value: Any, current: ValueDigest) -> ValueDigest:
     """What an object was, where it is as a training in this process left it."""
-    for seen, after, before in reversed(_changed.get(id(value), ())):
-        if seen() is value and after == now:
+    for reference, after, before in reversed(_trained_objects.get(id(value), ())):
+        if reference() is value and after == current:
             return before
-    return now
+    return current
 
 
-def cover(certificate: Certificate, identity: JobIdentity, profile: Profile | None) -> Certificate:
+def bind_certificate(certificate: Certificate, identity: JobIdentity, profile: Profile | None) -> Certificate:
     """`certificate`, made out to the job with this identity."""
-    graph = profile.graph if profile is not None else ""
-    return replace(certificate, inputs=identity.proof_inputs, versions=identity.versions, graph=graph)
+    graph = profile.graph_hash if profile is not None else ""
+    return replace(certificate, inputs=identity.proof_inputs, versions=identity.versions, graph_hash=graph)

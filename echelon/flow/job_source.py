@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import JobError
-from echelon.job import Job, place, takes
+from echelon.job import Job, accepts_arguments, function_location
 
 
 def load_job(spec: str) -> Job:
@@ -27,12 +27,12 @@ def load_job(spec: str) -> Job:
     if not name:
         raise JobError(f"{spec} names no function after the colon: give {file}, or {file}:name")
     module = _import_file(path)
-    made = getattr(module, name, None)
-    if made is None:
-        found = ", ".join(f"{file}:{key}" for key in _jobs_in(module))
-        write = f": write `def {name}(): return echelon.Job(...)`" if name.isidentifier() else ""
-        raise JobError(f"{file}: no `{name}` in it{write}{f'; it has {found}' if found else ''}")
-    return made if isinstance(made, Job) else make_job(made, f"{file}:{name}")
+    loaded = getattr(module, name, None)
+    if loaded is None:
+        candidates = ", ".join(f"{file}:{key}" for key in _find_jobs(module))
+        hint = f": write `def {name}(): return echelon.Job(...)`" if name.isidentifier() else ""
+        raise JobError(f"{file}: no `{name}` in it{hint}{f'; it has {candidates}' if candidates else ''}")
+    return loaded if isinstance(loaded, Job) else make_job(loaded, f"{file}:{name}")
 
 
 def load_data(spec: str) -> Any:
@@ -44,95 +44,110 @@ def load_data(spec: str) -> Any:
     module = _import_file(path)
     if not hasattr(module, name):
         raise JobError(f"{file}: no `{name}` in it; give the name of a data set, or of a function that returns one")
-    made = getattr(module, name)
-    if callable(made) and not hasattr(made, "__getitem__"):
-        _seed()
-        made = made()
-    return made.data if isinstance(made, Job) else made
+    loaded = getattr(module, name)
+    if callable(loaded) and not hasattr(loaded, "__getitem__"):
+        _seed_all()
+        loaded = loaded()
+    return loaded.data if isinstance(loaded, Job) else loaded
 
 
 def make_job(function: Any, name: str | None = None) -> Job:
     """The job that a function returns, called the same way everywhere: random data that it makes is equal on every rank."""
     name = name or getattr(function, "__name__", type(function).__name__)
     if callable(function):
-        if not takes(function, 0):
+        if not accepts_arguments(function, 0):
             raise JobError(
-                f"{name} takes {inspect.signature(function)} ({place(function)}): a job function is called without arguments; "
+                f"{name} takes {inspect.signature(function)} ({function_location(function)}): a job function is called without arguments; "
                 "give them defaults"
             )
-        _seed()
+        _seed_all()
         try:
-            made = function()
+            result = function()
         except SystemExit as error:
             file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", "")
-            raise _ended(error, file, f"while {name} was called; let it return an echelon.Job, or raise") from error
+            raise _exit_error(
+                error, file, f"while {name} was called; let it return an echelon.Job, or raise"
+            ) from error
     else:
-        made = function
-    if not isinstance(made, Job):
-        raise JobError(f"{name} gives {type(made).__name__}, not an echelon.Job")
-    return made
+        result = function
+    if not isinstance(result, Job):
+        raise JobError(f"{name} gives {type(result).__name__}, not an echelon.Job")
+    return result
 
 
 #: Not the usual 0, which is the model's: weights must not be drawn from the very numbers that data was made of.
-_SEED = 0xEC4E104
+_JOB_SEED = 0xEC4E104
 
 
-def _seed() -> None:
+def _seed_all() -> None:
     import random
 
     import numpy
     import torch
 
-    random.seed(_SEED)
-    numpy.random.seed(_SEED)
-    torch.manual_seed(_SEED)
+    random.seed(_JOB_SEED)
+    numpy.random.seed(_JOB_SEED)
+    torch.manual_seed(_JOB_SEED)
 
 
-def _ended(error: SystemExit, file: str, rest: str) -> JobError:
+def _exit_error(error: SystemExit, file: str, context: str) -> JobError:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
     call = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
-    return JobError(f"{frame.filename} line {frame.lineno} ended Python ({call}) {rest}")
+    return JobError(f"{frame.filename} line {frame.lineno} ended Python ({call}) {context}")
 
 
-_VERBS = frozenset({"train", "verify", "parallelize"})
+_ENTRY_POINTS = frozenset({"train", "verify", "parallelize"})
 
 
-def _jobs_in(module: Any) -> list[str]:
+def _find_jobs(module: Any) -> list[str]:
     """Names in a job file that could be meant: jobs, and functions without arguments that make one, directly or by another."""
-    things = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    makers = {key for key, value in things.items() if isinstance(value, Job) or _returns_job(value)}
-    own = {key: value for key, value in things.items() if getattr(value, "__module__", "") == module.__name__}
-    used = {key: frozenset(inspect.unwrap(f).__code__.co_names) for key, f in own.items() if inspect.isfunction(f)}
-    makers |= {key for key, names in used.items() if "Job" in names}
+    public_objects = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    job_makers = {key for key, value in public_objects.items() if isinstance(value, Job) or _returns_job(value)}
+    own_objects = {
+        key: value for key, value in public_objects.items() if getattr(value, "__module__", "") == module.__name__
+    }
+    called_names = {
+        key: frozenset(inspect.unwrap(function).__code__.co_names)
+        for key, function in own_objects.items()
+        if inspect.isfunction(function)
+    }
+    job_makers |= {key for key, names in called_names.items() if "Job" in names}
     # What calls a maker and then trains is a script's main part, no job.
-    while more := {key for key, names in used.items() if names & makers and not names & _VERBS} - makers:
-        makers |= more
-    return [key for key in things if key in makers and (isinstance(things[key], Job) or takes(things[key], 0))]
+    while (
+        new_makers := {key for key, names in called_names.items() if names & job_makers and not names & _ENTRY_POINTS}
+        - job_makers
+    ):
+        job_makers |= new_makers
+    return [
+        key
+        for key in public_objects
+        if key in job_makers and (isinstance(public_objects[key], Job) or accepts_arguments(public_objects[key], 0))
+    ]
 
 
 def _returns_job(value: Any) -> bool:
     return inspect.isfunction(value) and "Job" in str(inspect.signature(value).return_annotation)
 
 
-_reading: list[Path] = []
+_files_being_read: list[Path] = []
 
 
-def reading() -> Path | None:
+def file_being_read() -> Path | None:
     """The job file that is being read just now: whoever would train then would train in every process that reads it."""
-    return _reading[-1] if _reading else None
+    return _files_being_read[-1] if _files_being_read else None
 
 
 @contextmanager
-def _read(path: Path) -> Iterator[None]:
-    _reading.append(path)
+def _mark_being_read(path: Path) -> Iterator[None]:
+    _files_being_read.append(path)
     try:
         yield
     except SystemExit as error:
-        rest = "while it was read; put that under if __name__ == '__main__':"
-        raise _ended(error, str(path), rest) from error
+        context = "while it was read; put that under if __name__ == '__main__':"
+        raise _exit_error(error, str(path), context) from error
     finally:
-        _reading.pop()
+        _files_being_read.pop()
 
 
 def _import_file(path: Path) -> Any:
@@ -143,26 +158,26 @@ def _import_file(path: Path) -> Any:
         raise JobError(f"{path}: not a Python file")
     _require_free_name(path)
     module = importlib.util.module_from_spec(spec)
-    setattr(module, _MARK, True)
-    before = sys.modules.get(path.stem)
+    setattr(module, _JOB_FILE_MARK, True)
+    previous_module = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # so that classes defined there can be found again by name
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    _seed()
+    _seed_all()
     try:
-        with _read(path):
+        with _mark_being_read(path):
             spec.loader.exec_module(module)
     except BaseException:
         # Half a module must not answer a later import.
         del sys.modules[path.stem]
-        if before is not None:
-            sys.modules[path.stem] = before
+        if previous_module is not None:
+            sys.modules[path.stem] = previous_module
         raise
     return module
 
 
 #: Set in modules that are job files: one may take another's name, as `job.py` of two folders do.
-_MARK = "__echelon_job__"
+_JOB_FILE_MARK = "__echelon_job__"
 
 
 def _require_free_name(path: Path) -> None:
@@ -171,10 +186,10 @@ def _require_free_name(path: Path) -> None:
     if name in sys.stdlib_module_names:
         raise JobError(f"{path}: `{name}` is a module of Python's own, which this file would replace; rename the file")
     loaded = sys.modules.get(name)
-    if loaded is not None and hasattr(loaded, _MARK):
+    if loaded is not None and hasattr(loaded, _JOB_FILE_MARK):
         return
     if loaded is None:
-        installed = _installed(name, path.parent)
+        installed = _find_installed(name, path.parent)
         if installed is not None:
             raise JobError(
                 f"{path}: `{name}` is the name of an installed module ({installed}), which this file would replace; rename the file"
@@ -188,9 +203,9 @@ def _require_free_name(path: Path) -> None:
         )
 
 
-def _installed(name: str, folder: Path) -> str | None:
+def _find_installed(name: str, folder: Path) -> str | None:
     """Where a package that pip installed under this name begins, seen without the job file's own folder."""
     paths = [entry for entry in sys.path if Path(entry).resolve() != folder]
-    found = importlib.machinery.PathFinder.find_spec(name, paths)
-    origin = found.origin if found is not None else None
+    module_spec = importlib.machinery.PathFinder.find_spec(name, paths)
+    origin = module_spec.origin if module_spec is not None else None
     return origin if origin and {"site-packages", "dist-packages"} & set(Path(origin).parts) else None

@@ -10,9 +10,9 @@ def require_evaluation(job: Job) -> None:
     """Refuse an evaluation that cannot be opened."""
     from echelon.data.source import is_stream, open_source
 
-    if job.evaluation is None or is_stream(job.evaluation):
+    if job.eval_data is None or is_stream(job.eval_data):
         return
     try:
-        open_source(job.evaluation, collate=job.collate, seed=job.seed)
+        open_source(job.eval_data, collate=job.collate, seed=job.seed)
     except DataError as error:
-        raise DataError(f"evaluation=: {error}") from None
+        raise DataError(f"eval_data=: {error}") from None

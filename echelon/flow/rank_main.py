@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 
-from echelon.launchers.local import INTERRUPTED
-from echelon.launchers.rank_ipc import in_words, leave_word
+from echelon.launchers.local import INTERRUPTED_EXIT_CODE
+from echelon.launchers.rank_ipc import format_error, report_failure
 from echelon.world import read_world
 
 
@@ -30,14 +30,14 @@ def main(verb: str, spec: str, options: str, debug: str = "") -> int:
         # Ended by the signal and not by an exit code: the launcher then knows that nothing was saved.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:
-        if not leave_word(error, world.rank, trace=bool(debug)):
-            print(f"error: {in_words(error, trace=bool(debug))}", file=sys.stderr)  # noqa: T201
+        if not report_failure(error, world.rank, with_traceback=bool(debug)):
+            print(f"error: {format_error(error, with_traceback=bool(debug))}", file=sys.stderr)  # noqa: T201
         return getattr(error, "exit_code", 1)
 
 
-def _end(codes: list[int]) -> None:
+def _exit_now(codes: list[int]) -> None:
     """The last that runs before Python takes itself apart, which it must not: where torch's caches still hold a process group its
     threads abort the process then, after all is done and saved."""
     if codes:
@@ -48,6 +48,6 @@ def _end(codes: list[int]) -> None:
 
 if __name__ == "__main__":
     codes: list[int] = []
-    atexit.register(_end, codes)  # first in, last out: other libraries' farewells come before it
+    atexit.register(_exit_now, codes)  # first in, last out: other libraries' farewells come before it
     codes.append(main(*sys.argv[1:5]))
     sys.exit(codes[0])

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import EchelonError, JobError, NothingToCut, PlanError
-from echelon.flow.job_identity import JobIdentity, identify
-from echelon.flow.job_inputs import Reads, recording
+from echelon.errors import EchelonError, JobError, PlanError, UnsplittableModelError
+from echelon.flow.job_identity import JobIdentity, identify_job
+from echelon.flow.job_inputs import RecordedInputs, record_inputs
 from echelon.flow.job_source import load_job, make_job
 from echelon.job import Job
-from echelon.plan.check import Problem, require
+from echelon.plan.check import Problem, require_executable
 from echelon.plan.cluster import Cluster
-from echelon.plan.document_cache import Store, hash_files, installed_versions, user_files
-from echelon.plan.fallback import adapt, fall_back
-from echelon.plan.format_units import seconds, size
-from echelon.plan.input_digests import argument_parts
+from echelon.plan.document_cache import DocumentCache, hash_files, installed_versions, user_source_files
+from echelon.plan.fallback import apply_problem_changes, fall_back_to_data_parallel
+from echelon.plan.format_units import format_bytes, format_seconds
+from echelon.plan.input_digests import digest_arguments
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
@@ -41,15 +41,15 @@ JobLike = Job | Callable[[], Job] | str
 PlanLike = Plan | str | None
 
 #: Beside the plan that is handed over: why it is not the one that was asked for.
-_FALLBACK = "fallback.txt"
+_FALLBACK_FILE = "fallback.txt"
 #: What trying a model's cuts takes: its numbers so many times, runs of all of it, more for each block; operations of a core in a second (in
 #: float64, about), and how many seconds one waits for a plan that somebody else will train by.
-_COPIES, _RUNS, _TRIALS, _RATE, _PATIENCE = 2.5, 10, 4, 1e10, 60.0
-_NOT_SCRIPTS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
+_TRIAL_COPIES, _BASE_RUNS, _RUNS_PER_BLOCK, _CORE_FLOPS, _MAX_TRIAL_SECONDS = 2.5, 10, 4, 1e10, 60.0
+_HOST_PROGRAMS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class ResolvedPlan:
     """A plan that may be executed, and what is known about it."""
 
     plan: Plan
@@ -63,35 +63,35 @@ class Prepared:
     #: Whether it replaces a plan that the user gave and that was disproved before it trained.
     is_fallback: bool = False
 
-    def hand_over(self, folder: Path) -> Path:
-        """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""
+    def save_for_ranks(self, folder: Path) -> Path:
+        """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `load_resolved_plan`."""
         for document in (self.plan, self.profile, self.cluster):
             if document is not None:
                 document.save(folder / f"{document.KIND}.json")
         if self.fallback:
-            (folder / _FALLBACK).write_text(self.fallback, encoding="utf-8")
+            (folder / _FALLBACK_FILE).write_text(self.fallback, encoding="utf-8")
         return folder / f"{Plan.KIND}.json"
 
 
-class Subject:
+class JobSource:
     """A job and its file; the job is loaded only when somebody looks at it."""
 
     def __init__(self, job: JobLike) -> None:
-        self._given = self._job = job
+        self._original = self._job = job
         self.spec = job if isinstance(job, str) else main_file()
         #: Under which its documents are kept; None: they are not.
-        self.key: str | None = None
+        self.cache_key: str | None = None
         if isinstance(job, str):
-            file, function = _split(job)
-            self.key = f"{Path(file).resolve()}:{function}"
-        self._default = _default_name(job, self.spec)
-        self._function = _split(job)[1] if isinstance(job, str) else str(getattr(job, "__name__", "job"))
+            file, function = _split_spec(job)
+            self.cache_key = f"{Path(file).resolve()}:{function}"
+        self._default_name = _default_name(job, self.spec)
+        self._function_name = _split_spec(job)[1] if isinstance(job, str) else str(getattr(job, "__name__", "job"))
         #: What went wrong and does not matter enough to stop.
         self.warnings: list[str] = []
-        self._unprofiled = False
-        self._model: str | None = None
+        self._profiling_failed = False
+        self._model_fingerprint: str | None = None
         #: What was read while the job was made, and while its model was built and looked at.
-        self.reads, self._later = Reads(), Reads()
+        self.job_inputs, self._build_inputs = RecordedInputs(), RecordedInputs()
         self._identity: JobIdentity | None = None
 
     @property
@@ -99,34 +99,38 @@ class Subject:
         """The job itself."""
         if isinstance(self._job, str):
             try:
-                with recording(self.reads):
+                with record_inputs(self.job_inputs):
                     self._job = load_job(self._job)
             except SyntaxError as error:
                 raise JobError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         elif not isinstance(self._job, Job) and callable(self._job):
-            with recording(self.reads):
+            with record_inputs(self.job_inputs):
                 self._job = make_job(self._job)
         if not isinstance(self._job, Job):
             raise JobError(
                 f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}"
             )
         if not self._job.name:
-            self._job = dataclasses.replace(self._job, name=self._default)
-        paths = [name for name in ("data", "evaluation") if isinstance(getattr(self._job, name), str | Path)]
-        if paths:
-            from echelon.data.source import opened
+            self._job = dataclasses.replace(self._job, name=self._default_name)
+        path_fields = [name for name in ("data", "eval_data") if isinstance(getattr(self._job, name), str | Path)]
+        if path_fields:
+            from echelon.data.source import open_if_packed
 
-            self._job = dataclasses.replace(self._job, **{name: opened(getattr(self._job, name)) for name in paths})
+            self._job = dataclasses.replace(
+                self._job, **{name: open_if_packed(getattr(self._job, name)) for name in path_fields}
+            )
         if self._identity is None:  # now: building a model may change what its factory holds (transformers' configs)
-            file = Path(_split(self.spec)[0]).resolve() if self.spec is not None else None
-            read = {**self.reads.parts(), **argument_parts(self.arguments())}
+            file = Path(_split_spec(self.spec)[0]).resolve() if self.spec is not None else None
+            recorded_inputs = {**self.job_inputs.digest_inputs(), **digest_arguments(self.arguments())}
             folder = file.parent if file else None
-            self._identity = identify(self._job, function=self._function, read=read, folder=folder)
+            self._identity = identify_job(
+                self._job, function=self._function_name, recorded_inputs=recorded_inputs, folder=folder
+            )
         return self._job
 
     def reload(self) -> None:
         """Forget the job, so that it is made in the environment as it is now; one that was given as an object stays."""
-        self._job, self._identity, self.reads = self._given, None, Reads()
+        self._job, self._identity, self.job_inputs = self._original, None, RecordedInputs()
 
     @property
     def identity(self) -> JobIdentity:
@@ -136,177 +140,200 @@ class Subject:
         assert self._identity is not None
         return self._identity
 
-    def recording(self) -> AbstractContextManager[Reads]:
+    def record_build(self) -> AbstractContextManager[RecordedInputs]:
         """Record what is read meanwhile, while the model is built: it decides whether what is made can be used again."""
-        return recording(self._later)
+        return record_inputs(self._build_inputs)
 
-    def read_inputs(self) -> dict[str, str]:
+    def digest_inputs(self) -> dict[str, str]:
         """Everything that was read so far, with absolute paths, for the store. Scratch files do not count."""
-        own = [Path.cwd(), *([Path(self.spec).resolve().parent] if self.spec is not None else [])]
-        later = self._later.parts(own=own)
-        return {**later, **self.reads.parts(), **argument_parts(self.arguments())}
+        own_folders = [Path.cwd(), *([Path(self.spec).resolve().parent] if self.spec is not None else [])]
+        build_inputs = self._build_inputs.digest_inputs(own_folders=own_folders)
+        return {**build_inputs, **self.job_inputs.digest_inputs(), **digest_arguments(self.arguments())}
 
     def arguments(self) -> tuple[str, ...]:
         """What the user's script was called with; the command line's own options are settings, not inputs."""
-        script, ours = main_script(), Path(__file__).resolve().parent.parent
-        if script is None or script.stem == "echelon" or script.resolve().is_relative_to(ours):
+        script, package_folder = main_script(), Path(__file__).resolve().parent.parent
+        if script is None or script.stem == "echelon" or script.resolve().is_relative_to(package_folder):
             return ()
         return tuple(sys.argv[1:])
 
     @property
     def name(self) -> str:
         """The job's own name, or that of its file."""
-        return self.job.name or self._default
+        return self.job.name or self._default_name
 
     def profile(self) -> Profile:
         """The job's profile, from the store or made now."""
-        known = self.known_profile()
-        if known is not None:
-            return known
+        cached = self.cached_profile()
+        if cached is not None:
+            return cached
         from echelon.profiler import profile
 
         job = self.job
-        with self.recording():
-            made = profile(job)
-        return self._kept(self.key, made)
+        with self.record_build():
+            new_profile = profile(job)
+        return self._save_cached(self.cache_key, new_profile)
 
-    def known_profile(self) -> Profile | None:
-        """The job's profile, where the store has it; not one of another model, where `look` was called."""
-        if self.key is None:
+    def cached_profile(self) -> Profile | None:
+        """The job's profile, where the store has it; not one of another model, where `fingerprint_model` was called."""
+        if self.cache_key is None:
             return None
-        known = self._stored(Profile, self.key)
-        return None if known is not None and self._model not in (None, known.model) else known
+        cached = self._load_cached(Profile, self.cache_key)
+        return None if cached is not None and self._model_fingerprint not in (None, cached.model) else cached
 
-    def look(self) -> None:
+    def fingerprint_model(self) -> None:
         """Build the model (without its values), so that what is kept of another is not taken for its: one file may
         describe several, by the environment or by what it reads. For plans that name a model's parts, which another has not."""
-        if self.key is None or self._model is not None:
+        if self.cache_key is None or self._model_fingerprint is not None:
             return
-        from echelon.partition.complete_plan import fingerprint_of
+        from echelon.partition.complete_plan import compute_fingerprint
 
         try:
-            self._model = fingerprint_of(self.job)
+            self._model_fingerprint = compute_fingerprint(self.job)
         except EchelonError:
             raise
         except Exception:  # a model that cannot be built so: whoever needs it tells why
-            self._model = ""
+            self._model_fingerprint = ""
 
-    def complete(self, plan: Plan) -> Plan:
+    def complete_plan(self, plan: Plan) -> Plan:
         """`plan` with what it leaves open about the model, from the store or found now."""
-        if not plan.open:
+        if not plan.incomplete:
             return plan
-        key = f"{self.key} {plan.digest} {self._model or ''}".rstrip() if self.key is not None else None
-        known = self._stored(Plan, key) if key is not None else None
-        if known is not None:
-            return known
+        key = (
+            f"{self.cache_key} {plan.digest} {self._model_fingerprint or ''}".rstrip()
+            if self.cache_key is not None
+            else None
+        )
+        cached = self._load_cached(Plan, key) if key is not None else None
+        if cached is not None:
+            return cached
         from echelon.partition.complete_plan import complete
 
-        job, profile = self.job, self.known_profile()
-        with self.recording():
-            made = complete(plan, job, profile)
-        return self._kept(key, made)
+        job, profile = self.job, self.cached_profile()
+        with self.record_build():
+            completed = complete(plan, job, profile)
+        return self._save_cached(key, completed)
 
-    def complete_here(self, plan: Plan, profile: Profile) -> Plan:
+    def complete_if_cheap(self, plan: Plan, profile: Profile) -> Plan:
         """`plan`, completed where that is a matter of a minute on this machine, which need not be the one that trains: cuts over tp are found
         by running the model, so that one for a cluster is left open, with a word about it, and completed where it is trained."""
-        wide = plan.open and (plan.mesh.tp > 1 or plan.sequence)
-        why = _too_much(profile) if wide else ""
-        if not why:
-            return self.complete(plan)
-        told = f"which layers tp cuts is looked at when it is trained and taken as all of them here: {why}"
-        if told not in self.warnings:
-            self.warnings.append(told)
+        needs_trials = plan.incomplete and (plan.mesh.tp > 1 or plan.sequence)
+        reason = _why_too_large(profile) if needs_trials else ""
+        if not reason:
+            return self.complete_plan(plan)
+        warning = f"which layers tp cuts is looked at when it is trained and taken as all of them here: {reason}"
+        if warning not in self.warnings:
+            self.warnings.append(warning)
         return plan
 
-    def settle(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
+    def adapt_plan(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
         """`plan`, completed; or the plan that takes its place where this model cannot follow it, and why."""
-        if self._unprofiled and plan.sharded and not plan.whole:
-            other = dataclasses.replace(plan, whole=True)
-            settled, more = self.settle(other, profile, cluster)
-            why = f'"{plan}" runs as "{other}": whether samples decide which blocks run is not known'
-            return settled, f"{why}; then {more}" if more else why
+        if self._profiling_failed and plan.is_sharded and not plan.shard_as_one:
+            replicated = dataclasses.replace(plan, shard_as_one=True)
+            adapted_plan, further_reason = self.adapt_plan(replicated, profile, cluster)
+            reason = f'"{plan}" runs as "{replicated}": whether samples decide which blocks run is not known'
+            return adapted_plan, f"{reason}; then {further_reason}" if further_reason else reason
         try:
-            require(plan, profile, cluster)  # before its cuts are looked for, which takes longer
-            completed = self.complete(plan)
-            require(completed, profile, cluster)
+            require_executable(plan, profile, cluster)  # before its cuts are looked for, which takes longer
+            completed = self.complete_plan(plan)
+            require_executable(completed, profile, cluster)
             return completed, ""
-        except NothingToCut as error:
-            if not plan.open:  # a document, made for some model
+        except UnsplittableModelError as error:
+            if not plan.incomplete:  # a document, made for some model
                 raise
-            return self._instead(plan, error, profile, cluster)
+            return self._fall_back(plan, error, profile, cluster)
         except PlanError as error:
-            adapted = adapt(plan, error.problems)
-            if adapted is None or adapted[0] == plan:
+            adaptation = apply_problem_changes(plan, error.problems)
+            if adaptation is None or adaptation[0] == plan:
                 raise
-            settled, more = self.settle(adapted[0], profile, cluster)
-            return settled, f'"{plan}" runs as "{adapted[0]}": {adapted[1]}' + (f"; then {more}" if more else "")
+            adapted_plan, further_reason = self.adapt_plan(adaptation[0], profile, cluster)
+            return adapted_plan, f'"{plan}" runs as "{adaptation[0]}": {adaptation[1]}' + (
+                f"; then {further_reason}" if further_reason else ""
+            )
 
-    def _instead(
-        self, plan: Plan, error: NothingToCut, profile: Profile | None, cluster: Cluster | None
+    def _fall_back(
+        self, plan: Plan, error: UnsplittableModelError, profile: Profile | None, cluster: Cluster | None
     ) -> tuple[Plan, str]:
         reasons = "; ".join(
-            f"{each.path}={each.value}: {each.rule}" for each in error.problems if isinstance(each, Problem)
+            f"{problem.path}={problem.value}: {problem.rule}"
+            for problem in error.problems
+            if isinstance(problem, Problem)
         )
-        profile = profile or self.profile_or_none()
-        other, told = fall_back(plan, profile)
+        profile = profile or self.try_profile()
+        fallback_plan, explanation = fall_back_to_data_parallel(plan, profile)
         try:
-            require(other, profile, cluster)
-        except PlanError as second:
-            if adapt(other, second.problems) is not None:
-                settled, more = self.settle(other, profile, cluster)
-                return settled, f'"{plan}" falls back to "{other}": {reasons}; then {more}'
+            require_executable(fallback_plan, profile, cluster)
+        except PlanError as fallback_error:
+            if apply_problem_changes(fallback_plan, fallback_error.problems) is not None:
+                adapted_plan, further_reason = self.adapt_plan(fallback_plan, profile, cluster)
+                return adapted_plan, f'"{plan}" falls back to "{fallback_plan}": {reasons}; then {further_reason}'
             raise PlanError(
-                f'{reasons}\nand "{other}", {told}, cannot be executed either:\n'
-                + "\n".join(f"  {each}" for each in second.problems),
-                (*error.problems, *second.problems),
+                f'{reasons}\nand "{fallback_plan}", {explanation}, cannot be executed either:\n'
+                + "\n".join(f"  {problem}" for problem in fallback_error.problems),
+                (*error.problems, *fallback_error.problems),
             ) from error
-        return other, f'"{plan}" falls back to "{other}" on the same ranks, {told}: {reasons}'
+        return fallback_plan, f'"{plan}" falls back to "{fallback_plan}" on the same ranks, {explanation}: {reasons}'
 
-    def profile_or_none(self) -> Profile | None:
+    def try_profile(self) -> Profile | None:
         """None with a warning for a model that cannot be profiled: it may still train."""
-        if self._unprofiled:
+        if self._profiling_failed:
             return None
         try:
             return self.profile()
         except EchelonError:
             raise
         except Exception as error:
-            self._unprofiled = True
+            self._profiling_failed = True
             self.warnings.append(
                 f"the model could not be profiled ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): whether its samples see "
                 "each other, or decide which modules run, is not known; `echelon verify` tells whether the plan computes the same as one device"
             )
             return None
 
-    def _stored(self, kind: type[Made], key: str) -> Made | None:
+    def _load_cached(self, document_type: type[Made], key: str) -> Made | None:
         """What the store has, where all that it was made from is unchanged."""
-        store = Store(cache_folder())
-        return store.get(kind, key, versions=installed_versions(), environment=os.environ, arguments=self.arguments())
+        store = DocumentCache(cache_folder())
+        return store.get(
+            document_type, key, versions=installed_versions(), environment=os.environ, arguments=self.arguments()
+        )
 
-    def _kept(self, key: str | None, made: Made) -> Made:
-        if key is None or self.key is None:
-            return made
-        store, files = Store(cache_folder()), {*user_files(sys.modules), Path(self.key.rpartition(":")[0])}
+    def _save_cached(self, key: str | None, document: Made) -> Made:
+        if key is None or self.cache_key is None:
+            return document
+        store, files = (
+            DocumentCache(cache_folder()),
+            {*user_source_files(sys.modules), Path(self.cache_key.rpartition(":")[0])},
+        )
         try:
-            store.put(key, made, versions=installed_versions(), sources=hash_files(files), inputs=self.read_inputs())
+            store.put(
+                key, document, versions=installed_versions(), sources=hash_files(files), inputs=self.digest_inputs()
+            )
         except OSError as error:
             self.warnings.append(
-                f"{store.folder}: the {made.KIND} could not be kept there ({error.strerror or error}) and is made again each time; "
+                f"{store.folder}: the {document.KIND} could not be kept there ({error.strerror or error}) and is made again each time; "
                 "make the folder writable, or name another in ECHELON_CACHE"
             )
-        return made
+        return document
 
 
-def _too_much(profile: Profile) -> str:
+def _why_too_large(profile: Profile) -> str:
     """Why the model cannot be run on this machine to see what can be cut of it; empty: it can."""
-    held, memory = _COPIES * 8 * profile.elements, usable_memory()
-    if held > memory:
-        return f"the model takes {size(held)} to be tried in float64, and this machine has {size(memory)}"
-    took = profile.flops(2, "forward") * (_RUNS + _TRIALS * len(profile.units)) / (usable_cores() * _RATE)
-    return f"trying it in float64 would take this machine about {seconds(took)}" if took > _PATIENCE else ""
+    trial_bytes, available_bytes = _TRIAL_COPIES * 8 * profile.elements, usable_memory()
+    if trial_bytes > available_bytes:
+        return f"the model takes {format_bytes(trial_bytes)} to be tried in float64, and this machine has {format_bytes(available_bytes)}"
+    trial_seconds = (
+        profile.flops(2, "forward")
+        * (_BASE_RUNS + _RUNS_PER_BLOCK * len(profile.fsdp_units))
+        / (usable_cores() * _CORE_FLOPS)
+    )
+    return (
+        f"trying it in float64 would take this machine about {format_seconds(trial_seconds)}"
+        if trial_seconds > _MAX_TRIAL_SECONDS
+        else ""
+    )
 
 
-def _split(spec: str) -> tuple[str, str]:
+def _split_spec(spec: str) -> tuple[str, str]:
     """`file.py:name` as its two parts; the name is `job` unless given."""
     file, _, function = spec.rpartition(".py:")
     return (f"{file}.py", function) if file else (spec, "job")
@@ -316,7 +343,7 @@ def _default_name(job: JobLike, spec: str | None) -> str:
     """The job file's stem, and the name of the function where it is not `job`: every job has a run folder of its own."""
     if spec is None:
         return "job"
-    file, function = _split(spec) if isinstance(job, str) else (spec, getattr(job, "__name__", "job"))
+    file, function = _split_spec(spec) if isinstance(job, str) else (spec, getattr(job, "__name__", "job"))
     path = Path(file).resolve()
     stem = path.parent.name if path.stem == "__main__" else path.stem
     return f"{stem}-{function}" if function.isidentifier() and function != "job" else stem
@@ -326,7 +353,7 @@ def main_script() -> Path | None:
     """What Python runs, if it could be run again: not a prompt, nor what holds a notebook or tests."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     path = Path(file) if file else None
-    return None if path is None or {path.stem, path.parent.name} & _NOT_SCRIPTS else path
+    return None if path is None or {path.stem, path.parent.name} & _HOST_PROGRAMS else path
 
 
 def main_file() -> str | None:
@@ -335,56 +362,58 @@ def main_file() -> str | None:
     return str(path) if path is not None and path.suffix == ".py" and path.is_file() else None
 
 
-def read_plan(wanted: PlanLike) -> Plan | None:
+def parse_plan(requested: PlanLike) -> Plan | None:
     """A plan given as such, in short form or as a file; None for `auto`."""
-    if wanted is None or wanted == "auto":
+    if requested is None or requested == "auto":
         return None
-    if isinstance(wanted, str):
-        if wanted.endswith(".json") or Path(wanted).is_file():
-            return Plan.load(wanted)
-        return from_text(wanted)
-    if not isinstance(wanted, Plan):
-        raise PlanError(f'plan={wanted!r}: give a Plan, its short form ("dp=2 zero=1"), a plan file, or auto')
-    return wanted
+    if isinstance(requested, str):
+        if requested.endswith(".json") or Path(requested).is_file():
+            return Plan.load(requested)
+        return from_text(requested)
+    if not isinstance(requested, Plan):
+        raise PlanError(f'plan={requested!r}: give a Plan, its short form ("dp=2 zero=1"), a plan file, or auto')
+    return requested
 
 
-def prepare(subject: Subject, wanted: PlanLike = None, *, ranks: int | None = None, top: int = 5) -> Prepared:
+def resolve_plan(
+    job_source: JobSource, requested: PlanLike = None, *, ranks: int | None = None, top: int = 5
+) -> ResolvedPlan:
     """The plan that was asked for, or the best one; `ranks` where their number is given."""
-    plan = read_plan(wanted)
+    plan = parse_plan(requested)
     if plan is not None:
-        return _given(subject, plan)
+        return _resolve_given_plan(job_source, plan)
     from echelon.hardware import measure
     from echelon.planner import search
 
-    profile, cluster = subject.profile(), measure()
-    candidates = search(profile, cluster, top=top, ranks=ranks, complete=subject.complete)
+    profile, cluster = job_source.profile(), measure()
+    candidates = search(profile, cluster, top=top, ranks=ranks, complete=job_source.complete_plan)
     best = candidates[0]
-    warnings = require(best.plan, profile, cluster)
-    return Prepared(
+    warnings = require_executable(best.plan, profile, cluster)
+    return ResolvedPlan(
         plan=best.plan, profile=profile, cluster=cluster, forecast=best.forecast, candidates=candidates,
-        warnings=(*map(str, warnings), *subject.warnings),
+        warnings=(*map(str, warnings), *job_source.warnings),
     )  # fmt: skip
 
 
-def _given(subject: Subject, plan: Plan) -> Prepared:
+def _resolve_given_plan(job_source: JobSource, plan: Plan) -> ResolvedPlan:
     """A plan that the user wrote: checked against what is known without measuring the machine."""
     from echelon.hardware import known_cluster
 
     cluster = known_cluster()
     # One that parts batches or parameters may train another objective, or have ranks wait for each other for ever.
-    parts = plan.ranks > 1 or plan.micro is not None or plan.model is not None
-    if plan.open:
-        subject.look()
-    profile = subject.profile_or_none() if parts else subject.known_profile()
-    completed, fallback = subject.settle(plan, profile, cluster)
-    return _checked(completed, profile, cluster, subject.warnings, fallback)
+    divides_work = plan.ranks > 1 or plan.micro is not None or plan.model is not None
+    if plan.incomplete:
+        job_source.fingerprint_model()
+    profile = job_source.try_profile() if divides_work else job_source.cached_profile()
+    completed, fallback = job_source.adapt_plan(plan, profile, cluster)
+    return _check_plan(completed, profile, cluster, job_source.warnings, fallback)
 
 
-def receive(path: Path) -> Prepared:
-    """What `Prepared.hand_over` wrote, on a rank."""
+def load_resolved_plan(path: Path) -> ResolvedPlan:
+    """What `ResolvedPlan.save_for_ranks` wrote, on a rank."""
     profile, cluster = path.with_name(f"{Profile.KIND}.json"), path.with_name(f"{Cluster.KIND}.json")
-    fallback = path.with_name(_FALLBACK)
-    return _checked(
+    fallback = path.with_name(_FALLBACK_FILE)
+    return _check_plan(
         Plan.load(path),
         Profile.load(profile) if profile.is_file() else None,
         Cluster.load(cluster) if cluster.is_file() else None,
@@ -392,17 +421,17 @@ def receive(path: Path) -> Prepared:
     )
 
 
-def _checked(
-    plan: Plan, profile: Profile | None, cluster: Cluster | None, told: Sequence[str] = (), fallback: str = ""
-) -> Prepared:
+def _check_plan(
+    plan: Plan, profile: Profile | None, cluster: Cluster | None, extra_warnings: Sequence[str] = (), fallback: str = ""
+) -> ResolvedPlan:
     """A plan that can be executed as far as is known, forecast if enough is."""
-    warnings = tuple(map(str, require(plan, profile, cluster)))
+    warnings = tuple(map(str, require_executable(plan, profile, cluster)))
     forecast = None
     if profile is not None and cluster is not None:
         from echelon.simulator import simulate
 
         forecast = simulate(profile, cluster, plan)
-    said = [fallback] if fallback else []
-    return Prepared(
-        plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=(*said, *warnings, *told), fallback=fallback
+    fallback_warnings = [fallback] if fallback else []
+    return ResolvedPlan(
+        plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=(*fallback_warnings, *warnings, *extra_warnings), fallback=fallback
     )  # fmt: skip

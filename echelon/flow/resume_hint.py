@@ -10,18 +10,18 @@ from pathlib import Path
 from echelon.flow.resolve_plan import main_script
 
 
-def how_to_go_on(command: Sequence[str], folder: Path, *, fresh: bool) -> str:
+def resume_instructions(command: Sequence[str], folder: Path, *, fresh: bool) -> str:
     """The command that was given; one that asked for a fresh start would not go on, so that is taken out of it."""
     if not command or main_script() is None:
         return "the same command" + (f" with folder={str(folder)!r} and resume=True" if fresh else "")
     if not fresh:
         return shlex.join(command)
-    if not _is_ours(command):
+    if not _is_train_command(command):
         return f"{shlex.join(command)}, with folder={str(folder)!r} and resume=True in it"
-    kept = [word for word in command if word != "--fresh"]
-    return shlex.join([*kept, "--resume", "--out", str(folder)])
+    words = [word for word in command if word != "--fresh"]
+    return shlex.join([*words, "--resume", "--out", str(folder)])
 
 
-def _is_ours(command: Sequence[str]) -> bool:
+def _is_train_command(command: Sequence[str]) -> bool:
     """Whether it is `echelon train ...`, whoever starts it."""
-    return any(word == "train" and before.endswith("echelon") for before, word in itertools.pairwise(command))
+    return any(word == "train" and previous.endswith("echelon") for previous, word in itertools.pairwise(command))

@@ -26,12 +26,12 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
 from echelon.plan.forecast import Forecast
-from echelon.plan.input_digests import differences
+from echelon.plan.input_digests import describe_differences
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 
 _PREFIX = "step-"
-_BEST, _CHECKED = "best.json", "checked.json"
+_BEST_FILE, _CHECKED_FILE = "best.json", "checked.json"
 
 
 class RunFolder:
@@ -46,179 +46,186 @@ class RunFolder:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise unwritable(self.path, error) from error
-        given = {document.KIND: document for document in documents if document is not None}
-        for kind in (Plan, Forecast, Profile, Cluster, Certificate):
-            path = self.path / f"{kind.KIND}.json"
-            if kind.KIND in given:
-                if not _holds(path, given[kind.KIND]):
-                    given[kind.KIND].save(path)
+            raise unwritable_error(self.path, error) from error
+        documents_by_kind = {document.KIND: document for document in documents if document is not None}
+        for document_type in (Plan, Forecast, Profile, Cluster, Certificate):
+            path = self.path / f"{document_type.KIND}.json"
+            if document_type.KIND in documents_by_kind:
+                if not _is_unchanged(path, documents_by_kind[document_type.KIND]):
+                    documents_by_kind[document_type.KIND].save(path)
             else:
                 path.unlink(missing_ok=True)
 
-    def certificate(self) -> Certificate | None:
+    def read_certificate(self) -> Certificate | None:
         """The one that lies in the folder."""
         with contextlib.suppress(DocumentError):
             return Certificate.load(self.path / f"{Certificate.KIND}.json")
         return None
 
-    def record(self) -> JobRecord:
+    def read_record(self) -> JobRecord:
         """What is known of the job that trained here last."""
         return read_record(self.path)
 
     def write_record(self, record: JobRecord) -> None:
         """Remember which job trains here."""
-        partial = self.path / "job.json.partial"
+        partial_path = self.path / "job.json.partial"
         try:
-            partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-            partial.replace(self.path / "job.json")
+            partial_path.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+            partial_path.replace(self.path / "job.json")
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
 
-    def recall(self, step: int) -> tuple[float | None, dict[str, float] | None]:
+    def read_last_results(self, step: int) -> tuple[float | None, dict[str, float] | None]:
         """Loss of the last step, and metrics of the evaluation at `step`, as far as the log has them; None: it has no such evaluation."""
         from echelon.observer import read_events
 
         with contextlib.suppress(EchelonError, OSError):
-            last = {event.kind: event for event in read_events(self.path)}
-            loss = last["step"].data.get("loss") if "step" in last else None
-            evaluation = last.get("evaluation")
-            found = evaluation is not None and evaluation.step == step
-            return loss, dict(evaluation.data.get("metrics", {})) if evaluation is not None and found else None
+            last_events = {event.kind: event for event in read_events(self.path)}
+            loss = last_events["step"].data.get("loss") if "step" in last_events else None
+            evaluation = last_events.get("evaluation")
+            is_evaluated = evaluation is not None and evaluation.step == step
+            return loss, dict(evaluation.data.get("metrics", {})) if evaluation is not None and is_evaluated else None
         return None, None
 
-    def place(self, step: int) -> Path:
+    def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""
         return self.checkpoints / f"{_PREFIX}{step:08d}"
 
-    def saved(self) -> list[Path]:
+    def list_checkpoints(self) -> list[Path]:
         """Whole checkpoints, newest first. A symbolic link is none: it may be another run's."""
-        return sorted(filter(_is_checkpoint, self._numbered()), reverse=True)
+        return sorted(filter(_is_checkpoint, self._list_numbered()), reverse=True)
 
-    def _numbered(self) -> list[Path]:
-        found = self.checkpoints.glob(f"{_PREFIX}*")
-        return [path for path in found if re.fullmatch("[0-9]+", path.name.removeprefix(_PREFIX))]
+    def _list_numbered(self) -> list[Path]:
+        paths = self.checkpoints.glob(f"{_PREFIX}*")
+        return [path for path in paths if re.fullmatch("[0-9]+", path.name.removeprefix(_PREFIX))]
 
     def clear_leftovers(self) -> list[str]:
         """Delete what broken writes left behind; warnings that name what is no checkpoint and stays."""
-        said = []
+        warnings = []
         for path in sorted(self.checkpoints.glob(f"{_PREFIX}*.partial")):
-            self.discard(path)
-        for path in sorted(self._numbered()):
+            self.delete_checkpoint(path)
+        for path in sorted(self._list_numbered()):
             if path.is_symlink():
-                said.append(f"{path}: a symbolic link, not a checkpoint of this run; it is not read")
+                warnings.append(f"{path}: a symbolic link, not a checkpoint of this run; it is not read")
             elif not path.is_dir():
-                said.append(
+                warnings.append(
                     f"{path}: a file where a checkpoint's folder goes; it is not read, and deleted when that checkpoint is saved"
                 )
-        return said
+        return warnings
 
-    def best(self, judge: str | None = None, step: int | None = None) -> tuple[Path, float] | None:
-        """The checkpoint with the lowest evaluation loss, and that loss. `judge`: only if it was evaluated as this digest says; `step`: only
+    def best_checkpoint(
+        self, evaluation_digest: str | None = None, step: int | None = None
+    ) -> tuple[Path, float] | None:
+        """The checkpoint with the lowest evaluation loss, and that loss. `evaluation_digest`: only if it was evaluated as this digest says; `step`: only
         if it is no later one, whose steps are done again."""
-        found = self._read_best()
-        if found is None or (judge is not None and found[2] != judge):
+        best = self._read_best()
+        if best is None or (evaluation_digest is not None and best[2] != evaluation_digest):
             return None
-        return None if step is not None and found[0].name > self.place(step).name else found[:2]
+        return None if step is not None and best[0].name > self.checkpoint_path(step).name else best[:2]
 
-    def drop_best(self, judge: str, step: int) -> str:
-        """Delete the note of the best where it cannot be compared with evaluations by `judge` after `step`; why, or ""."""
-        note = self.checkpoints / _BEST
-        if not note.exists() or self.best(judge, step) is not None:
+    def drop_stale_best(self, evaluation_digest: str, step: int) -> str:
+        """Delete the note of the best where it cannot be compared with evaluations by `evaluation_digest` after `step`; why, or ""."""
+        best_path = self.checkpoints / _BEST_FILE
+        if not best_path.exists() or self.best_checkpoint(evaluation_digest, step) is not None:
             return ""
-        found = self._read_best()
-        why = (
+        best = self._read_best()
+        reason = (
             "its checkpoint is gone, damaged or written again, or its loss is no number"
-            if found is None or found[2] == judge
+            if best is None or best[2] == evaluation_digest
             else "the evaluation data, the loss or the collation changed"
         )
         with contextlib.suppress(OSError):
-            note.unlink()
-        return f"{note}: no longer the best, because {why}; the next evaluation is compared with none before it"
+            best_path.unlink()
+        return f"{best_path}: no longer the best, because {reason}; the next evaluation is compared with none before it"
 
     def _read_best(self) -> tuple[Path, float, str] | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads((self.checkpoints / _BEST).read_text())
-            path, loss = self.checkpoints / Path(str(note["checkpoint"])).name, float(note["loss"])
-            same = _is_checkpoint(path) and note["manifest"] == _digest(path)
-            return (path, loss, str(note["judge"])) if same and math.isfinite(loss) else None
+            document = json.loads((self.checkpoints / _BEST_FILE).read_text())
+            path, loss = self.checkpoints / Path(str(document["checkpoint"])).name, float(document["loss"])
+            is_unchanged = _is_checkpoint(path) and document["manifest"] == _manifest_digest(path)
+            return (path, loss, str(document["judge"])) if is_unchanged and math.isfinite(loss) else None
         return None
 
-    def note_best(self, checkpoint: Path, loss: float, judge: str) -> None:
-        """Remember the best. `judge`: digest of what it was evaluated with."""
-        partial = self.checkpoints / f"{_BEST}.partial"
-        note = {"checkpoint": checkpoint.name, "loss": loss, "judge": judge, "manifest": _digest(checkpoint)}
-        partial.write_text(json.dumps(note))
-        partial.replace(self.checkpoints / _BEST)
+    def write_best(self, checkpoint: Path, loss: float, evaluation_digest: str) -> None:
+        """Remember the best. `evaluation_digest`: digest of what it was evaluated with."""
+        partial_path = self.checkpoints / f"{_BEST_FILE}.partial"
+        document = {
+            "checkpoint": checkpoint.name,
+            "loss": loss,
+            "judge": evaluation_digest,
+            "manifest": _manifest_digest(checkpoint),
+        }
+        partial_path.write_text(json.dumps(document))
+        partial_path.replace(self.checkpoints / _BEST_FILE)
 
-    def agreed(self) -> int:
+    def last_checked_step(self) -> int:
         """The last step up to which checkpoints are known to be right; 0 where nothing is known."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads((self.path / _CHECKED).read_text())["step"])
+            return int(json.loads((self.path / _CHECKED_FILE).read_text())["step"])
         return 0
 
-    def note_agreed(self, step: int) -> None:
+    def write_checked_step(self, step: int) -> None:
         """Remember it."""
-        partial = self.path / f"{_CHECKED}.partial"
-        partial.write_text(json.dumps({"step": step}))
-        partial.replace(self.path / _CHECKED)
+        partial_path = self.path / f"{_CHECKED_FILE}.partial"
+        partial_path.write_text(json.dumps({"step": step}))
+        partial_path.replace(self.path / _CHECKED_FILE)
 
     def newest_checked(self) -> Path | None:
         """The newest checkpoint that is known to be right."""
-        agreed = self.agreed()
-        return next((path for path in self.saved() if _step_of(path) <= agreed), None)
+        checked_step = self.last_checked_step()
+        return next((path for path in self.list_checkpoints() if _step_of(path) <= checked_step), None)
 
-    def doubt(self, agreed: int) -> list[Path]:
-        """Set checkpoints after step `agreed` aside, so that none is resumed from; their new names."""
-        found = []
-        for path in self.saved():
-            if _step_of(path) > agreed:
-                aside = path.with_name(f"{path.name}.doubted")
-                shutil.rmtree(aside, ignore_errors=True)
-                found.append(path.rename(aside))
-        return found
+    def quarantine_after(self, checked_step: int) -> list[Path]:
+        """Set checkpoints after step `checked_step` aside, so that none is resumed from; their new names."""
+        quarantined = []
+        for path in self.list_checkpoints():
+            if _step_of(path) > checked_step:
+                quarantine_path = path.with_name(f"{path.name}.doubted")
+                shutil.rmtree(quarantine_path, ignore_errors=True)
+                quarantined.append(path.rename(quarantine_path))
+        return quarantined
 
     def prune(self) -> None:
         """Delete all but the last `keep`, the best and the newest that is known to be right, and what broken writes left behind. Never while a checkpoint is written."""
-        best, checked = self.best(), self.newest_checked()
-        for path in self.saved()[self._keep :]:
+        best, checked = self.best_checkpoint(), self.newest_checked()
+        for path in self.list_checkpoints()[self._keep :]:
             if path != checked and (best is None or path != best[0]):
-                self.discard(path)
+                self.delete_checkpoint(path)
         for path in self.checkpoints.glob(f"{_PREFIX}*"):
             if path.name.endswith(".partial") or (path.is_dir() and not path.is_symlink() and not _is_checkpoint(path)):
-                self.discard(path)
+                self.delete_checkpoint(path)
 
-    def discard(self, checkpoint: Path) -> None:
+    def delete_checkpoint(self, checkpoint: Path) -> None:
         """Delete a checkpoint; of a symbolic link the link alone."""
         with contextlib.suppress(OSError):
             if checkpoint.is_symlink() or not checkpoint.is_dir():
                 checkpoint.unlink(missing_ok=True)
                 return
             if _is_checkpoint(checkpoint):
-                _manifest(checkpoint).unlink()  # first, so that a half-deleted checkpoint is none
+                _manifest_path(checkpoint).unlink()  # first, so that a half-deleted checkpoint is none
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def require_writable(path: Path) -> None:
     """Refuse a folder that cannot be written before anything is measured for it; nothing is made yet."""
-    near = path.absolute()
-    while not near.exists():
-        near = near.parent
-    if not near.is_dir():
-        raise unwritable(path, f"{near} is a file")
-    if not os.access(near, os.W_OK | os.X_OK):
-        raise unwritable(path, f"{near} cannot be written")
+    existing_parent = path.absolute()
+    while not existing_parent.exists():
+        existing_parent = existing_parent.parent
+    if not existing_parent.is_dir():
+        raise unwritable_error(path, f"{existing_parent} is a file")
+    if not os.access(existing_parent, os.W_OK | os.X_OK):
+        raise unwritable_error(path, f"{existing_parent} cannot be written")
 
 
-def unwritable(path: Path, why: OSError | str) -> EchelonError:
+def unwritable_error(path: Path, cause: OSError | str) -> EchelonError:
     """What is said of a run's folder that cannot be used."""
-    reason = why if isinstance(why, str) else why.strerror or str(why)
+    reason = cause if isinstance(cause, str) else cause.strerror or str(cause)
     return EchelonError(
         f"{path}: the run's folder cannot be written ({reason}); make it writable, or name another: --out FOLDER (in Python folder=)"
     )
 
 
-def _holds(path: Path, document: Document) -> bool:
+def _is_unchanged(path: Path, document: Document) -> bool:
     """Whether the file says just that: what is unchanged keeps its date."""
     try:
         return path.read_text(encoding="utf-8") == document.to_json() + "\n"
@@ -230,29 +237,29 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
-def _manifest(checkpoint: Path) -> Path:
+def _manifest_path(checkpoint: Path) -> Path:
     # Imports torch, which the process that only starts ranks goes without.
-    from echelon.engine.checkpoint.checkpoint_reader import MANIFEST
+    from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE
 
-    return checkpoint / MANIFEST
+    return checkpoint / MANIFEST_FILE
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return not path.is_symlink() and _manifest(path).is_file()
+    return not path.is_symlink() and _manifest_path(path).is_file()
 
 
-def _digest(checkpoint: Path) -> str:
-    return hashlib.sha256(_manifest(checkpoint).read_bytes()).hexdigest()
+def _manifest_digest(checkpoint: Path) -> str:
+    return hashlib.sha256(_manifest_path(checkpoint).read_bytes()).hexdigest()
 
 
 def read_record(path: Path) -> JobRecord:
     """What is known of the job that trained in the run folder `path` last."""
     with contextlib.suppress(OSError, ValueError):
-        return JobRecord.read(json.loads((path / "job.json").read_text()))
+        return JobRecord.from_plain(json.loads((path / "job.json").read_text()))
     return JobRecord()
 
 
-def choose(
+def choose_run_folder(
     folder: str | Path | None, name: str, *, fresh: bool, inputs: Mapping[str, str] | None = None
 ) -> tuple[Path, str]:
     """The run's folder, and why it is not runs/NAME where that one has another job's run.
@@ -262,33 +269,42 @@ def choose(
     """
     if folder is not None:
         path = Path(folder)
-        return (_free(path) if fresh and path.exists() else path), ""
+        return (_next_free_name(path) if fresh and path.exists() else path), ""
     path = Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     if not path.exists() or fresh:
-        return (_free(path) if path.exists() else path), ""
+        return (_next_free_name(path) if path.exists() else path), ""
     if inputs is None:
         return path, ""
-    why = ""
-    for each in _numbered(path):
-        before = read_record(each).inputs
-        changed = [] if before is None or not each.exists() else differences(before, with_variables(inputs, before))
-        if not changed:
-            return each, f"{each} is the run's folder, because {path} has a run with {why}" if why else ""
-        why = why or "; ".join(changed)
+    reason = ""
+    for candidate in _candidate_folders(path):
+        recorded_inputs = read_record(candidate).inputs
+        input_changes = (
+            []
+            if recorded_inputs is None or not candidate.exists()
+            else describe_differences(recorded_inputs, with_variables(inputs, recorded_inputs))
+        )
+        if not input_changes:
+            return (
+                candidate,
+                f"{candidate} is the run's folder, because {path} has a run with {reason}" if reason else "",
+            )
+        reason = reason or "; ".join(input_changes)
     raise AssertionError("there is always a free name")
 
 
-def _numbered(path: Path) -> Iterator[Path]:
+def _candidate_folders(path: Path) -> Iterator[Path]:
     """runs/NAME, runs/NAME-2, ... up to the first that does not exist; gaps, where a run was deleted, are passed over."""
     yield path
     pattern = re.compile(re.escape(path.name) + r"-(\d+)")
-    there = [int(found[1]) for each in path.parent.iterdir() if (found := pattern.fullmatch(each.name))]
-    for number in sorted(each for each in there if each > 1):
+    existing_numbers = [
+        int(match[1]) for sibling in path.parent.iterdir() if (match := pattern.fullmatch(sibling.name))
+    ]
+    for number in sorted(sibling for sibling in existing_numbers if sibling > 1):
         yield path.with_name(f"{path.name}-{number}")
-    yield _free(path)
+    yield _next_free_name(path)
 
 
-def _free(path: Path) -> Path:
+def _next_free_name(path: Path) -> Path:
     number = 2
     while path.with_name(f"{path.name}-{number}").exists():
         number += 1

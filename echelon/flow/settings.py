@@ -13,9 +13,9 @@ from echelon.errors import EchelonError, JobError
 from echelon.world import read_settings
 
 #: The file that is looked for in the current folder; its settings stand under [train].
-FILE = "echelon.toml"
+SETTINGS_FILE = "echelon.toml"
 #: Name -> kind. A name is --keep on the command line, ECHELON_KEEP in the environment, keep in the file.
-KINDS: dict[str, type] = {
+SETTING_TYPES: dict[str, type] = {
     "plan": str,
     "out": str,
     "keep": int,
@@ -30,7 +30,16 @@ KINDS: dict[str, type] = {
     "servers": str,
     "secret_file": str,
 }
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_BOOLEAN_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +51,20 @@ class Setting:
     source: str
 
 
-def resolve(
-    given: Mapping[str, Any], environment: Mapping[str, str], file: Path, defaults: Mapping[str, Any]
+def merge_settings(
+    command_line: Mapping[str, Any], environment: Mapping[str, str], file: Path, defaults: Mapping[str, Any]
 ) -> dict[str, Setting]:
-    """Every setting. `given` is the command line's (None: not given), `environment` what the world read as ECHELON_*."""
-    stored = _read(file)
+    """Every setting. `command_line` is the command line's (None: not given), `environment` what the world read as ECHELON_*."""
+    file_values = _read_file(file)
     settings = {}
-    for name, kind in KINDS.items():
+    for name, setting_type in SETTING_TYPES.items():
         variable = f"ECHELON_{name.upper()}"
-        if given.get(name) is not None:
-            value, source = given[name], "command line"
+        if command_line.get(name) is not None:
+            value, source = command_line[name], "command line"
         elif name in environment:
-            value, source = _parse(environment[name], kind, variable), f"environment ({variable})"
-        elif name in stored:
-            value, source = _typed(stored[name], kind, f"{file}: train.{name}"), f"file ({file})"
+            value, source = _parse_text(environment[name], setting_type, variable), f"environment ({variable})"
+        elif name in file_values:
+            value, source = _require_type(file_values[name], setting_type, f"{file}: train.{name}"), f"file ({file})"
         else:
             value, source = defaults[name], "default"
         settings[name] = Setting(name=name, value=value, source=source)
@@ -86,10 +95,10 @@ class Settings:
     secret_file: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("keep", 1), ("every", 1), ("workers", 0)):
+        for name, minimum in (("keep", 1), ("every", 1), ("workers", 0)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise JobError(f"{name}={value!r}: a whole number of at least {least}")
+            if value is not None and (type(value) is not int or value < minimum):
+                raise JobError(f"{name}={value!r}: a whole number of at least {minimum}")
         if isinstance(self.override, str) or not all(isinstance(name, str) and name for name in self.override):
             raise JobError(f'override={self.override!r}: a list of names of settings, as ["optimizer.lr"]')
         object.__setattr__(self, "override", tuple(self.override))  # a list from JSON or a file
@@ -106,28 +115,33 @@ class Settings:
 
 
 #: What the command line, the environment and the file call differently from `Settings`.
-_CALLED = {"folder": "out", "certificate": "require_certificate"}
+_EXTERNAL_NAMES = {"folder": "out", "certificate": "require_certificate"}
 
 
-def settle(plan: Any, settings: Mapping[str, Any]) -> tuple[Any, Settings]:
+def resolve_train_settings(plan: Any, settings: Mapping[str, Any]) -> tuple[Any, Settings]:
     """The plan and the settings of `echelon.train`: what the call says, else the environment, else the file, else the default."""
     unknown = [name for name in settings if name not in Settings.__slots__]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], Settings.__slots__, 1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(Settings.__slots__)}"
+        close_matches = difflib.get_close_matches(unknown[0], Settings.__slots__, 1)
+        hint = f"did you mean {close_matches[0]}?" if close_matches else f"it takes {', '.join(Settings.__slots__)}"
         raise JobError(f"train: {unknown[0]!r} is no setting of it; {hint}")
-    given = {_CALLED.get(name, name): value for name, value in settings.items()} | {"plan": plan}
-    values = {name: setting.value for name, setting in resolve(given, read_settings(), Path(FILE), defaults()).items()}
-    return values["plan"], Settings(**{name: values[_CALLED.get(name, name)] for name in Settings.__slots__})
+    command_line = {_EXTERNAL_NAMES.get(name, name): value for name, value in settings.items()} | {"plan": plan}
+    values = {
+        name: setting.value
+        for name, setting in merge_settings(
+            command_line, read_settings(), Path(SETTINGS_FILE), default_values()
+        ).items()
+    }
+    return values["plan"], Settings(**{name: values[_EXTERNAL_NAMES.get(name, name)] for name in Settings.__slots__})
 
 
-def defaults() -> dict[str, Any]:
+def default_values() -> dict[str, Any]:
     """What happens when nothing is said, under the command line's names."""
-    plain = Settings()
-    return {"plan": "auto"} | {_CALLED.get(name, name): getattr(plain, name) for name in Settings.__slots__}
+    settings = Settings()
+    return {"plan": "auto"} | {_EXTERNAL_NAMES.get(name, name): getattr(settings, name) for name in Settings.__slots__}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
@@ -138,26 +152,30 @@ def _read(file: Path) -> dict[str, Any]:
     if set(tables) - {"train"} or not isinstance(train, dict):
         raise EchelonError(f"{file}: settings stand in one table, [train]; found {', '.join(tables)}")
     for name in train:
-        if name not in KINDS:
-            near = difflib.get_close_matches(name, KINDS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(KINDS)}"
+        if name not in SETTING_TYPES:
+            close_matches = difflib.get_close_matches(name, SETTING_TYPES, 1)
+            hint = (
+                f"did you mean {close_matches[0]}?" if close_matches else f"the settings are {', '.join(SETTING_TYPES)}"
+            )
             raise EchelonError(f"{file}: train.{name} is no setting; {hint}")
     return train
 
 
-def _parse(text: str, kind: type, where: str) -> Any:
-    if kind is list:
+def _parse_text(text: str, setting_type: type, where: str) -> Any:
+    if setting_type is list:
         return [name.strip() for name in text.split(",") if name.strip()]
-    if kind is int and text.strip().lstrip("-").isdigit():
+    if setting_type is int and text.strip().lstrip("-").isdigit():
         return int(text)
-    if kind is bool and text.strip().lower() in _WORDS:
-        return _WORDS[text.strip().lower()]
-    return _typed(text, kind, where)
+    if setting_type is bool and text.strip().lower() in _BOOLEAN_WORDS:
+        return _BOOLEAN_WORDS[text.strip().lower()]
+    return _require_type(text, setting_type, where)
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
-    fits = type(value) is kind and (not isinstance(value, list) or all(isinstance(each, str) for each in value))
-    if not fits:
-        wanted = {int: "a whole number", bool: "true or false", str: "text", list: "a list of names"}[kind]
-        raise EchelonError(f"{where}={value!r}: give {wanted}")
+def _require_type(value: Any, setting_type: type, where: str) -> Any:
+    has_right_type = type(value) is setting_type and (
+        not isinstance(value, list) or all(isinstance(item, str) for item in value)
+    )
+    if not has_right_type:
+        expected = {int: "a whole number", bool: "true or false", str: "text", list: "a list of names"}[setting_type]
+        raise EchelonError(f"{where}={value!r}: give {expected}")
     return value

@@ -8,26 +8,26 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from echelon.launchers.local import requests
+from echelon.launchers.local import stop_signals
 
 
 @contextmanager
-def asking(stop: Callable[[], None]) -> Iterator[None]:
+def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """While it lasts, the first of a kind of signal calls `stop`; a second one ends the process as usual."""
-    before: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
 
-    def ask(number: int, _: FrameType | None) -> None:
+    def handle_signal(signal_number: int, _: FrameType | None) -> None:
         stop()
-        signal.signal(number, before[number])
+        signal.signal(signal_number, previous_handlers[signal_number])
 
-    usual: Callable[..., Any] = signal.signal
+    set_handler: Callable[..., Any] = signal.signal
     try:
-        for number in requests():
-            before[number] = usual(number, ask)
+        for signal_number in stop_signals():
+            previous_handlers[signal_number] = set_handler(signal_number, handle_signal)
     except ValueError:
         pass  # not the main thread: whoever owns it decides
     try:
         yield
     finally:
-        for saved, handler in before.items():
-            usual(saved, handler)
+        for restored_signal, handler in previous_handlers.items():
+            set_handler(restored_signal, handler)

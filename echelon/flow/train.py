@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import EchelonError, LaunchError, UnprovedPlan
+from echelon.errors import EchelonError, LaunchError, UnverifiedPlanError
 from echelon.events import Listener
-from echelon.flow.broadcast_plan import first_launched, train_launched
-from echelon.flow.gate import attempts, bound, disproved, first_proved, require_proof
-from echelon.flow.resolve_plan import JobLike, PlanLike, Prepared, Subject
+from echelon.flow.broadcast_plan import run_first_proved_on_ranks, train_on_ranks
+from echelon.flow.gate import candidate_plans, is_disproved, require_proof, run_first_proved, verification_limit
+from echelon.flow.resolve_plan import JobLike, JobSource, PlanLike, ResolvedPlan
 from echelon.flow.run_folder import require_writable
-from echelon.flow.settings import Settings, settle
-from echelon.flow.spawn import begin, note_done, run_script_again
-from echelon.flow.trainer import Trained, Training
-from echelon.launchers.rank_ipc import in_words, take_done
+from echelon.flow.settings import Settings, resolve_train_settings
+from echelon.flow.spawn import prepare_process, record_result, rerun_script
+from echelon.flow.trainer import Trained, Trainer
+from echelon.launchers.rank_ipc import format_error, take_previous_result
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -36,72 +36,72 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
     (steps), resume, override, verify, fallback, certificate (required), quiet, workers; what is not given here is taken from ECHELON_*
     variables, else from echelon.toml, as the command line does.
     """
-    world = begin("train")
+    world = prepare_process("train")
     if not world.launched:
         try:
-            trained = _trained(job, plan, world, listeners, settings)
+            trained = _train_job(job, plan, world, listeners, settings)
         except Exception as error:  # a script may go on with another training
-            note_done({"error": in_words(error)})
+            record_result({"error": format_error(error)})
             raise
-        note_done(trained.to_plain())
+        record_result(trained.to_plain())
         return trained
-    done = take_done()
-    if done is None:
-        return _trained(job, plan, world, listeners, settings)
-    if "error" in done:
-        raise LaunchError(f"this training failed before the script started its ranks: {done['error']}")
-    return Trained.from_plain(done)
+    earlier_result = take_previous_result()
+    if earlier_result is None:
+        return _train_job(job, plan, world, listeners, settings)
+    if "error" in earlier_result:
+        raise LaunchError(f"this training failed before the script started its ranks: {earlier_result['error']}")
+    return Trained.from_plain(earlier_result)
 
 
-def _trained(
+def _train_job(
     job: JobLike, plan: PlanLike, world: World, listeners: Sequence[Listener], settings: Mapping[str, Any]
 ) -> Trained:
-    wanted, chosen = settle(plan, settings)
-    if world.main:
-        require_writable(Path("runs" if chosen.folder is None else chosen.folder))
-    subject = Subject(job)
-    attempt = Attempt(subject, world, chosen, listeners)
+    requested, resolved_settings = resolve_train_settings(plan, settings)
+    if world.is_main:
+        require_writable(Path("runs" if resolved_settings.folder is None else resolved_settings.folder))
+    job_source = JobSource(job)
+    attempt = PlanAttempt(job_source, world, resolved_settings, listeners)
     if world.launched:
-        return train_launched(subject, wanted, world, attempt, fallback=chosen.fallback)
-    plans = attempts(subject, wanted, fallback=chosen.fallback)
-    trained: Trained = first_proved(plans, attempt, lambda each: bound(subject.job, each))
+        return train_on_ranks(job_source, requested, world, attempt, fallback=resolved_settings.fallback)
+    plans = candidate_plans(job_source, requested, fallback=resolved_settings.fallback)
+    trained: Trained = run_first_proved(plans, attempt, lambda candidate: verification_limit(job_source.job, candidate))
     return trained
 
 
-class Attempt:
+class PlanAttempt:
     """One plan executed from the gate to the end, here or by ranks that this process starts. After a plan that the run itself
     disproved, the next one goes on in the same folder from its last good checkpoint."""
 
     def __init__(
         self,
-        subject: Subject,
+        job_source: JobSource,
         world: World,
         settings: Settings,
         listeners: Sequence[Listener] = (),
-        start: Callable[[Prepared, Settings], Any] = lambda prepared, settings: run_script_again(prepared),
+        start_ranks: Callable[[ResolvedPlan, Settings], Any] = lambda prepared, settings: rerun_script(prepared),
     ) -> None:
-        """`start` runs a plan on several ranks where this process is none of them."""
-        self._subject, self._world, self._settings = subject, world, settings
-        self._listeners, self._start = listeners, start
+        """`start_ranks` runs a plan on several ranks where this process is none of them."""
+        self._job_source, self._world, self._settings = job_source, world, settings
+        self._listeners, self._start_ranks = listeners, start_ranks
 
-    def __call__(self, prepared: Prepared, world: World | None = None) -> Any:
+    def __call__(self, resolved: ResolvedPlan, world: World | None = None) -> Any:
         """What the training came to; where ranks were started, what `start` returned."""
         world = world or self._world
         try:
-            if not world.launched and prepared.plan.ranks > 1:
-                return self._start(prepared, self._settings)
-            return self._train(prepared, world)
+            if not world.launched and resolved.plan.ranks > 1:
+                return self._start_ranks(resolved, self._settings)
+            return self._train(resolved, world)
         except EchelonError as error:
-            if disproved(error) and not isinstance(error, UnprovedPlan):
+            if is_disproved(error) and not isinstance(error, UnverifiedPlanError):
                 self._settings = dataclasses.replace(self._settings, resume=True)
             raise
 
-    def _train(self, prepared: Prepared, world: World) -> Trained:
+    def _train(self, resolved: ResolvedPlan, world: World) -> Trained:
         settings = self._settings
-        verdict = require_proof(self._subject, prepared, world, verify=settings.verify, quiet=settings.quiet)
-        training = Training(self._subject, prepared, world, settings, self._listeners, verdict)
-        self._settings = dataclasses.replace(settings, folder=training.folder)
-        return training.run()
+        verdict = require_proof(self._job_source, resolved, world, verify=settings.verify, quiet=settings.quiet)
+        trainer = Trainer(self._job_source, resolved, world, settings, self._listeners, verdict)
+        self._settings = dataclasses.replace(settings, folder=trainer.folder)
+        return trainer.run()
 
 
 def parallelize(
@@ -118,26 +118,28 @@ def parallelize(
     A plan that no certificate covers yet is verified first, as `train` does; `verify=False` (or ECHELON_VERIFY=0) leaves that out. One that is
     disproved is replaced by the nearest proved one where this process starts the ranks itself; under torchrun it raises UnprovedPlan.
     """
-    world = begin("parallelize")
-    subject = Subject(job)
-    chosen = settle(plan, {} if verify is None else {"verify": verify})[1]
+    world = prepare_process("parallelize")
+    job_source = JobSource(job)
+    settings = resolve_train_settings(plan, {} if verify is None else {"verify": verify})[1]
 
-    def execute(prepared: Prepared, world: World = world) -> Run:
-        if not world.launched and prepared.plan.ranks > 1:
-            run_script_again(prepared)
-        verdict = require_proof(subject, prepared, world, verify=chosen.verify)
-        if prepared.fallback and world.main:
-            warnings.warn(prepared.fallback, stacklevel=4)
+    def execute(resolved: ResolvedPlan, world: World = world) -> Run:
+        if not world.launched and resolved.plan.ranks > 1:
+            rerun_script(resolved)
+        verdict = require_proof(job_source, resolved, world, verify=settings.verify)
+        if resolved.fallback and world.is_main:
+            warnings.warn(resolved.fallback, stacklevel=4)
         from echelon.engine.run import Run
 
-        run = Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
-        run.attributes.unproved = verdict.certificate is None
+        run = Run(job_source.job, resolved.plan, world, device=device, workers=workers, warn=warn)
+        run.attributes.is_unproved = verdict.certificate is None
         return run
 
     if world.launched:
-        return first_launched(subject, plan, world, execute)
-    run: Run = first_proved(
-        attempts(subject, plan, fallback=chosen.fallback), execute, lambda each: bound(subject.job, each)
+        return run_first_proved_on_ranks(job_source, plan, world, execute)
+    run: Run = run_first_proved(
+        candidate_plans(job_source, plan, fallback=settings.fallback),
+        execute,
+        lambda candidate: verification_limit(job_source.job, candidate),
     )
-    note_done(None)
+    record_result(None)
     return run

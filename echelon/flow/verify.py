@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.flow.broadcast_plan import agree_plan
-from echelon.flow.deadlock_watchdog import bounded
-from echelon.flow.gate import LEAST
-from echelon.flow.job_identity import cover
-from echelon.flow.resolve_plan import JobLike, PlanLike, Subject
-from echelon.flow.spawn import begin, run_script_again
+from echelon.flow.broadcast_plan import agree_on_plan
+from echelon.flow.deadlock_watchdog import watch_for_deadlock
+from echelon.flow.gate import MIN_SECONDS
+from echelon.flow.job_identity import bind_certificate
+from echelon.flow.resolve_plan import JobLike, JobSource, PlanLike
+from echelon.flow.spawn import prepare_process, rerun_script
 
 if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
@@ -32,32 +32,32 @@ def verify(
     `reference`: what to compare with, "device", "host" or another plan; "auto" takes the strongest for which one device has the
     memory, `memory` bytes or what is free. Started alone with a plan for several ranks, it runs the script again in each of them.
     """
-    world = begin("verify")
-    subject = Subject(job)
-    prepared = agree_plan(subject, plan, world)
-    if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared)
-    from echelon.engine.process_groups import shared_store
+    world = prepare_process("verify")
+    job_source = JobSource(job)
+    resolved = agree_on_plan(job_source, plan, world)
+    if not world.launched and resolved.plan.ranks > 1:
+        rerun_script(resolved)
+    from echelon.engine.process_groups import open_shared_store
     from echelon.verifier.fingerprints import job_hash
     from echelon.verifier.verify import verify as prove
 
-    digest = job_hash(subject.spec) if subject.spec else ""
-    store = shared_store(world, "proof") if world.size > 1 else None
-    with bounded(world, store, prepared.plan, LEAST, math.inf):
+    job_digest = job_hash(job_source.spec) if job_source.spec else ""
+    store = open_shared_store(world, "proof") if world.size > 1 else None
+    with watch_for_deadlock(world, store, resolved.plan, MIN_SECONDS, math.inf):
         certificate = prove(
-            subject.job,
-            prepared.plan,
+            job_source.job,
+            resolved.plan,
             world=world,
             steps=steps,
-            job_hash=digest,
-            profile=prepared.profile,
+            job_hash=job_digest,
+            profile=resolved.profile,
             reference=reference,
             memory=memory,
         )
-    certificate = cover(certificate, subject.identity, prepared.profile)
-    if prepared.fallback:
-        certificate = dataclasses.replace(certificate, notes=(prepared.fallback, *certificate.notes))
-    if out is not None and world.main:
+    certificate = bind_certificate(certificate, job_source.identity, resolved.profile)
+    if resolved.fallback:
+        certificate = dataclasses.replace(certificate, notes=(resolved.fallback, *certificate.notes))
+    if out is not None and world.is_main:
         certificate.save(out)
     return certificate
 

@@ -9,16 +9,16 @@ import sys
 #: torch's allocator on ARM (mimalloc) hands freed memory back to the system within milliseconds, and each step of a training
 #: takes it out again, page by page: a tenth of a GPT step's time on 2 cores here. -1: keep it, for 9 % more memory at the peak there.
 #: Read when torch is loaded.
-_KEEP_MEMORY = ("MIMALLOC_PURGE_DELAY", "-1")
+_KEEP_FREED_MEMORY = ("MIMALLOC_PURGE_DELAY", "-1")
 #: The order in which Python iterates over a set of strings follows from this seed. Ranks with different seeds would call modules in
 #: different orders, and two launches of one job would compute different numbers.
 _HASH_SEED = ("PYTHONHASHSEED", "0")
-_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
 
 
-def keep_memory() -> None:
+def keep_freed_memory() -> None:
     """Have torch, which is not loaded yet, keep the memory that it frees; `MIMALLOC_PURGE_DELAY` set by the user stays."""
-    os.environ.setdefault(*_KEEP_MEMORY)
+    os.environ.setdefault(*_KEEP_FREED_MEMORY)
 
 
 def fix_hash_seed() -> None:
@@ -40,9 +40,9 @@ def fix_hash_seed() -> None:
 def child_environment(threads: int) -> dict[str, str]:
     """This process's environment, with `threads` threads and, unless the user set them, one hash seed and traffic on this machine only."""
     values = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    values.setdefault(*_KEEP_MEMORY)
+    values.setdefault(*_KEEP_FREED_MEMORY)
     values.setdefault(*_HASH_SEED)
-    loopback = _LOOPBACK.get(sys.platform)
+    loopback = _LOOPBACK_INTERFACES.get(sys.platform)
     if loopback is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             values.setdefault(name, loopback)  # nothing listens to other machines

@@ -15,81 +15,81 @@ from typing import Any
 from echelon.errors import EchelonError
 
 #: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
-PLAN = "ECHELON_HANDED_PLAN"
+PLAN_VARIABLE = "ECHELON_HANDED_PLAN"
 #: Path of what trainings returned that a script did before it started ranks: ranks, which run it from its beginning, do not repeat them.
-DONE = "ECHELON_DONE"
+RESULTS_VARIABLE = "ECHELON_DONE"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
-FAILURES = "ECHELON_FAILURES"
-_STARTED = "started"
+FAILURES_VARIABLE = "ECHELON_FAILURES"
+_STARTED_FILE = "started"
 
 
 def take_plan() -> Path | None:
     """The plan file that the launcher handed to this rank. It is for one training: a script may hold several."""
-    path = os.environ.pop(PLAN, None)
+    path = os.environ.pop(PLAN_VARIABLE, None)
     return Path(path) if path is not None else None
 
 
 def has_plan() -> bool:
     """Whether the launcher handed a plan to this rank that was not taken yet."""
-    return PLAN in os.environ
+    return PLAN_VARIABLE in os.environ
 
 
 #: Trainings of the process that started this rank that were asked for here.
-_taken = itertools.count()
+_result_indices = itertools.count()
 
 
-def take_done() -> dict[str, Any] | None:
+def take_previous_result() -> dict[str, Any] | None:
     """What the next training of this script returned in the process that started this rank, or its error; None: that process did not do it."""
-    path = os.environ.get(DONE)
+    path = os.environ.get(RESULTS_VARIABLE)
     if path is None:
         return None
-    done: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
-    place = next(_taken)
-    return done[place] if place < len(done) else None
+    results: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    index = next(_result_indices)
+    return results[index] if index < len(results) else None
 
 
-def note_start() -> None:
+def report_start() -> None:
     """Let the launcher know that steps are trained from now on."""
-    folder = os.environ.get(FAILURES)
+    folder = os.environ.get(FAILURES_VARIABLE)
     if folder is not None:
         with contextlib.suppress(OSError):
-            (Path(folder) / _STARTED).touch()
+            (Path(folder) / _STARTED_FILE).touch()
 
 
 def has_started(folder: Path) -> bool:
     """Whether a rank that was given this folder trains, or has trained."""
-    return (folder / _STARTED).exists()
+    return (folder / _STARTED_FILE).exists()
 
 
-def heard() -> bool:
+def has_launcher() -> bool:
     """Whether a launcher of ours started this rank, and listens."""
-    return FAILURES in os.environ
+    return FAILURES_VARIABLE in os.environ
 
 
-def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
-    """Tell the launcher why this rank fails, with the traceback if `trace`; False where nobody listens."""
-    folder = os.environ.get(FAILURES)
+def report_failure(error: BaseException, rank: int, *, with_traceback: bool = False) -> bool:
+    """Tell the launcher why this rank fails, with the traceback if `with_traceback`; False where nobody listens."""
+    folder = os.environ.get(FAILURES_VARIABLE)
     if folder is None:
         return False
-    word = {
+    report = {
         "rank": rank,
         "kind": type(error).__name__,
         "time": time.time(),
         "ours": isinstance(error, EchelonError),
-        "follows": _follows(error),
+        "follows": _is_lost_connection(error),
         "code": getattr(error, "exit_code", 1),
-        "message": in_words(error, trace=trace),
+        "message": format_error(error, with_traceback=with_traceback),
     }
     with contextlib.suppress(OSError):
-        (Path(folder) / f"failure-{rank}.json").write_text(json.dumps(word))
+        (Path(folder) / f"failure-{rank}.json").write_text(json.dumps(report))
         return True
     return False
 
 
-def _follows(error: BaseException) -> bool:
+def _is_lost_connection(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     text = str(error)
-    lost = (
+    connection_errors = (
         "onnection closed by peer",
         "onnection reset by peer",
         "roken pipe",
@@ -97,33 +97,33 @@ def _follows(error: BaseException) -> bool:
         "pair.cc",
         "Socket closed",
     )
-    return isinstance(error, RuntimeError) and any(words in text for words in lost)
+    return isinstance(error, RuntimeError) and any(pattern in text for pattern in connection_errors)
 
 
-def in_words(error: BaseException, *, trace: bool = False) -> str:
+def format_error(error: BaseException, *, with_traceback: bool = False) -> str:
     """An error for people. One that is not ours comes with the last line of the user's own that led to it."""
-    if trace:
+    if with_traceback:
         return "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, EchelonError):
         return str(error)
-    return f"{_where(error)}{type(error).__name__}: {error}\n(--debug shows the traceback)"
+    return f"{_user_location(error)}{type(error).__name__}: {error}\n(--debug shows the traceback)"
 
 
-def _where(error: BaseException) -> str:
-    foreign = [Path(__file__).resolve().parent.parent, Path(sysconfig.get_paths()["stdlib"]).resolve()]
+def _user_location(error: BaseException) -> str:
+    library_folders = [Path(__file__).resolve().parent.parent, Path(sysconfig.get_paths()["stdlib"]).resolve()]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if not path.is_file() or "site-packages" in path.parts:
             continue
-        if not any(path.resolve().is_relative_to(folder) for folder in foreign):
+        if not any(path.resolve().is_relative_to(folder) for folder in library_folders):
             return f"{frame.filename}, line {frame.lineno}: "
     return ""
 
 
-def read_words(folder: Path) -> list[dict[str, Any]]:
+def read_failures(folder: Path) -> list[dict[str, Any]]:
     """What the ranks left, earliest first."""
-    words = []
+    reports = []
     for path in folder.glob("failure-*.json"):
         with contextlib.suppress(OSError, ValueError):
-            words.append(json.loads(path.read_text()))
-    return sorted(words, key=lambda word: float(word["time"]))
+            reports.append(json.loads(path.read_text()))
+    return sorted(reports, key=lambda report: float(report["time"]))

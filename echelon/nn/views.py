@@ -14,37 +14,46 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
+_VIEW_FUNCTIONS = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
-class Fitted(TorchFunctionMode):
+class LocalWidthViews(TorchFunctionMode):
     """Inside, a view that asks for `width` columns where there are `mine` of them gets those."""
 
-    def __init__(self, width: int, mine: int) -> None:
+    def __init__(self, full_width: int, local_width: int) -> None:
         super().__init__()
-        self._width, self._mine = width, mine
+        self._full_width, self._local_width = full_width, local_width
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _VIEWS and not kwargs:
-            asked = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-            fitted = fit(args[0].shape, asked, self._width, self._mine)
-            if fitted is not None:
-                return func(args[0], fitted)
+        if func in _VIEW_FUNCTIONS and not kwargs:
+            requested = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+            local_shape = fit_to_local_width(args[0].shape, requested, self._full_width, self._local_width)
+            if local_shape is not None:
+                return func(args[0], local_shape)
         return func(*args, **(kwargs or {}))
 
 
-def fit(shape: Sequence[int], asked: Sequence[Any], width: int, mine: int) -> list[int] | None:
-    """`asked` with one of its sizes reduced as `mine` is to `width`; None: it needs no fitting, or none helps.
+def fit_to_local_width(
+    shape: Sequence[int], requested: Sequence[Any], full_width: int, local_width: int
+) -> list[int] | None:
+    """`requested` with one of its sizes reduced as `local_width` is to `full_width`; None: it needs no fitting, or none helps.
 
     The last one that is the width; else the first after those that stay as they are (samples and positions).
     """
-    if not all(type(size) is int and size > 0 for size in asked):
+    if not all(type(size) is int and size > 0 for size in requested):
         return None
-    if math.prod(asked) * mine != math.prod(shape) * width or width == mine:
+    if math.prod(requested) * local_width != math.prod(shape) * full_width or full_width == local_width:
         return None
-    same = next((place for place, (a, b) in enumerate(zip(asked, shape, strict=False)) if a != b), len(asked))
-    places = [place for place in reversed(range(len(asked))) if asked[place] == width]
-    places += [place for place in range(same, len(asked)) if asked[place] * mine % width == 0]
-    if not places:
+    unchanged = next(
+        (
+            dim
+            for dim, (requested_size, actual_size) in enumerate(zip(requested, shape, strict=False))
+            if requested_size != actual_size
+        ),
+        len(requested),
+    )
+    candidates = [dim for dim in reversed(range(len(requested))) if requested[dim] == full_width]
+    candidates += [dim for dim in range(unchanged, len(requested)) if requested[dim] * local_width % full_width == 0]
+    if not candidates:
         return None
-    return [size * mine // width if place == places[0] else size for place, size in enumerate(asked)]
+    return [size * local_width // full_width if dim == candidates[0] else size for dim, size in enumerate(requested)]

@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.observer.batching import Relay
-from echelon.observer.event_log import Log, read_events
-from echelon.observer.progress import Progress, Warnings
+from echelon.observer.batching import EventBatcher
+from echelon.observer.event_log import EventLog, read_events
+from echelon.observer.progress import Progress, WarningPrinter
 from echelon.observer.report.write import write_report
-from echelon.observer.tensorboard import Board
+from echelon.observer.tensorboard import TensorBoardWriter
 
 if TYPE_CHECKING:
     from echelon.events import Listener
@@ -32,10 +32,10 @@ def observers(
 
     `folder=None` keeps nothing on disk. `forecast` is what parallel efficiency is held against.
     """
-    listeners: list[Listener] = [Log(folder, rank=world.rank)] if folder is not None else []
-    if not world.main:
-        return [Relay([*listeners, Warnings()])]
+    listeners: list[Listener] = [EventLog(folder, rank=world.rank)] if folder is not None else []
+    if not world.is_main:
+        return [EventBatcher([*listeners, WarningPrinter()])]
     if folder is not None:
-        listeners.append(Board(folder))
-    listeners.append(Warnings() if quiet else Progress(forecast=forecast))
-    return [Relay(listeners)]
+        listeners.append(TensorBoardWriter(folder))
+    listeners.append(WarningPrinter() if quiet else Progress(forecast=forecast))
+    return [EventBatcher(listeners)]

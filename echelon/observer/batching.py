@@ -13,31 +13,31 @@ from collections.abc import Sequence
 from echelon.events import Event, Listener
 
 #: A step is handed on at most this late (seconds); slower steps than this go straight through.
-_LATEST = 0.2
+_MAX_DELAY = 0.2
 #: More than this many never wait, whatever the clock does.
-_MOST = 500
+_MAX_WAITING = 500
 
 
-class Relay:
+class EventBatcher:
     """One listener that stands for several."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = tuple(listeners)
         self._waiting: list[Event] = []
-        self._due = 0.0
+        self._flush_time = 0.0
 
     def __call__(self, event: Event) -> None:
         self._waiting.append(event)
-        if event.kind == "step" and event.time < self._due and len(self._waiting) < _MOST:
+        if event.kind == "step" and event.time < self._flush_time and len(self._waiting) < _MAX_WAITING:
             return
-        self._due = event.time + _LATEST
-        self.hand_on()
+        self._flush_time = event.time + _MAX_DELAY
+        self.flush()
         if event.kind == "start":
-            atexit.register(self.hand_on)  # an end that nobody tells of
+            atexit.register(self.flush)  # an end that nobody tells of
         elif event.kind == "end":
-            atexit.unregister(self.hand_on)
+            atexit.unregister(self.flush)
 
-    def hand_on(self) -> None:
+    def flush(self) -> None:
         """Give the listeners everything that waits."""
         waiting, self._waiting = self._waiting, []
         for listener in self.listeners:

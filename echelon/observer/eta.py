@@ -10,41 +10,41 @@ if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
 #: Seconds over which the rate is averaged: long enough to be calm, short enough to show a change.
-_WINDOW = 10.0
+_RATE_SECONDS = 10.0
 #: Steps over which the loss is averaged.
-_STEPS = 50
+_LOSS_STEPS = 50
 
 
-class Pace:
+class ProgressTracker:
     """Running averages of a run. The first step, which warms everything up, counts only until there is a second."""
 
-    __slots__ = ("_loss", "_samples", "_seconds", "_steps", "_weight", "seen", "single", "step", "total")
+    __slots__ = ("_loss", "_samples", "_seconds", "_steps", "_weight", "ideal_rate", "step", "steps_seen", "total")
 
-    def __init__(self, *, total: int | None = None, step: int = 0, single: float | None = None) -> None:
+    def __init__(self, *, total: int | None = None, step: int = 0, ideal_rate: float | None = None) -> None:
         self.total = total
         #: Steps of the training that are done.
         self.step = step
         #: Samples per second that all ranks would make if none waited for another; None: not known.
-        self.single = single
-        self.seen = 0
+        self.ideal_rate = ideal_rate
+        self.steps_seen = 0
         self._samples = self._seconds = self._steps = 0.0
         self._loss = self._weight = 0.0
 
     def add(self, step: int, data: Mapping[str, Any]) -> None:
         """Take in one step event."""
         self.step = step
-        spent = data["seconds"]
-        if self.seen == 1:
+        seconds = data["seconds"]
+        if self.steps_seen == 1:
             self._samples = self._seconds = self._steps = 0.0
-        fade = math.exp(-spent / _WINDOW) if spent > 0 else 1.0
-        self._samples = self._samples * fade + data["samples"]
-        self._seconds = self._seconds * fade + spent
-        self._steps = self._steps * fade + 1.0
+        decay = math.exp(-seconds / _RATE_SECONDS) if seconds > 0 else 1.0
+        self._samples = self._samples * decay + data["samples"]
+        self._seconds = self._seconds * decay + seconds
+        self._steps = self._steps * decay + 1.0
         loss = data["loss"]
         if loss is not None and loss == loss:
-            self._loss = self._loss * (1 - 1 / _STEPS) + loss
-            self._weight = self._weight * (1 - 1 / _STEPS) + 1.0
-        self.seen += 1
+            self._loss = self._loss * (1 - 1 / _LOSS_STEPS) + loss
+            self._weight = self._weight * (1 - 1 / _LOSS_STEPS) + 1.0
+        self.steps_seen += 1
 
     @property
     def loss(self) -> float | None:
@@ -57,7 +57,7 @@ class Pace:
         return self._samples / self._seconds if self._seconds > 0 else None
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the last step, at the present pace; None where there is no end or no pace yet."""
         if self.total is None or not self._steps:
             return None
@@ -66,12 +66,12 @@ class Pace:
     @property
     def efficiency(self) -> float | None:
         """Samples per second as a part of what the ranks would make without each other; None: nothing to hold it against."""
-        return self.rate / self.single if self.rate is not None and self.single else None
+        return self.rate / self.ideal_rate if self.rate is not None and self.ideal_rate else None
 
 
-def unhindered_rate(forecast: Forecast | None) -> float | None:
+def ideal_rate(forecast: Forecast | None) -> float | None:
     """Ranks x the rate of one rank alone on its share of the batch, by the forecast. None for one rank: it waits for nobody."""
     if forecast is None or forecast.plan.ranks == 1:
         return None
-    alone = forecast.time.step - forecast.time.exchange
-    return forecast.batch / alone if alone > 0 else None
+    compute_seconds = forecast.time.step - forecast.time.exchange
+    return forecast.batch / compute_seconds if compute_seconds > 0 else None

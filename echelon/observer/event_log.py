@@ -16,13 +16,13 @@ from pathlib import Path
 
 from echelon.errors import EchelonError
 from echelon.events import Event
-from echelon.observer.stderr import complain
+from echelon.observer.stderr import write_stderr
 
 #: Allowing no NaN makes the fast C encoder refuse what `Event.to_line` must replace; that walk costs more than the rest.
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 #: What a resumed run does again.
-_REPEATED = frozenset({"step", "evaluation", "checkpoint"})
+_REPEATED_KINDS = frozenset({"step", "evaluation", "checkpoint"})
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
@@ -30,30 +30,30 @@ def log_path(folder: str | Path, rank: int = 0) -> Path:
     return Path(folder) / ("events.jsonl" if rank == 0 else f"events-{rank}.jsonl")
 
 
-class Log:
+class EventLog:
     """Writes events to the run folder. A disk that refuses is told once; the training goes on."""
 
     def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
         self._path = log_path(folder, rank)
-        self._main = rank == 0
+        self._is_rank_zero = rank == 0
         self._file: int | None = None
-        self._torn = False  # the file ends in the middle of a line
-        self._told = False
+        self._has_torn_line = False  # the file ends in the middle of a line
+        self._has_complained = False
 
     def __call__(self, event: Event) -> None:
-        if not self._main and not _worth_a_file(event):
+        if not self._is_rank_zero and not _is_warning_or_failure(event):
             return
-        line = (_line(event) + "\n").encode()
+        line = (_encode_event(event) + "\n").encode()
         try:
             if self._file is None:
                 self._open()
-            if self._torn:
+            if self._has_torn_line:
                 line = b"\n" + line
             assert self._file is not None
-            self._torn = os.write(self._file, line) != len(line)
+            self._has_torn_line = os.write(self._file, line) != len(line)
         except OSError as error:
-            self._torn = True
-            self._tell(error)
+            self._has_torn_line = True
+            self._report_once(error)
         if event.kind == "end":
             self.close()
 
@@ -67,12 +67,12 @@ class Log:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._has_torn_line = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            complain(
+    def _report_once(self, error: OSError) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            write_stderr(
                 f"{self._path} cannot be written ({error.strerror}): the training goes on, its log and report will have gaps; free "
                 "some space or make the folder writable"
             )
@@ -86,16 +86,16 @@ def read_events(folder: str | Path) -> list[Event]:
     folder = Path(folder)
     path = log_path(folder)
     if not path.is_file():
-        what = "no such folder" if not folder.is_dir() else f"no {path.name} in it"
+        problem = "no such folder" if not folder.is_dir() else f"no {path.name} in it"
         raise EchelonError(
-            f"{folder}: {what}, so it is not the folder of a run; give the folder that `echelon train` made (runs/NAME)"
+            f"{folder}: {problem}, so it is not the folder of a run; give the folder that `echelon train` made (runs/NAME)"
         )
-    others = sorted(folder.glob("events-*.jsonl"))
-    streams = [_without_repeats(_read(path)), *(list(_read(other)) for other in others)]
+    other_paths = sorted(folder.glob("events-*.jsonl"))
+    streams = [_drop_repeats(_read_file(path)), *(list(_read_file(other_path)) for other_path in other_paths)]
     return list(heapq.merge(*streams, key=lambda event: event.time))
 
 
-def _line(event: Event) -> str:
+def _encode_event(event: Event) -> str:
     """The same as `event.to_line()`, at a third of the cost where every number is finite: this runs once a step."""
     try:
         return _encode(
@@ -105,11 +105,11 @@ def _line(event: Event) -> str:
         return event.to_line()
 
 
-def _worth_a_file(event: Event) -> bool:
+def _is_warning_or_failure(event: Event) -> bool:
     return event.kind == "warning" or (event.kind == "end" and event.data.get("reason") == "failed")
 
 
-def _read(path: Path) -> Iterator[Event]:
+def _read_file(path: Path) -> Iterator[Event]:
     with path.open("rb") as lines:
         for line in lines:
             try:
@@ -118,27 +118,30 @@ def _read(path: Path) -> Iterator[Event]:
                 continue  # cut short
 
 
-def _without_repeats(events: Iterable[Event]) -> list[Event]:
+def _drop_repeats(events: Iterable[Event]) -> list[Event]:
     """Without what later lines did again.
 
     The first step after a `start` says where that part of the run began: whatever the parts before it did from that step
     on has been undone. Steps are compared with steps only, so it does not matter whether a checkpoint carries the number
     of the step before it or after it.
     """
-    parts: list[list[Event]] = [[]]
+    segments: list[list[Event]] = [[]]
     for event in events:
         if event.kind == "start":
-            parts.append([])
-        parts[-1].append(event)
-    kept: list[Event] = []
-    for part in parts:
-        first = next((event.step for event in part if event.kind == "step"), None)
-        if first is not None:
-            kept = _undo(kept, first)
-        kept += part
-    return kept
+            segments.append([])
+        segments[-1].append(event)
+    kept_events: list[Event] = []
+    for segment in segments:
+        first_step = next((event.step for event in segment if event.kind == "step"), None)
+        if first_step is not None:
+            kept_events = _undo_steps(kept_events, first_step)
+        kept_events += segment
+    return kept_events
 
 
-def _undo(events: list[Event], first: int) -> list[Event]:
-    cut = next((i for i, event in enumerate(events) if event.kind == "step" and event.step >= first), len(events))
-    return events[:cut] + [event for event in events[cut:] if event.kind not in _REPEATED]
+def _undo_steps(events: list[Event], first_step: int) -> list[Event]:
+    index = next(
+        (position for position, event in enumerate(events) if event.kind == "step" and event.step >= first_step),
+        len(events),
+    )
+    return events[:index] + [event for event in events[index:] if event.kind not in _REPEATED_KINDS]

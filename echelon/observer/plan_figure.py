@@ -12,110 +12,120 @@ from echelon.errors import PlanError
 from echelon.plan import format_units
 from echelon.simulator.timeline import Timeline
 
-_COLOURS = {
+_PHASE_COLOURS = {
     "forward": "#4c78a8", "backward": "#f58518", "weights": "#eeca3b", "exchange": "#b279a2", "optimizer": "#54a24b",
 }  # fmt: skip
-_PARTS = {
+_COMPONENT_COLOURS = {
     "parameters": "#4c78a8", "gradients": "#f58518", "optimizer": "#54a24b", "activations": "#e45756", "temporary": "#eeca3b", "buckets": "#b279a2",
     "framework": "#9d9d9d",
 }  # fmt: skip
 #: Nodes that are drawn; more look the same.
-_NODES = 8
+_MAX_NODES = 8
 #: Rows of a chart that are labelled one by one.
-_ROWS = 16
+_MAX_LABELS = 16
 
 
-def draw(timeline: Timeline, path: str | Path) -> Path:
+def write_figure(timeline: Timeline, path: str | Path) -> Path:
     """Write the picture as SVG or PNG, by the file's ending."""
     target = Path(path)
     if target.suffix not in (".svg", ".png"):
         raise PlanError(f"{path}: a picture is a .svg or a .png file")
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
-        _save(timeline, file, target.suffix[1:])
+        _save_figure(timeline, file, target.suffix[1:])
     return target
 
 
-def svg(timeline: Timeline) -> str:
+def to_svg(timeline: Timeline) -> str:
     """The picture as an element of a page."""
     file = io.BytesIO()
-    _save(timeline, file, "svg")
+    _save_figure(timeline, file, "svg")
     text = file.getvalue().decode()
     return text[text.index("<svg") :]
 
 
-def _save(timeline: Timeline, file: BinaryIO, form: str) -> None:
+def _save_figure(timeline: Timeline, file: BinaryIO, file_format: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     # Text as text, and the same bytes for the same picture.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 9}):
         pp = timeline.plan.mesh.pp
-        high = min(max(pp, 3), 24) * 0.28
-        figure = Figure(figsize=(11, 2 * high + 4), layout="constrained")
-        time, memory, mesh = figure.subplots(3, 1, height_ratios=[high, high, 1.6])
-        _time(time, timeline)
-        _memory(memory, timeline)
-        _mesh(mesh, timeline)
+        height = min(max(pp, 3), 24) * 0.28
+        figure = Figure(figsize=(11, 2 * height + 4), layout="constrained")
+        time, memory, mesh = figure.subplots(3, 1, height_ratios=[height, height, 1.6])
+        _draw_timeline(time, timeline)
+        _draw_memory(memory, timeline)
+        _draw_mesh(mesh, timeline)
         figure.suptitle(str(timeline.plan), fontsize=10)
-        figure.savefig(file, format=form, metadata={"Date": None} if form == "svg" else None)
+        figure.savefig(file, format=file_format, metadata={"Date": None} if file_format == "svg" else None)
 
 
-def _time(axes: Any, timeline: Timeline) -> None:
-    seen = set()
+def _draw_timeline(axes: Any, timeline: Timeline) -> None:
+    labelled = set()
     for event in timeline.events:
-        label = None if event.kind in seen else event.kind
-        seen.add(event.kind)
+        label = None if event.kind in labelled else event.kind
+        labelled.add(event.kind)
         axes.barh(
-            event.rank, event.end - event.begin, left=event.begin, height=0.8, color=_COLOURS[event.kind], edgecolor="white", linewidth=0.3,
+            event.rank, event.end - event.begin, left=event.begin, height=0.8, color=_PHASE_COLOURS[event.kind], edgecolor="white", linewidth=0.3,
             label=label, alpha=0.75 + 0.25 * (event.stage // timeline.plan.mesh.pp % 2 == 0),
         )  # fmt: skip
-    part = f" ({timeline.shown} of {timeline.count} micro-batches)" if timeline.shown < timeline.count else ""
-    axes.set_title(f"a step{part}", loc="left", fontsize=9)
+    shown_note = (
+        f" ({timeline.shown_micro_batches} of {timeline.micro_batch_count} micro-batches)"
+        if timeline.shown_micro_batches < timeline.micro_batch_count
+        else ""
+    )
+    axes.set_title(f"a step{shown_note}", loc="left", fontsize=9)
     axes.set_xlabel("seconds")
-    _ranks(axes, timeline)
+    _label_ranks(axes, timeline)
     axes.legend(ncols=5, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _memory(axes: Any, timeline: Timeline) -> None:
-    for rank, held in enumerate(timeline.memory):
-        sizes = [getattr(held, part) / 1e9 for part in _PARTS]
-        for (part, colour), size, left in zip(_PARTS.items(), sizes, accumulate([0.0, *sizes]), strict=False):
-            axes.barh(rank, size, left=left, height=0.8, color=colour, label=part if not rank else None)
+def _draw_memory(axes: Any, timeline: Timeline) -> None:
+    for rank, rank_memory in enumerate(timeline.memory):
+        sizes = [getattr(rank_memory, component) / 1e9 for component in _COMPONENT_COLOURS]
+        for (component, colour), size, left in zip(
+            _COMPONENT_COLOURS.items(), sizes, accumulate([0.0, *sizes]), strict=False
+        ):
+            axes.barh(rank, size, left=left, height=0.8, color=colour, label=component if not rank else None)
     axes.axvline(timeline.capacity / 1e9, color="black", linestyle="--", linewidth=1)
     axes.set_title(
-        f"memory of a rank; the line is the device: {format_units.size(timeline.capacity)}", loc="left", fontsize=9
+        f"memory of a rank; the line is the device: {format_units.format_bytes(timeline.capacity)}",
+        loc="left",
+        fontsize=9,
     )
     axes.set_xlabel("GB")
-    _ranks(axes, timeline)
+    _label_ranks(axes, timeline)
     axes.legend(ncols=7, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _ranks(axes: Any, timeline: Timeline) -> None:
+def _label_ranks(axes: Any, timeline: Timeline) -> None:
     pp = timeline.plan.mesh.pp
-    every = -(-pp // _ROWS)
-    axes.set_yticks(range(0, pp, every), [f"stage {rank}" if pp > 1 else "rank" for rank in range(0, pp, every)])
+    stride = -(-pp // _MAX_LABELS)
+    axes.set_yticks(range(0, pp, stride), [f"stage {rank}" if pp > 1 else "rank" for rank in range(0, pp, stride)])
     axes.set_ylim(pp - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _mesh(axes: Any, timeline: Timeline) -> None:
-    mesh, per_node = timeline.plan.mesh, timeline.per_node
-    ranks = min(mesh.ranks, _NODES * per_node)
+def _draw_mesh(axes: Any, timeline: Timeline) -> None:
+    mesh, per_node = timeline.plan.mesh, timeline.ranks_per_node
+    ranks = min(mesh.ranks, _MAX_NODES * per_node)
     for rank in range(ranks):
-        node, place = divmod(rank, per_node)
-        at = mesh.coordinate(rank)
-        shade = at["pp"] / max(mesh.pp - 1, 1)
+        node, slot = divmod(rank, per_node)
+        coordinate = mesh.coordinate(rank)
+        shade = coordinate["pp"] / max(mesh.pp - 1, 1)
         axes.barh(
             0,
             0.9 / per_node,
-            left=node + place / per_node,
+            left=node + slot / per_node,
             height=0.8,
             color=(0.85 - 0.55 * shade, 0.9 - 0.35 * shade, 1.0 - 0.2 * shade),
         )
         if ranks <= 64:
-            words = "\n".join(f"{axis}{at[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1)
-            axes.text(node + (place + 0.45) / per_node, 0, words or "0", ha="center", va="center", fontsize=6)
+            label = "\n".join(
+                f"{axis}{coordinate[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1
+            )
+            axes.text(node + (slot + 0.45) / per_node, 0, label or "0", ha="center", va="center", fontsize=6)
     shown = -(-ranks // per_node)
     axes.set_xticks([node + 0.45 for node in range(shown)], [f"node {node}" for node in range(shown)])
     axes.set_yticks([])
@@ -125,18 +135,18 @@ def _mesh(axes: Any, timeline: Timeline) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def trace(timeline: Timeline, path: str | Path) -> Path:
+def write_trace(timeline: Timeline, path: str | Path) -> Path:
     """Write the step as a trace in the form that Perfetto and chrome://tracing open."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
         for rank in range(timeline.plan.mesh.pp)
     ]
     for event in timeline.events:
-        name = event.kind if event.kind in ("exchange", "optimizer") else f"{event.kind} {event.micro}"
+        name = event.kind if event.kind in ("exchange", "optimizer") else f"{event.kind} {event.micro_batch}"
         events.append(
             {
                 "ph": "X", "name": name, "cat": event.kind, "pid": 0, "tid": event.rank, "ts": event.begin * 1e6,
-                "dur": (event.end - event.begin) * 1e6, "args": {"stage": event.stage, "micro": event.micro},
+                "dur": (event.end - event.begin) * 1e6, "args": {"stage": event.stage, "micro": event.micro_batch},
             }
         )  # fmt: skip
     target = Path(path)

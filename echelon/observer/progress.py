@@ -16,128 +16,133 @@ from rich.style import Style
 from rich.text import Text
 
 from echelon.events import Event
-from echelon.observer.eta import Pace, unhindered_rate
-from echelon.observer.terminal import Screen, at_most
+from echelon.observer.eta import ProgressTracker, ideal_rate
+from echelon.observer.terminal import StderrConsole, muting_on_error
 from echelon.plan import format_units
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
 #: Drawing takes at most this part of the time: a bar that costs more than it tells is switched to a slower beat.
-_DRAWING = 1 / 1000
-_FASTEST, _SLOWEST = 0.2, 1.0
+_DRAWING_SHARE = 1 / 1000
+_MIN_INTERVAL, _MAX_INTERVAL = 0.2, 1.0
 #: Seconds between lines where there is no terminal.
-_LINE = 10.0
+_LINE_INTERVAL = 10.0
 
 
 class Progress:
     """The voice of rank 0."""
 
     def __init__(self, *, forecast: Forecast | None = None, console: Console | None = None) -> None:
-        self._console = console or Screen()
+        self._console = console or StderrConsole()
         self._forecast = forecast
-        self._pace = Pace()
+        self._tracker = ProgressTracker()
         self._epochs: int | None = None
         self._bar: Live | None = None
-        self._next = 0.0
+        self._next_draw = 0.0
         self._latest: Event | None = None
         self._metrics: Mapping[str, Any] = {}
 
     def __call__(self, event: Event) -> None:
         if self._console.quiet:
             return
-        with at_most(self._console):
-            self._show(event)
+        with muting_on_error(self._console):
+            self._handle(event)
         if self._console.quiet:
-            self._close()
+            self._close_bar()
 
-    def _show(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event.kind == "step":
-            self._pace.add(event.step, event.data)
+            self._tracker.add(event.step, event.data)
             self._latest = event
-            if time.perf_counter() >= self._next:
+            if time.perf_counter() >= self._next_draw:
                 self._draw()
             return
-        speak = getattr(self, f"_on_{event.kind}", None)
-        if speak is not None:
-            speak(event)
+        handler = getattr(self, f"_on_{event.kind}", None)
+        if handler is not None:
+            handler(event)
 
     def _on_start(self, event: Event) -> None:
         data = event.data
-        resumed = data.get("resumed_from") or 0
+        resumed_step = data.get("resumed_from") or 0
         self._epochs = data.get("epochs")
-        self._pace = Pace(total=data.get("steps"), step=resumed, single=unhindered_rate(self._forecast))
+        self._tracker = ProgressTracker(
+            total=data.get("steps"), step=resumed_step, ideal_rate=ideal_rate(self._forecast)
+        )
         self._latest, self._metrics = None, {}
-        self._say(start_line(data), style="bold")
-        self._next = 0.0 if self._console.is_terminal else time.perf_counter() + _LINE
+        self._print(start_line(data), style="bold")
+        self._next_draw = 0.0 if self._console.is_terminal else time.perf_counter() + _LINE_INTERVAL
         if self._console.is_terminal:
-            self._open()
+            self._open_bar()
 
     def _on_evaluation(self, event: Event) -> None:
         self._metrics = event.data.get("metrics", {})
-        self._say(evaluation_line(event), style="green")
+        self._print(evaluation_line(event), style="green")
 
     def _on_checkpoint(self, event: Event) -> None:
-        self._say(checkpoint_line(event), style="dim")
+        self._print(checkpoint_line(event), style="dim")
 
     def _on_verified(self, event: Event) -> None:
-        self._say(str(event.data.get("message", "")), style="green")
+        self._print(str(event.data.get("message", "")), style="green")
 
     def _on_warning(self, event: Event) -> None:
-        self._say(warning_line(event), style="yellow")
+        self._print(warning_line(event), style="yellow")
 
     def _on_end(self, event: Event) -> None:
         if self._latest is not None:
             self._draw()
-        self._close()
-        good = event.data.get("reason") == "finished"
-        self._say(
-            end_line(event, self._pace, self._latest, self._metrics), style="bold green" if good else "bold yellow"
+        self._close_bar()
+        is_finished = event.data.get("reason") == "finished"
+        self._print(
+            end_line(event, self._tracker, self._latest, self._metrics),
+            style="bold green" if is_finished else "bold yellow",
         )
 
     def _draw(self) -> None:
-        began = time.perf_counter()
+        begin = time.perf_counter()
         assert self._latest is not None
         if self._bar is None:
-            self._say(status_line(self._latest, self._pace, self._epochs))
-            self._next = began + _LINE
+            self._print(status_line(self._latest, self._tracker, self._epochs))
+            self._next_draw = begin + _LINE_INTERVAL
             return
-        self._renew(refresh=True)
-        ended = time.perf_counter()
-        self._next = ended + min(max((ended - began) / _DRAWING, _FASTEST), _SLOWEST)
+        self._update_bar(refresh=True)
+        end = time.perf_counter()
+        self._next_draw = end + min(max((end - begin) / _DRAWING_SHARE, _MIN_INTERVAL), _MAX_INTERVAL)
 
-    def _renew(self, *, refresh: bool) -> None:
+    def _update_bar(self, *, refresh: bool) -> None:
         if self._bar is not None and self._latest is not None:
-            self._bar.update(_Bar(self._pace, *_words(self._latest, self._pace, self._epochs)), refresh=refresh)
+            self._bar.update(
+                _Bar(self._tracker, *_status_texts(self._latest, self._tracker, self._epochs)), refresh=refresh
+            )
 
-    def _open(self) -> None:
+    def _open_bar(self) -> None:
         self._bar = Live(
-            _Bar(self._pace, "", "first step ..."),
+            _Bar(self._tracker, "", "first step ..."),
             console=self._console,
             auto_refresh=False,  # a drawing thread would take its time from the training whenever it likes
             # Standard output that goes to a file must stay there: only a terminal's is drawn above the bar.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._bar.start()
-        atexit.register(self._close)  # an end that nobody told of must not leave the cursor hidden
+        atexit.register(self._close_bar)  # an end that nobody told of must not leave the cursor hidden
 
-    def _close(self) -> None:
+    def _close_bar(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
-            atexit.unregister(self._close)
-            with at_most(self._console):
+            atexit.unregister(self._close_bar)
+            with muting_on_error(self._console):
                 bar.stop()
 
-    def _say(self, line: str, style: str = "") -> None:
-        self._renew(refresh=True)  # printing draws the bar again, as it was last renewed
+    def _print(self, line: str, style: str = "") -> None:
+        self._update_bar(refresh=True)  # printing draws the bar again, as it was last renewed
         self._console.print(Text(line, style=style), soft_wrap=True)
 
 
 class _Bar:
     """One line: epoch, bar, figures. Rich's own Progress lays out a table each time, at six times the cost."""
 
-    def __init__(self, pace: Pace, epoch: str, status: str) -> None:
-        self._pace, self._epoch, self._status = pace, epoch, status
+    def __init__(self, tracker: ProgressTracker, epoch: str, status: str) -> None:
+        self._tracker, self._epoch, self._status = tracker, epoch, status
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width - len(self._epoch) - len(self._status) - 4
@@ -145,7 +150,7 @@ class _Bar:
         if room >= 5:
             yield Segment("  ")
             yield ProgressBar(
-                total=self._pace.total, completed=self._pace.step, width=room, pulse=self._pace.total is None
+                total=self._tracker.total, completed=self._tracker.step, width=room, pulse=self._tracker.total is None
             )
             yield Segment("  ")
         else:
@@ -153,15 +158,15 @@ class _Bar:
         yield Segment(self._status)
 
 
-class Warnings:
+class WarningPrinter:
     """Warnings only: the voice of the other ranks, and of rank 0 where a person asked for quiet."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Screen()
+        self._console = console or StderrConsole()
 
     def __call__(self, event: Event) -> None:
         if event.kind == "warning":
-            with at_most(self._console):
+            with muting_on_error(self._console):
                 self._console.print(Text(warning_line(event), style="yellow"), soft_wrap=True)
 
 
@@ -172,9 +177,9 @@ def start_line(data: Mapping[str, Any]) -> str:
     if data.get("device"):
         parts[-1] += f" on {data['device']}"
     if data.get("parameters"):
-        parts.append(f"{format_units.count(data['parameters'])} parameters")
+        parts.append(f"{format_units.format_count(data['parameters'])} parameters")
     if data.get("samples"):
-        parts.append(f"{format_units.count(data['samples'])} samples")
+        parts.append(f"{format_units.format_count(data['samples'])} samples")
     if data.get("batch"):
         parts.append(f"batch {data['batch']:,}")
     if data.get("steps"):
@@ -184,25 +189,27 @@ def start_line(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def status_line(event: Event, pace: Pace, epochs: int | None) -> str:
+def status_line(event: Event, tracker: ProgressTracker, epochs: int | None) -> str:
     """Where the training stands, in one line."""
-    return "  ".join(_words(event, pace, epochs))
+    return "  ".join(_status_texts(event, tracker, epochs))
 
 
 def evaluation_line(event: Event) -> str:
     """What an evaluation found."""
     data = event.data
-    metrics = ", ".join(f"{name} {format_units.number(value)}" for name, value in data.get("metrics", {}).items())
-    facts = [f"{format_units.count(data['samples'])} samples"] if data.get("samples") else []
-    facts += [format_units.seconds(data["seconds"])] if data.get("seconds") is not None else []
+    metrics = ", ".join(
+        f"{name} {format_units.format_number(value)}" for name, value in data.get("metrics", {}).items()
+    )
+    facts = [f"{format_units.format_count(data['samples'])} samples"] if data.get("samples") else []
+    facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
     return f"evaluation at step {event.step:,}: {metrics or 'no metrics'}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def checkpoint_line(event: Event) -> str:
     """What was saved, and where."""
     data = event.data
-    facts = [format_units.size(data["bytes"])] if data.get("bytes") else []
-    facts += [format_units.seconds(data["seconds"])] if data.get("seconds") is not None else []
+    facts = [format_units.format_bytes(data["bytes"])] if data.get("bytes") else []
+    facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
     facts += ["best so far"] if data.get("best") else []
     return f"checkpoint {data.get('path', '')}" + (f" ({', '.join(facts)})" if facts else "")
 
@@ -212,36 +219,36 @@ def warning_line(event: Event) -> str:
     return f"warning (rank {event.rank}): {event.data.get('message', '')}"
 
 
-def end_line(event: Event, pace: Pace, latest: Event | None, metrics: Mapping[str, Any]) -> str:
+def end_line(event: Event, tracker: ProgressTracker, latest: Event | None, metrics: Mapping[str, Any]) -> str:
     """How it ended: the last step's own loss, which the log and `echelon train --json` give too, and the last evaluation."""
     data = event.data
     reason, message = data.get("reason", "ended"), data.get("message")
     if reason == "finished" and latest is None and message:
         return str(message)  # there was nothing left to do
-    parts = [f"{reason} after step {pace.step:,}"]
+    parts = [f"{reason} after step {tracker.step:,}"]
     if data.get("seconds") is not None:
-        parts.append(format_units.seconds(data["seconds"]))
+        parts.append(format_units.format_seconds(data["seconds"]))
     if latest is not None:
-        parts.append(f"loss of the last step {format_units.number(latest.data.get('loss'))}")
+        parts.append(f"loss of the last step {format_units.format_number(latest.data.get('loss'))}")
     if metrics:
-        told = ", ".join(f"{name} {format_units.number(value)}" for name, value in metrics.items())
-        parts.append(f"last evaluation ({told})")
-    if pace.rate is not None:
-        parts.append(format_units.rate(pace.rate))
+        metric_text = ", ".join(f"{name} {format_units.format_number(value)}" for name, value in metrics.items())
+        parts.append(f"last evaluation ({metric_text})")
+    if tracker.rate is not None:
+        parts.append(format_units.format_rate(tracker.rate))
     line = ", ".join(parts)
     # Why it failed is said by whoever the error reaches, once.
     return f"{line}: {message}" if message and reason != "failed" else line
 
 
-def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
+def _status_texts(event: Event, tracker: ProgressTracker, epochs: int | None) -> tuple[str, str]:
     epoch = event.data.get("epoch", 0) + 1
-    parts = [f"{pace.step:,}/{pace.total:,}" if pace.total else f"{pace.step:,}"]
-    if pace.loss is not None:
-        parts.append(f"loss {format_units.number(pace.loss)}")
-    if pace.rate is not None:
-        parts.append(format_units.rate(pace.rate))
-    if pace.efficiency is not None:
-        parts.append(f"efficiency {format_units.share(pace.efficiency)} of forecast")
-    if pace.left is not None:
-        parts.append(f"{format_units.clock(pace.left)} left")
+    parts = [f"{tracker.step:,}/{tracker.total:,}" if tracker.total else f"{tracker.step:,}"]
+    if tracker.loss is not None:
+        parts.append(f"loss {format_units.format_number(tracker.loss)}")
+    if tracker.rate is not None:
+        parts.append(format_units.format_rate(tracker.rate))
+    if tracker.efficiency is not None:
+        parts.append(f"efficiency {format_units.format_percent(tracker.efficiency)} of forecast")
+    if tracker.seconds_left is not None:
+        parts.append(f"{format_units.format_clock(tracker.seconds_left)} left")
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)

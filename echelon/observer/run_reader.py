@@ -21,28 +21,28 @@ from echelon.plan.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RunRecord:
     """What happened in a run, and the documents beside it. A document that cannot be read is the sentence that says why."""
 
     folder: Path
     events: Sequence[Event]
-    kinds: Mapping[str, Sequence[Event]]
+    events_by_kind: Mapping[str, Sequence[Event]]
     #: The steps that tell how fast the run is: all but the first of each part, which warms everything up.
-    warm: Sequence[Event]
+    warm_steps: Sequence[Event]
     plan: Plan | str
     forecast: Forecast | str
     cluster: Cluster | str
     certificate: Certificate | str
     profile: Profile | str = "the model was not profiled"
 
-    def of(self, kind: str) -> Sequence[Event]:
+    def events_of(self, kind: str) -> Sequence[Event]:
         """The events of one kind, in order."""
-        return self.kinds.get(kind, ())
+        return self.events_by_kind.get(kind, ())
 
     @property
     def start(self) -> Mapping[str, Any]:
         """What the newest `start` said; empty before there is one."""
-        starts = self.of("start")
+        starts = self.events_of("start")
         return starts[-1].data if starts else {}
 
     @property
@@ -61,62 +61,62 @@ class Record:
         """Seconds of all parts of the run: as an end counted them, with all that came before the start was told; else from the
         start to the last sign of life."""
         total = 0.0
-        marks = [index for index, event in enumerate(self.events) if event.kind == "start"]
-        for begin, stop in itertools.pairwise([*marks, len(self.events)]):
-            part = self.events[begin:stop]
-            counted = next((figure(event, "seconds") for event in part if event.kind == "end"), None)
-            total += counted or max(part[-1].time - part[0].time, 0.0)
+        starts = [index for index, event in enumerate(self.events) if event.kind == "start"]
+        for begin, stop in itertools.pairwise([*starts, len(self.events)]):
+            segment = self.events[begin:stop]
+            counted = next((read_number(event, "seconds") for event in segment if event.kind == "end"), None)
+            total += counted or max(segment[-1].time - segment[0].time, 0.0)
         return total
 
     @property
-    def step_time(self) -> float | None:
+    def median_step_time(self) -> float | None:
         """Median seconds of a step."""
-        times = [event.data["seconds"] for event in self.warm]
+        times = [event.data["seconds"] for event in self.warm_steps]
         return statistics.median(times) if times else None
 
     @property
     def rate(self) -> float | None:
         """Samples per second of training, evaluations and checkpoints apart."""
-        spent = sum(event.data["seconds"] for event in self.warm)
-        return sum(figure(event, "samples") or 0 for event in self.warm) / spent if spent else None
+        spent = sum(event.data["seconds"] for event in self.warm_steps)
+        return sum(read_number(event, "samples") or 0 for event in self.warm_steps) / spent if spent else None
 
     @property
     def memory(self) -> Mapping[str, Any]:
         """What the newest memory event said; empty where there is none."""
-        events = self.of("memory")
+        events = self.events_of("memory")
         return events[-1].data if events else {}
 
     def series(self, kind: str, *path: str) -> list[tuple[float, float]]:
         """(step, value) of one figure of the events of one kind; steps without that figure are left out."""
         points = []
-        for event in self.of(kind):
-            value = figure(event, *path)
+        for event in self.events_of(kind):
+            value = read_number(event, *path)
             if value is not None:
                 points.append((float(event.step), value))
         return points
 
 
-def read_record(folder: str | Path) -> Record:
+def read_run(folder: str | Path) -> RunRecord:
     """The record in a run folder. What is missing beside the event log is noted, not refused."""
     folder = Path(folder)
     events = read_events(folder)
-    kinds: dict[str, list[Event]] = {}
+    events_by_kind: dict[str, list[Event]] = {}
     for event in events:
-        kinds.setdefault(event.kind, []).append(event)
-    return Record(
+        events_by_kind.setdefault(event.kind, []).append(event)
+    return RunRecord(
         folder=folder,
         events=events,
-        kinds=kinds,
-        warm=_warm(events),
-        plan=_document(Plan, folder, "the plan was not kept"),
-        forecast=_document(Forecast, folder, "this run was not forecast"),
-        cluster=_document(Cluster, folder, "the machine was not measured"),
-        certificate=_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
-        profile=_document(Profile, folder, "the model was not profiled"),
+        events_by_kind=events_by_kind,
+        warm_steps=_warm_steps(events),
+        plan=_read_document(Plan, folder, "the plan was not kept"),
+        forecast=_read_document(Forecast, folder, "this run was not forecast"),
+        cluster=_read_document(Cluster, folder, "the machine was not measured"),
+        certificate=_read_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
+        profile=_read_document(Profile, folder, "the model was not profiled"),
     )
 
 
-def figure(event: Event, *path: str) -> float | None:
+def read_number(event: Event, *path: str) -> float | None:
     """The number at `path` in the event's data; None where there is none (a NaN is written as null)."""
     value: Any = event.data
     for name in path:
@@ -124,23 +124,23 @@ def figure(event: Event, *path: str) -> float | None:
     return float(value) if type(value) is float or type(value) is int else None
 
 
-def _warm(events: Sequence[Event]) -> list[Event]:
-    warm, started = [], True
+def _warm_steps(events: Sequence[Event]) -> list[Event]:
+    warm, is_first = [], True
     for event in events:
         if event.kind == "start":
-            started = True
+            is_first = True
         elif event.kind == "step":
-            if not started and figure(event, "seconds"):
+            if not is_first and read_number(event, "seconds"):
                 warm.append(event)
-            started = False
+            is_first = False
     return warm
 
 
-def _document(kind: type[Any], folder: Path, absent: str) -> Any:
+def _read_document(kind: type[Any], folder: Path, reason_absent: str) -> Any:
     assert issubclass(kind, Document)
     path = folder / f"{kind.KIND}.json"
     if not path.exists():
-        return f"No {path.name} in the folder: {absent}."
+        return f"No {path.name} in the folder: {reason_absent}."
     try:
         return kind.load(path)
     except EchelonError as error:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 
-def complain(message: str) -> None:
+def write_stderr(message: str) -> None:
     """One line, if anybody can read it; a reader who has gone must not end a training."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"echelon: {message}\n")

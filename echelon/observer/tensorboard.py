@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from echelon.events import Event
-from echelon.observer.stderr import complain
+from echelon.observer.stderr import write_stderr
 
 #: Seconds between points. One point costs about 0.1 ms, and TensorBoard shows a thousand per curve at most.
 _INTERVAL = 0.5
 
 
-class Board:
+class TensorBoardWriter:
     """Writes scalars. tensorboard is imported at the first point, after the first step: nobody waits for it to start."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder) / "tensorboard"
         self._writer: Any = None
-        self._next = 0.0
+        self._next_write = 0.0
         self._pending: Event | None = None
         self._failed = False
         self._opened = False
@@ -28,19 +28,21 @@ class Board:
     def __call__(self, event: Event) -> None:
         if event.kind == "step":
             now = time.perf_counter()
-            if now < self._next:
+            if now < self._next_write:
                 self._pending = event
                 return
-            self._next, self._pending = now + _INTERVAL, None
-            self._put(event, _step_scalars(event.data))
+            self._next_write, self._pending = now + _INTERVAL, None
+            self._add_scalars(event, _step_scalars(event.data))
         elif event.kind == "evaluation":
-            self._put_pending()
-            self._put(event, {f"evaluation/{name}": value for name, value in event.data.get("metrics", {}).items()})
+            self._add_pending()
+            self._add_scalars(
+                event, {f"evaluation/{name}": value for name, value in event.data.get("metrics", {}).items()}
+            )
             self._flush()
         elif event.kind == "checkpoint":
             self._flush()
         elif event.kind == "end":
-            self._put_pending()
+            self._add_pending()
             self.close()
 
     def close(self) -> None:
@@ -48,18 +50,18 @@ class Board:
         self._flush()  # closing alone does not tell of what could not be written
         writer, self._writer = self._writer, None
         if writer is not None:
-            self._guard(writer.close)
+            self._call_guarded(writer.close)
 
-    def _put_pending(self) -> None:
+    def _add_pending(self) -> None:
         """The newest step, though its turn has not come: a curve ends where the training does."""
         event, self._pending = self._pending, None
         if event is not None:
-            self._put(event, _step_scalars(event.data))
+            self._add_scalars(event, _step_scalars(event.data))
 
-    def _put(self, event: Event, scalars: Mapping[str, float | None]) -> None:
+    def _add_scalars(self, event: Event, scalars: Mapping[str, float | None]) -> None:
         if self._failed or not scalars:
             return
-        self._guard(self._write, event, scalars)
+        self._call_guarded(self._write, event, scalars)
 
     def _write(self, event: Event, scalars: Mapping[str, float | None]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -76,21 +78,21 @@ class Board:
                 # Points from this step on belong to the part of the run that was undone: tell the reader to drop them.
                 restart = SessionLog(status=SessionLog.START)
                 self._writer.add_event(Record(wall_time=event.time, step=event.step, session_log=restart))
-        values = [Summary.Value(tag=name, simple_value=_number(value)) for name, value in scalars.items()]
+        values = [Summary.Value(tag=name, simple_value=_to_float(value)) for name, value in scalars.items()]
         # One record for all of them: half the cost of one each.
         self._writer.add_event(Record(wall_time=event.time, step=event.step, summary=Summary(value=values)))
 
     def _flush(self) -> None:
         if self._writer is not None:
-            self._guard(self._writer.flush)
+            self._call_guarded(self._writer.flush)
 
-    def _guard(self, call: Any, *arguments: Any) -> None:
+    def _call_guarded(self, call: Any, *arguments: Any) -> None:
         """A picture that cannot be written does not stop a training; it is told once."""
         try:
             call(*arguments)
         except (OSError, ImportError) as error:
             if not self._failed:
-                complain(f"no TensorBoard for this run, or not all of it: {self._folder}: {error}")
+                write_stderr(f"no TensorBoard for this run, or not all of it: {self._folder}: {error}")
             self._failed, self._writer = True, None
 
 
@@ -103,5 +105,5 @@ def _step_scalars(data: Mapping[str, Any]) -> dict[str, float | None]:
     return scalars
 
 
-def _number(value: float | None) -> float:
+def _to_float(value: float | None) -> float:
     return float("nan") if value is None else float(value)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 
-class Screen(Console):
+class StderrConsole(Console):
     """A console whose end is not the training's: rich ends the process where the reader of a pipe has gone."""
 
     def __init__(self) -> None:
@@ -18,23 +18,23 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Say nothing more."""
-        mute(self)
+        silence_console(self)
 
 
 @contextlib.contextmanager
-def at_most(console: Console) -> Iterator[None]:
+def muting_on_error(console: Console) -> Iterator[None]:
     """Show what can be shown; a screen that refuses is left alone from then on."""
     try:
         yield
     except OSError:
-        mute(console)
+        silence_console(console)
 
 
-def mute(console: Console) -> None:
+def silence_console(console: Console) -> None:
     """Print nothing more there. Standard error itself leads nowhere then: Python would stumble over it when it ends."""
     console.quiet = True
     with contextlib.suppress(OSError, ValueError):
         if console.file.fileno() == sys.stderr.fileno():
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stderr.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stderr.fileno())
+            os.close(devnull)

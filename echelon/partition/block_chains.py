@@ -11,92 +11,107 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.plan.placement import Placement
-from echelon.plan.profile import units
-from echelon.profiler.module_calls import Follower, intercepted, unit_paths
+from echelon.plan.profile import find_fsdp_units
+from echelon.profiler.module_calls import UnitCallTracer, intercept_unit_calls, list_unit_paths
 from echelon.tree import tree_leaves
-from echelon.trials.module_tree import module_tree
+from echelon.trials.module_tree import list_modules
 
-JOINING = ("row", "attention")  #: cuts after which the ranks add up
+REDUCING_CUTS = ("row", "attention")  #: cuts after which the ranks add up
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class BlockChain:
     """Blocks in the order of their calls, and the argument that is their hidden states."""
 
     units: tuple[str, ...]
     argument: str
 
 
-class _Linked(Follower):
+class _HiddenStateTracer(UnitCallTracer):
     """Notes as well which hidden states each unit was given and gave."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[str, Tensor] | None] = []
-        self.gave: list[Tensor | None] = []
+        self.hidden_inputs: list[tuple[str, Tensor] | None] = []
+        self.hidden_outputs: list[Tensor | None] = []
 
-    def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """For `intercepted`."""
-        self.given.append(next(tensors_of(args, kwargs), None))
-        out = super().around(path, forward, args, kwargs)
-        first = out[0] if type(out) in (list, tuple) and out else out
-        self.gave.append(first if isinstance(first, Tensor) else None)
+    def handle_call(
+        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """For `intercept_unit_calls`."""
+        self.hidden_inputs.append(next(iterate_tensor_arguments(args, kwargs), None))
+        out = super().handle_call(path, forward, args, kwargs)
+        first_output = out[0] if type(out) in (list, tuple) and out else out
+        self.hidden_outputs.append(first_output if isinstance(first_output, Tensor) else None)
         return out
 
 
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensor_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The arguments of a call that are tensors, by position or name."""
-    for name, value in (*((str(place), each) for place, each in enumerate(args)), *kwargs.items()):
+    for name, value in (*((str(position), argument) for position, argument in enumerate(args)), *kwargs.items()):
         if isinstance(value, Tensor):
             yield name, value
 
 
-def chains(model: nn.Module, step: Callable[[], Any], placements: Iterable[Placement]) -> Iterator[Chain]:
-    """The chains of a model; `step()` computes its loss."""
-    cut = [each.path for each in placements if each.cut in JOINING]
-    blocks = {unit for unit in units(module_tree(model)) if _fit(model, unit, cut)}
-    linked = _Linked()
-    with intercepted(model, unit_paths(model), linked.around), linked:
-        loss = step()
-    calls = Counter(visit.path for visit in linked.visits)
-    readers: dict[int, set[int]] = {}
-    for number, visit in enumerate(linked.visits):
-        for source, place in visit.reads:
-            readers.setdefault(source, set()).update({number} if place == 0 else ())
-    told = linked.origin([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
-    run: list[int] = []
+def find_block_chains(
+    model: nn.Module, run_step: Callable[[], Any], placements: Iterable[Placement]
+) -> Iterator[BlockChain]:
+    """The chains of a model; `run_step()` computes its loss."""
+    reducing_paths = [placement.path for placement in placements if placement.cut in REDUCING_CUTS]
+    blocks = {
+        unit for unit in find_fsdp_units(list_modules(model)) if _supports_sequence_shards(model, unit, reducing_paths)
+    }
+    tracer = _HiddenStateTracer()
+    with intercept_unit_calls(model, list_unit_paths(model), tracer.handle_call), tracer:
+        loss = run_step()
+    calls = Counter(call.path for call in tracer.unit_calls)
+    readers_by_call: dict[int, set[int]] = {}
+    for call_index, call in enumerate(tracer.unit_calls):
+        for source_index, output_index in call.reads:
+            readers_by_call.setdefault(source_index, set()).update({call_index} if output_index == 0 else ())
+    loss_sources = tracer.find_origins([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
+    chain: list[int] = []
 
-    def follows(number: int) -> bool:
-        given, before = linked.given[number], linked.gave[run[-1]]
-        once = readers.get(run[-1]) == {number} and (run[-1], 0) not in told
-        return given is not None and given[1] is before and once and given[0] == argument(run[-1])
+    def extends_chain(call_index: int) -> bool:
+        hidden_input, previous_output = tracer.hidden_inputs[call_index], tracer.hidden_outputs[chain[-1]]
+        is_only_reader = readers_by_call.get(chain[-1]) == {call_index} and (chain[-1], 0) not in loss_sources
+        return (
+            hidden_input is not None
+            and hidden_input[1] is previous_output
+            and is_only_reader
+            and hidden_input[0] == hidden_argument(chain[-1])
+        )
 
-    def argument(number: int) -> str:
-        given = linked.given[number]
-        return given[0] if given is not None else ""
+    def hidden_argument(call_index: int) -> str:
+        hidden_input = tracer.hidden_inputs[call_index]
+        return hidden_input[0] if hidden_input is not None else ""
 
-    def good(number: int) -> bool:
-        path, given, gave = linked.visits[number].path, linked.given[number], linked.gave[number]
+    def is_block_call(call_index: int) -> bool:
+        path, hidden_input, hidden_output = (
+            tracer.unit_calls[call_index].path,
+            tracer.hidden_inputs[call_index],
+            tracer.hidden_outputs[call_index],
+        )
         return (
             path in blocks
             and calls[path] == 1
-            and given is not None
-            and gave is not None
-            and given[1].dim() == 3
-            and given[1].is_floating_point()
-            and given[1].shape == gave.shape
+            and hidden_input is not None
+            and hidden_output is not None
+            and hidden_input[1].dim() == 3
+            and hidden_input[1].is_floating_point()
+            and hidden_input[1].shape == hidden_output.shape
         )
 
-    for number in range(len(linked.visits) + 1):
-        here = number < len(linked.visits) and good(number)
-        if run and not (here and follows(number)):
-            yield Chain(tuple(linked.visits[each].path for each in run), argument(run[0]))
-            run.clear()
-        if here:
-            run.append(number)
+    for call_index in range(len(tracer.unit_calls) + 1):
+        can_join = call_index < len(tracer.unit_calls) and is_block_call(call_index)
+        if chain and not (can_join and extends_chain(call_index)):
+            yield BlockChain(tuple(tracer.unit_calls[placement].path for placement in chain), hidden_argument(chain[0]))
+            chain.clear()
+        if can_join:
+            chain.append(call_index)
 
 
-def _fit(model: nn.Module, unit: str, cut: Iterable[str]) -> bool:
+def _supports_sequence_shards(model: nn.Module, block: str, reducing_paths: Iterable[str]) -> bool:
     """Whether a block has something to add up, and no norm that would take its statistics over a part."""
-    batch = any(isinstance(each, _NormBase) for each in model.get_submodule(unit).modules())
-    return not batch and any(path.startswith(unit + ".") for path in cut)
+    has_batch_norm = any(isinstance(submodule, _NormBase) for submodule in model.get_submodule(block).modules())
+    return not has_batch_norm and any(path.startswith(block + ".") for path in reducing_paths)

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echelon.errors import EchelonError, NothingToCut, PlanError
-from echelon.job import Job, call_loss, call_model, lift
+from echelon.errors import EchelonError, PlanError, UnsplittableModelError
+from echelon.job import Job, call_loss, call_model, cast_model
 from echelon.partition.find_sequence_parallel import find_segments
-from echelon.partition.find_tp import Cuts, shard
-from echelon.plan.check import Problem, check_stored, refuse, require
-from echelon.plan.check_parameter_server import check_served
-from echelon.plan.parameter_server import choose
-from echelon.plan.placement import Placement, Uncut
+from echelon.partition.find_tp import TensorCuts, find_tensor_cuts
+from echelon.plan.check import Problem, check_stored_weights, raise_on_errors, require_executable
+from echelon.plan.check_parameter_server import check_server_tables
+from echelon.plan.parameter_server import choose_served_tables
+from echelon.plan.placement import Placement, ReplicatedModule
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, fingerprint, units
-from echelon.plan.stages import UNCUT, find_stages, stage_count
-from echelon.profiler.pipeline_units import chain
+from echelon.plan.profile import Profile, find_fsdp_units, model_fingerprint
+from echelon.plan.stages import NO_STAGES_REASON, find_stages, stage_count
+from echelon.profiler.pipeline_units import find_pipeline_units
 from echelon.profiler.sample_coupling import first_line
 from echelon.tree import tree_map
-from echelon.trials.example_batch import Example
-from echelon.trials.isolation import Isolated
-from echelon.trials.module_tree import module_tree
-from echelon.trials.random_state import random_states
-from echelon.trials.shape_model import built, made
+from echelon.trials.example_batch import ExampleBatches
+from echelon.trials.isolation import IsolatedJob
+from echelon.trials.module_tree import list_modules
+from echelon.trials.random_state import preserve_random_states
+from echelon.trials.shape_model import build_fake_model, make_model
 from echelon.trials.trial_context import trial_context
 
 Found = TypeVar("Found")
@@ -40,171 +40,181 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
     A plan that cannot be completed is refused with what to use instead.
     """
-    isolated = Isolated(job)  # cuts are found by running the model, whose state and the loss's stay as they are
+    isolated = IsolatedJob(job)  # cuts are found by running the model, whose state and the loss's stay as they are
     with isolated.active():
-        return _completed(plan, isolated.job, profile)
+        return _complete(plan, isolated.job, profile)
 
 
-def _completed(plan: Plan, job: Job, profile: Profile | None) -> Plan:
-    if plan.served and not plan.tables:
-        plan = _served(plan, job, profile)
-    known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
-    if not plan.open:
+def _complete(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+    if plan.uses_servers and not plan.tables:
+        plan = _with_tables(plan, job, profile)
+    outline = profile or (_outline_model(job) if plan.mesh.tp > 1 else None)
+    if not plan.incomplete:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
-        plan = _cut(plan, job)
+        plan = _with_placements(plan, job)
     if plan.sequence and not plan.segments:
-        require(plan)  # looking for them where they cannot be used is not worth the time
-        plan = _parted(plan, job)
+        require_executable(plan)  # looking for them where they cannot be used is not worth the time
+        plan = _with_segments(plan, job)
     if plan.mesh.pp > 1:
-        plan = dataclasses.replace(plan, placements=tuple(map(_gathered, plan.placements)))
+        plan = dataclasses.replace(plan, placements=tuple(map(_gather_logits, plan.placements)))
     if plan.mesh.pp > 1 and not plan.stages:
-        plan = _staged(plan, job, profile)
-    require(plan)
-    if known is not None:
-        refuse(plan, tuple(check_stored(plan, known.units)))
-    return dataclasses.replace(plan, model=plan.model or (known.model if known else fingerprint_of(job)))
+        plan = _with_stages(plan, job, profile)
+    require_executable(plan)
+    if outline is not None:
+        raise_on_errors(plan, tuple(check_stored_weights(plan, outline.fsdp_units)))
+    return dataclasses.replace(plan, model=plan.model or (outline.model if outline else compute_fingerprint(job)))
 
 
 @trial_context()
-def fingerprint_of(job: Job) -> str:
+def compute_fingerprint(job: Job) -> str:
     """The fingerprint of the job's model, as profiles and plans name it."""
-    return _fingerprint(_built(job))
+    return _fingerprint_parameters(_build_fake_model(job))
 
 
-def _served(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     """With the tables that the servers hold."""
     if profile is None:
         from echelon.profiler.profile_model import profile as made
 
         profile = made(job)
-    refuse(plan, tuple(check_served(plan, profile)))
-    return dataclasses.replace(plan, tables=choose(plan, profile), model=plan.model or profile.model)
+    raise_on_errors(plan, tuple(check_server_tables(plan, profile)))
+    return dataclasses.replace(plan, tables=choose_served_tables(plan, profile), model=plan.model or profile.model)
 
 
-def _uncut(plan: Plan, axis: str, rule: str, *, fewer: str = "") -> NothingToCut:
+def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: str = "") -> UnsplittableModelError:
     """That `axis` finds nothing to cut, and what to use instead."""
-    remedy = f"use {fewer}{', or ' if fewer else ''}dp={plan.ranks} zero=3, which also shares the memory"
-    problem = Problem(path=axis, value=getattr(plan.mesh, axis), rule=rule, remedy=remedy, uncut=True)
-    return NothingToCut(str(problem), [problem])
+    remedy = (
+        f"use {smaller_degree}{', or ' if smaller_degree else ''}dp={plan.ranks} zero=3, which also shares the memory"
+    )
+    problem = Problem(path=axis, value=getattr(plan.mesh, axis), rule=rule, remedy=remedy, nothing_to_cut=True)
+    return UnsplittableModelError(str(problem), [problem])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Outline:
+class _ModelOutline:
     """What is known of a job without running it, in the names that its profile has for it."""
 
     model: str
-    units: tuple[str, ...]
+    fsdp_units: tuple[str, ...]
 
 
-def _outline(job: Job) -> _Outline:
-    model = _built(job)
-    return _Outline(model=_fingerprint(model), units=units(module_tree(model)))
+def _outline_model(job: Job) -> _ModelOutline:
+    model = _build_fake_model(job)
+    return _ModelOutline(model=_fingerprint_parameters(model), fsdp_units=find_fsdp_units(list_modules(model)))
 
 
-def _built(job: Job) -> nn.Module:
+def _build_fake_model(job: Job) -> nn.Module:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return built(job)
+        return build_fake_model(job)
 
 
-def _fingerprint(model: nn.Module) -> str:
+def _fingerprint_parameters(model: nn.Module) -> str:
     named = model.named_parameters()
-    return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+    return model_fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
 
 
-def _cut(plan: Plan, job: Job) -> Plan:
+def _with_placements(plan: Plan, job: Job) -> Plan:
     try:
-        found = cuts(job, plan.mesh.tp)
+        cuts = find_job_cuts(job, plan.mesh.tp)
     except EchelonError:
         raise
     except Exception as error:  # a user's forward that does not run so
-        raise _uncut(
+        raise _nothing_to_cut_error(
             plan, "tp", f"the cuts are found by running the model on the CPU, and there it fails ({type(error).__name__}: {first_line(error)})"
         ) from error  # fmt: skip
-    if not found.placements:
-        why = next(iter(found.whole.values()), "it has no parameters")
-        raise _uncut(plan, "tp", f"nothing of the model can be cut ({why})")
-    there = {name.rpartition(".")[0] for name, _ in _built(job).named_parameters(remove_duplicate=False)}
-    late = {each.path for each in found.placements} - there
-    if late:
-        raise _uncut(plan, "tp", f"{min(late)} is created in forward, so it does not exist yet when the model is cut")
-    uncut = tuple(Uncut(path=path, why=why) for path, why in found.whole.items())
-    return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
+    if not cuts.placements:
+        reason = next(iter(cuts.replicated.values()), "it has no parameters")
+        raise _nothing_to_cut_error(plan, "tp", f"nothing of the model can be cut ({reason})")
+    module_paths = {
+        name.rpartition(".")[0] for name, _ in _build_fake_model(job).named_parameters(remove_duplicate=False)
+    }
+    missing_paths = {placement.path for placement in cuts.placements} - module_paths
+    if missing_paths:
+        raise _nothing_to_cut_error(
+            plan, "tp", f"{min(missing_paths)} is created in forward, so it does not exist yet when the model is cut"
+        )
+    uncut = tuple(ReplicatedModule(path=path, reason=reason) for path, reason in cuts.replicated.items())
+    return dataclasses.replace(plan, placements=cuts.placements, replicated=uncut)
 
 
-def _parted(plan: Plan, job: Job) -> Plan:
+def _with_segments(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
-    found = _looked_at(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
-    if not found.segments:
+    sequence_cut = _search_model(
+        job, lambda model, run_step: find_segments(model, run_step, plan.mesh.tp, plan.placements)
+    )
+    if not sequence_cut.segments:
         problem = Problem(
-            path="sequence", value=True, rule=f"no blocks of the model work on a part of the sequence ({found.why})",
+            path="sequence", value=True, rule=f"no blocks of the model work on a part of the sequence ({sequence_cut.reason})",
             remedy="put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well",
-            instead=(("sequence", False),),
+            plan_changes=(("sequence", False),),
         )  # fmt: skip
         raise PlanError(f"sequence: {problem.rule}; {problem.remedy}", [problem])
-    return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
+    return dataclasses.replace(plan, placements=sequence_cut.placements, segments=sequence_cut.segments)
 
 
 @trial_context()
-def cuts(job: Job, ways: int) -> Cuts:
+def find_job_cuts(job: Job, tp_size: int) -> TensorCuts:
     """How the job's model is cut over so many ranks, and what stays whole."""
-    return _looked_at(job, lambda model, step: shard(model, step, ways))
+    return _search_model(job, lambda model, run_step: find_tensor_cuts(model, run_step, tp_size))
 
 
-def _looked_at(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
-    """What `find(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
-    with random_states():
+def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+    """What `search(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
+    with preserve_random_states():
         try:
-            return _found(job, find, torch.float64)
+            return _search_in_dtype(job, search, torch.float64)
         except EchelonError:
             raise
         except Exception:  # some models run in no other type than their own
-            return _found(job, find, None)
+            return _search_in_dtype(job, search, None)
 
 
-def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
+def _search_in_dtype(
+    job: Job, search: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None
+) -> Found:
     torch.manual_seed(job.seed)
-    own = made(job)
-    model, batch = own, Example(job).batch(2)
+    original_model = make_model(job)
+    model, batch = original_model, ExampleBatches(job).batch(2)
     if dtype is not None:
-        model, batch = lift(model, dtype), _lifted(batch)
-    return find(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
+        model, batch = cast_model(model, dtype), _batch_to_float64(batch)
+    return search(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
 
 
-def _gathered(placement: Placement) -> Placement:
+def _gather_logits(placement: Placement) -> Placement:
     """What passes between stages is whole."""
     return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
 
 
-def _lifted(batch: Any) -> Any:
+def _batch_to_float64(batch: Any) -> Any:
     return tree_map(
         lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
     )
 
 
-def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
-    count, pp = stage_count(plan), plan.mesh.pp
-    visits = profile.visits if profile is not None else ()
-    if not visits:
+def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+    num_stages, pp = stage_count(plan), plan.mesh.pp
+    unit_calls = profile.pipeline_units if profile is not None else ()
+    if not unit_calls:
         try:
-            visits = chain(job)
+            unit_calls = find_pipeline_units(job)
         except EchelonError:
             raise
         except Exception as error:  # whatever a user's forward does with values it does not have
-            raise _uncut(
+            raise _nothing_to_cut_error(
                 plan, "pp", f"stages are found by running the model without numbers, and there it fails ({type(error).__name__}: {first_line(error)})"
             ) from error  # fmt: skip
-    if not visits:
-        raise _uncut(plan, "pp", UNCUT)
-    if len(visits) < count:
-        fewer = f"pp={len(visits)} or less" if count == pp else "schedule=1f1b, which has one stage per rank"
-        rule = f"{count} stages, and the model has {len(visits)} units that forward calls one after another"
-        raise _uncut(plan, "pp", rule, fewer=fewer)
-    stages = find_stages(plan, visits)
+    if not unit_calls:
+        raise _nothing_to_cut_error(plan, "pp", NO_STAGES_REASON)
+    if len(unit_calls) < num_stages:
+        remedy = f"pp={len(unit_calls)} or less" if num_stages == pp else "schedule=1f1b, which has one stage per rank"
+        rule = f"{num_stages} stages, and the model has {len(unit_calls)} units that forward calls one after another"
+        raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree=remedy)
+    stages = find_stages(plan, unit_calls)
     if stages is None:
         rule = (
-            f"{count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules "
+            f"{num_stages} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules "
             "that keep statistics"
         )
-        raise _uncut(plan, "pp", rule, fewer="fewer stages, or tp=1")
+        raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree="fewer stages, or tp=1")
     return dataclasses.replace(plan, stages=stages)

@@ -20,262 +20,340 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.partition.block_chains import JOINING, Chain, chains
-from echelon.partition.reference_pass import Record, WrongError, draws, total_of
-from echelon.partition.sequence_trial import RankTrial, kind_of
-from echelon.partition.trial_values import at_each
+from echelon.partition.block_chains import REDUCING_CUTS, BlockChain, find_block_chains
+from echelon.partition.reference_pass import ReferencePass, TrialMismatchError, record_draw_sizes, sum_loss
+from echelon.partition.sequence_trial import RankTrial, module_kind
+from echelon.partition.trial_values import iterate_parameter_values
 from echelon.plan.placement import Placement
-from echelon.plan.profile import units
-from echelon.plan.sequence_segment import Gather, Segment
+from echelon.plan.profile import find_fsdp_units
+from echelon.plan.sequence_segment import SequenceGather, SequenceSegment
 from echelon.profiler.sample_coupling import first_line
-from echelon.trials.module_tree import module_tree
-from echelon.trials.trial_run import alike, calling, deciding, equal, mode, rehearsing, same
+from echelon.trials.module_tree import list_modules
+from echelon.trials.trial_run import (
+    are_tensors_close,
+    are_trees_close,
+    deterministic_training,
+    find_data_dependent_modules,
+    make_repeatable,
+    replaced_forward,
+    training_mode,
+)
 
-_OPENING = ("column", "attention")  #: cuts that need the whole of their input
+_FULL_INPUT_CUTS = ("column", "attention")  #: cuts that need the whole of their input
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class SequenceSegments:
     """What was found: the segments, how modules are cut for them, and why there are none where that is so."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SequenceSegment, ...]
     placements: tuple[Placement, ...]
-    why: str = ""
+    reason: str = ""
 
 
-def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]) -> Segments:
-    """The segments of `model` (real numbers), cut by `placements` over `ways` ranks; `step()` computes its loss."""
-    drawn, decides = draws(model, step, units(module_tree(model))), deciding(model, step)
-    with rehearsing(model):
-        return _found(model, alike(model, step), ways, placements, drawn, decides)
+def find_segments(
+    model: nn.Module, run_step: Callable[[], Any], tp_size: int, placements: Sequence[Placement]
+) -> SequenceSegments:
+    """The segments of `model` (real numbers), cut by `placements` over `tp_size` ranks; `run_step()` computes its loss."""
+    draw_sizes, data_dependent = (
+        record_draw_sizes(model, run_step, find_fsdp_units(list_modules(model))),
+        find_data_dependent_modules(model, run_step),
+    )
+    with deterministic_training(model):
+        return _find_in_chains(model, make_repeatable(model, run_step), tp_size, placements, draw_sizes, data_dependent)
 
 
-def _found(
+def _find_in_chains(
     model: nn.Module,
-    step: Callable[[], Any],
-    ways: int,
+    run_step: Callable[[], Any],
+    tp_size: int,
     placements: Sequence[Placement],
-    drawn: Mapping[str, list[int]],
-    decides: Container[str],
-) -> Segments:
-    runs = list(chains(model, step, placements))
-    why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
-    found: list[Segment] = []
-    for chain in runs:
+    draw_sizes: Mapping[str, list[int]],
+    data_dependent: Container[str],
+) -> SequenceSegments:
+    block_chains = list(find_block_chains(model, run_step, placements))
+    reason = (
+        ""
+        if block_chains
+        else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
+    )
+    segments: list[SequenceSegment] = []
+    for chain in block_chains:
         try:
-            if any(unit in decides for unit in chain.units):
-                raise WrongError("it looks at numbers, and for others it may compute what no part of a sequence can")
-            segment, parted = _tried(model, step, ways, placements, chain, drawn)
-            found.append(segment)
-            placements = parted
-        except WrongError as error:
-            why = f"{chain.units[0]}: {error}"
-    return Segments(tuple(found), tuple(placements), "" if found else why)
+            if any(unit in data_dependent for unit in chain.units):
+                raise TrialMismatchError(
+                    "it looks at numbers, and for others it may compute what no part of a sequence can"
+                )
+            segment, segment_placements = _try_chain(model, run_step, tp_size, placements, chain, draw_sizes)
+            segments.append(segment)
+            placements = segment_placements
+        except TrialMismatchError as error:
+            reason = f"{chain.units[0]}: {error}"
+    return SequenceSegments(tuple(segments), tuple(placements), "" if segments else reason)
 
 
-def _tried(
+def _try_chain(
     model: nn.Module,
-    step: Callable[[], Any],
-    ways: int,
+    run_step: Callable[[], Any],
+    tp_size: int,
     placements: Sequence[Placement],
-    chain: Chain,
-    drawn: Mapping[str, list[int]],
-) -> tuple[Segment, Sequence[Placement]]:
+    chain: BlockChain,
+    draw_sizes: Mapping[str, list[int]],
+) -> tuple[SequenceSegment, Sequence[Placement]]:
     """The segment that a chain is, at all parameter values and in evaluation."""
-    found: tuple[_Rehearsal, Segment, Sequence[Placement]] | None = None
-    for number, name in enumerate(at_each(model, step)):
-        if found is not None and name == "initial":
+    accepted: tuple[_ChainTrial, SequenceSegment, Sequence[Placement]] | None = None
+    for trial_index, values_name in enumerate(iterate_parameter_values(model, run_step)):
+        if accepted is not None and values_name == "initial":
             continue
         try:
-            trial = _Rehearsal(model, step, ways, placements, chain, drawn)
-        except WrongError:
+            trial = _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
+        except TrialMismatchError:
             raise
         except Exception:  # a model that does not take such parameters; the next are others
-            if name == "initial":
+            if values_name == "initial":
                 raise
             continue
-        if not math.isfinite(trial.record.total) and name != "initial":
+        if not math.isfinite(trial.reference.loss_value) and values_name != "initial":
             continue
-        if found is not None:
-            trial.repeat(found[0], found[1], rank=(ways - 1) * (number % 2))
+        if accepted is not None:
+            trial.check_at_values(accepted[0], accepted[1], rank=(tp_size - 1) * (trial_index % 2))
             continue
-        found = trial, *trial.segment()
-        with mode(model, training=False):
-            again = _Rehearsal(model, step, ways, placements, chain, drawn) if _evaluates(step) else None
-            if again is not None and again.segment() != found[1:]:
-                raise WrongError("it works on a part of the sequence in training, and otherwise when it is evaluated")
-    if found is None:
-        raise WrongError("its loss is not a number")
-    return found[1:]
+        accepted = trial, *trial.find_segment()
+        with training_mode(model, training=False):
+            evaluation_trial = (
+                _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
+                if _has_evaluation_loss(run_step)
+                else None
+            )
+            if evaluation_trial is not None and evaluation_trial.find_segment() != accepted[1:]:
+                raise TrialMismatchError(
+                    "it works on a part of the sequence in training, and otherwise when it is evaluated"
+                )
+    if accepted is None:
+        raise TrialMismatchError("its loss is not a number")
+    return accepted[1:]
 
 
-def _evaluates(step: Callable[[], Any]) -> bool:
+def _has_evaluation_loss(run_step: Callable[[], Any]) -> bool:
     """Whether the model has a loss when it does not train."""
     try:
-        loss, _ = step()
-        return total_of(loss).requires_grad
+        loss, _ = run_step()
+        return sum_loss(loss).requires_grad
     except Exception:
         return False
 
 
-class _Rehearsal:
+class _ChainTrial:
     def __init__(
         self,
         model: nn.Module,
-        step: Callable[[], Any],
-        ways: int,
+        run_step: Callable[[], Any],
+        tp_size: int,
         placements: Sequence[Placement],
-        chain: Chain,
-        drawn: Mapping[str, list[int]],
+        chain: BlockChain,
+        draw_sizes: Mapping[str, list[int]],
     ) -> None:
-        self.model, self.step, self.ways, self.placements, self.chain = model, step, ways, placements, chain
-        inside = [each for each in placements if any(each.path.startswith(unit + ".") for unit in chain.units)]
-        self.rows = [each.path for each in inside if each.cut in JOINING]
-        self.columns = [each.path for each in inside if each.cut in _OPENING]
+        self.model, self.run_step, self.tp_size, self.placements, self.chain = (
+            model,
+            run_step,
+            tp_size,
+            placements,
+            chain,
+        )
+        chain_placements = [
+            entry for entry in placements if any(entry.path.startswith(unit + ".") for unit in chain.units)
+        ]
+        self.rows = [entry.path for entry in chain_placements if entry.cut in REDUCING_CUTS]
+        self.columns = [entry.path for entry in chain_placements if entry.cut in _FULL_INPUT_CUTS]
         #: Modules without a part in a pair.
-        self.others = [
+        self.unpaired_modules = [
             path
             for unit in chain.units
             for path, module in model.get_submodule(unit).named_modules(prefix=unit)
-            if path != unit and not any(f"{each}.".startswith(f"{path}.") for each in (*self.rows, *self.columns))
+            if path != unit and not any(f"{entry}.".startswith(f"{path}.") for entry in (*self.rows, *self.columns))
         ]
-        self.record = Record(model, step, chain, (*self.rows, *self.columns), self.others)
-        self.parameters = self.record.parameters
-        self.dim = 0 if self.record.mixes(0) and not self.record.mixes(1) else 1
-        self.length = self.record.hidden(chain.units[0]).shape[self.dim]
-        if self.length < 2 * ways:
-            raise WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
-        sizes = [size for unit in chain.units for size in drawn[unit]]
-        if any(size % self.length for size in sizes):
-            raise WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
-        self.draws = bool(sizes)
+        self.reference = ReferencePass(model, run_step, chain, (*self.rows, *self.columns), self.unpaired_modules)
+        self.parameters = self.reference.parameters
+        self.sequence_dim = 0 if self.reference.mixes_positions(0) and not self.reference.mixes_positions(1) else 1
+        self.sequence_length = self.reference.hidden_states(chain.units[0]).shape[self.sequence_dim]
+        if self.sequence_length < 2 * tp_size:
+            raise TrialMismatchError(
+                f"samples of {self.sequence_length} positions are too short to try it with {tp_size} ranks"
+            )
+        sizes = [size for unit in chain.units for size in draw_sizes[unit]]
+        if any(size % self.sequence_length for size in sizes):
+            raise TrialMismatchError(
+                "it draws random numbers for samples as a whole, of which each part would draw its own"
+            )
+        self.draws_random = bool(sizes)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
-        self.choices = self._choices()
-        self.level = dict.fromkeys(map(kind_of, self.rows), 0)
+        self.gather_choices = self._list_gather_choices()
+        self.choice_index = dict.fromkeys(map(module_kind, self.rows), 0)
         #: Kinds of modules that work on the whole sequence only.
-        self.again: set[str] = set()
+        self.regathered_kinds: set[str] = set()
 
-    def segment(self) -> tuple[Segment, Sequence[Placement]]:
+    def find_segment(self) -> tuple[SequenceSegment, Sequence[Placement]]:
         """The segment, and how modules are cut for it."""
-        gathers = self._gathers()
-        grads = [self._run(rank, slopes=True).grads for rank in range(self.ways)]
-        placements = {each.path: each for each in self.placements}
-        names = {f"{each.path}.{part.name}": each for each in self.placements for part in each.slices}
-        partial: list[str] = []
+        gathers = self._find_gathers()
+        rank_gradients = [self._run_rank(rank, with_gradients=True).parameter_gradients for rank in range(self.tp_size)]
+        placements = {entry.path: entry for entry in self.placements}
+        placements_by_parameter = {
+            f"{entry.path}.{tensor_slice.name}": entry for entry in self.placements for tensor_slice in entry.slices
+        }
+        partial_parameters: list[str] = []
         for name in self.parameters:
-            holder = names.get(name)
-            if holder is not None and holder.cut in ("column", "between", "row", "attention"):
+            placement = placements_by_parameter.get(name)
+            if placement is not None and placement.cut in ("column", "between", "row", "attention"):
                 continue
-            joins = {name.removesuffix(".bias"), name.removesuffix(".out_proj.bias")} & set(self.rows)
-            if joins or self._partial(name, [each.get(name) for each in grads]):
-                partial.append(name)
-                if holder is not None:
-                    placements[holder.path] = _at_rest(holder, self.record.unit(name))
-        tidy = tuple(
-            Gather(path=path, arguments=tuple(sorted(names)), again=kind_of(path) in self.again)
-            for path, names in gathers.items()
+            reducing_rows = {name.removesuffix(".bias"), name.removesuffix(".out_proj.bias")} & set(self.rows)
+            if reducing_rows or self._is_partial_gradient(name, [entry.get(name) for entry in rank_gradients]):
+                partial_parameters.append(name)
+                if placement is not None:
+                    placements[placement.path] = _as_stored(placement, self.reference.block_of(name))
+        gather_records = tuple(
+            SequenceGather(
+                path=path,
+                arguments=tuple(sorted(placements_by_parameter)),
+                returns_sequence=module_kind(path) in self.regathered_kinds,
+            )
+            for path, placements_by_parameter in gathers.items()
         )
-        segment = Segment(
-            units=self.chain.units,
+        segment = SequenceSegment(
+            blocks=self.chain.units,
             argument=self.chain.argument,
-            dim=self.dim,
-            gathers=tidy,
-            draws=self.draws,
-            partial=tuple(partial),
+            dim=self.sequence_dim,
+            gathers=gather_records,
+            uses_rng=self.draws_random,
+            partial_gradients=tuple(partial_parameters),
         )
         return segment, tuple(placements.values())
 
-    def repeat(self, other: _Rehearsal, segment: Segment, rank: int) -> None:
-        """Try what was found at `other` parameter values on one rank."""
-        if self.dim != other.dim:
-            raise WrongError("which dimension holds the positions depends on its weights")
-        self.level, self.again = other.level, other.again
-        trial = self._run(rank, slopes=True)
-        known = {each.path: set(each.arguments) for each in segment.gathers}
-        if any(names - known.get(path, set()) for path, names in trial.gathers.items()):
-            raise WrongError("which modules need the whole sequence depends on its weights")
+    def check_at_values(self, first_trial: _ChainTrial, segment: SequenceSegment, rank: int) -> None:
+        """Try what was found at `first_trial` parameter values on one rank."""
+        if self.sequence_dim != first_trial.sequence_dim:
+            raise TrialMismatchError("which dimension holds the positions depends on its weights")
+        self.choice_index, self.regathered_kinds = first_trial.choice_index, first_trial.regathered_kinds
+        rank_trial = self._run_rank(rank, with_gradients=True)
+        known_arguments = {gather.path: set(gather.arguments) for gather in segment.gathers}
+        if any(arguments - known_arguments.get(path, set()) for path, arguments in rank_trial.gathers.items()):
+            raise TrialMismatchError("which modules need the whole sequence depends on its weights")
 
-    def _partial(self, name: str, parts: Sequence[Tensor | None]) -> bool:
-        true = self.record.grads.get(name)
-        if true is None or all(part is None for part in parts):
-            if true is None and all(part is None for part in parts):
+    def _is_partial_gradient(self, name: str, rank_gradients: Sequence[Tensor | None]) -> bool:
+        full_gradient = self.reference.parameter_gradients.get(name)
+        if full_gradient is None or all(gradient is None for gradient in rank_gradients):
+            if full_gradient is None and all(gradient is None for gradient in rank_gradients):
                 return False  # nothing learns there
-            raise WrongError(f"the gradient of {name} is another one on a part of the sequence")
-        held = [torch.zeros_like(true) if part is None else part for part in parts]
-        most = max((float(grad.abs().max()) for grad in self.record.grads.values() if grad.numel()), default=0.0)
-        if self._within(name) and equal(torch.stack(held).sum(0), true, most):
+            raise TrialMismatchError(f"the gradient of {name} is another one on a part of the sequence")
+        gradients = [torch.zeros_like(full_gradient) if gradient is None else gradient for gradient in rank_gradients]
+        largest_magnitude = max(
+            (
+                float(reference_gradient.abs().max())
+                for reference_gradient in self.reference.parameter_gradients.values()
+                if reference_gradient.numel()
+            ),
+            default=0.0,
+        )
+        if self._is_in_chain(name) and are_tensors_close(
+            torch.stack(gradients).sum(0), full_gradient, largest_magnitude
+        ):
             return True
-        if all(equal(part, true, most) for part in held):
+        if all(are_tensors_close(gradient, full_gradient, largest_magnitude) for gradient in gradients):
             return False
-        raise WrongError(f"the gradient of {name} does not add up from those on parts of the sequence")
+        raise TrialMismatchError(f"the gradient of {name} does not add up from those on parts of the sequence")
 
-    def _within(self, name: str) -> bool:
+    def _is_in_chain(self, name: str) -> bool:
         return any(name.startswith(unit + ".") for unit in self.chain.units)
 
-    def _choices(self) -> dict[str, list[list[str]]]:
-        found: dict[str, list[list[str]]] = {}
-        order = [path for path in self.record.args if path in {*self.rows, *self.columns}]  # as they were called
+    def _list_gather_choices(self) -> dict[str, list[list[str]]]:
+        choices: dict[str, list[list[str]]] = {}
+        call_order = [
+            module_path for module_path in self.reference.inputs if module_path in {*self.rows, *self.columns}
+        ]  # as they were called
         columns: list[str] = []
-        for path in order:
-            columns += [path] if path in self.columns else []
-            if path in self.rows:
-                shared = set.intersection(*(set(self.record.around(each)) for each in columns or [path]))
-                around = sorted((each for each in shared if each in self.record.args), key=len, reverse=True)
-                found[path] = [columns, *([each] for each in around)]
+        for module_path in call_order:
+            columns += [module_path] if module_path in self.columns else []
+            if module_path in self.rows:
+                common_ancestors = set.intersection(
+                    *(set(self.reference.enclosing_modules(candidate)) for candidate in columns or [module_path])
+                )
+                ancestors = sorted(
+                    (candidate for candidate in common_ancestors if candidate in self.reference.inputs),
+                    key=len,
+                    reverse=True,
+                )
+                choices[module_path] = [columns, *([candidate] for candidate in ancestors)]
                 columns = []
-        return found
+        return choices
 
-    def _gathers(self) -> dict[str, set[str]]:
+    def _find_gathers(self) -> dict[str, set[str]]:
         """Modules that are given the whole sequence, with the arguments that are parts before that."""
         while True:
             try:
                 gathers: dict[str, set[str]] = {}
-                for rank in {0, self.ways - 1}:
-                    for path, names in self._run(rank).gathers.items():
-                        gathers.setdefault(path, set()).update(names)
+                for rank in {0, self.tp_size - 1}:
+                    for path, arguments in self._run_rank(rank).gathers.items():
+                        gathers.setdefault(path, set()).update(arguments)
                 return gathers
-            except WrongError as error:
-                if error.module and kind_of(error.module) not in self.again:
-                    self.again.add(kind_of(error.module))
+            except TrialMismatchError as error:
+                if error.module and module_kind(error.module) not in self.regathered_kinds:
+                    self.regathered_kinds.add(module_kind(error.module))
                     continue
-                kind = kind_of(error.row)
-                more = max((len(ways) for row, ways in self.choices.items() if kind_of(row) == kind), default=0)
-                if not error.row or self.level[kind] + 1 >= more:
+                row_kind = module_kind(error.row)
+                num_choices = max(
+                    (len(choices) for row, choices in self.gather_choices.items() if module_kind(row) == row_kind),
+                    default=0,
+                )
+                if not error.row or self.choice_index[row_kind] + 1 >= num_choices:
                     raise
-                self.level[kind] += 1
+                self.choice_index[row_kind] += 1
 
-    def _run(self, rank: int, *, slopes: bool = False) -> RankTrial:
+    def _run_rank(self, rank: int, *, with_gradients: bool = False) -> RankTrial:
         trial = RankTrial(self, rank)
         with ExitStack() as stack, torch.set_grad_enabled(True):
-            for module, forward in trial.forwards():
-                stack.enter_context(calling(module, forward))
+            for module, forward in trial.iterate_replaced_forwards():
+                stack.enter_context(replaced_forward(module, forward))
             try:
-                loss, buffers = self.step()
-                total = total_of(loss)
-            except WrongError:
+                loss, buffers = self.run_step()
+                total = sum_loss(loss)
+            except TrialMismatchError:
                 raise
             except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
-                where = f"{trial.open}: " if trial.open else ""
-                raise WrongError(
-                    f"{where}{type(error).__name__} on a part of the sequence: {first_line(error)}", row=trial.open
+                location = f"{trial.pending_row}: " if trial.pending_row else ""
+                raise TrialMismatchError(
+                    f"{location}{type(error).__name__} on a part of the sequence: {first_line(error)}",
+                    row=trial.pending_row,
                 ) from error
-            if not equal(total.detach(), torch.tensor(self.record.total, dtype=total.dtype)):
-                raise WrongError("the loss is another one")
-            off = next((name for name, true in self.record.buffers.items() if not same(buffers.get(name), true)), None)
-            if off is not None:
-                holder = off.rpartition(".")[0]
-                raise WrongError(f"{off} is another one", module=holder if holder in self.others else "")
-            if slopes:
-                found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
-                trial.grads = {n: g for n, g in zip(self.parameters, found, strict=True) if g is not None}
-                if trial.off:
-                    raise WrongError(
-                        f"the gradient of what goes into {trial.off[0] or self.chain.units[0]} is another one"
+            if not are_tensors_close(total.detach(), torch.tensor(self.reference.loss_value, dtype=total.dtype)):
+                raise TrialMismatchError("the loss is another one")
+            changed_buffer = next(
+                (
+                    name
+                    for name, reference_value in self.reference.buffers.items()
+                    if not are_trees_close(buffers.get(name), reference_value)
+                ),
+                None,
+            )
+            if changed_buffer is not None:
+                buffer_module = changed_buffer.rpartition(".")[0]
+                raise TrialMismatchError(
+                    f"{changed_buffer} is another one",
+                    module=buffer_module if buffer_module in self.unpaired_modules else "",
+                )
+            if with_gradients:
+                gradients = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+                trial.parameter_gradients = {
+                    parameter_name: gradient
+                    for parameter_name, gradient in zip(self.parameters, gradients, strict=True)
+                    if gradient is not None
+                }
+                if trial.wrong_gradient_paths:
+                    raise TrialMismatchError(
+                        f"the gradient of what goes into {trial.wrong_gradient_paths[0] or self.chain.units[0]} is another one"
                     )
         return trial
 
 
-def _at_rest(placement: Placement, unit: str) -> Placement:
+def _as_stored(placement: Placement, unit: str) -> Placement:
     """Ranks that have different parts of a sequence cannot share the outputs of a layer: its weight is put together instead, for as long
     as the block runs. Not only while the layer does: which positions call it may be another matter on each rank."""
-    return replace(placement, cut="stored", within=unit)
+    return replace(placement, cut="stored", gathered_in=unit)

@@ -14,265 +14,329 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from echelon.nn.recurrent import relist
-from echelon.partition.hf_tp_plan import hinted
-from echelon.partition.tp_layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
-from echelon.partition.tp_pairs import Found, find_pairs
-from echelon.partition.tp_trial import Pair
-from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
+from echelon.nn.recurrent import refresh_flat_weights
+from echelon.partition.hf_tp_plan import find_hinted_pairs
+from echelon.partition.tp_layers import CONVOLUTIONS, TRANSPOSED, count_outputs, is_hf_conv1d, is_unmodified
+from echelon.partition.tp_pairs import PairAnalysis, find_pairs
+from echelon.partition.tp_trial import ColumnRowPair
+from echelon.plan.placement import Cut, Placement, TensorSlice, compute_shard_sizes, cuts_by_parameter
 from echelon.tree import tree_leaves
-from echelon.trials.trial_run import alike, calling, mode, rehearsing, same
+from echelon.trials.trial_run import (
+    are_trees_close,
+    deterministic_training,
+    make_repeatable,
+    replaced_forward,
+    training_mode,
+)
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class TensorCuts:
     """The cuts for one number of ranks."""
 
     placements: tuple[Placement, ...]
-    whole: dict[str, str]  #: module that stays whole on every rank -> why
-    resting: dict[str, str]  #: module that is cut at rest only -> why
-    share: float  #: of the parameters' bytes that are cut
-    paired: float  #: of the parameters' bytes that are cut in pairs or by heads, which talk once
-    stored: float  #: of the parameters' bytes that are cut at rest only
+    replicated: dict[str, str]  #: module that stays whole on every rank -> why
+    stored_reasons: dict[str, str]  #: module that is cut at rest only -> why
+    cut_share: float  #: of the parameters' bytes that are cut
+    paired_share: float  #: of the parameters' bytes that are cut in pairs or by heads, which talk once
+    stored_share: float  #: of the parameters' bytes that are cut at rest only
 
 
-def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Cuts:
-    """The cuts of `model` (real numbers) over `ways` ranks; `step()` computes its loss."""
-    found = find_pairs(model, step, ways, hinted(model))
-    pairs = list(_fitting(found.pairs))
-    placements = {placement.path: placement for pair in pairs for placement in _placed(model, pair)}
-    whole: dict[str, str] = {}
-    heads = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
-    inside = {f"{path}.out_proj" if path else "out_proj" for path in heads}
+def find_tensor_cuts(model: nn.Module, run_step: Callable[[], Any], tp_size: int) -> TensorCuts:
+    """The cuts of `model` (real numbers) over `tp_size` ranks; `run_step()` computes its loss."""
+    analysis = find_pairs(model, run_step, tp_size, find_hinted_pairs(model))
+    pairs = list(_drop_overlapping_pairs(analysis.pairs))
+    placements = {placement.path: placement for pair in pairs for placement in _pair_placements(model, pair)}
+    replicated: dict[str, str] = {}
+    attention_paths = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
+    attention_outputs = {f"{path}.out_proj" if path else "out_proj" for path in attention_paths}
     for path, module in model.named_modules():
-        if path in placements or path in inside or not any(True for _ in module.parameters(recurse=False)):
+        if path in placements or path in attention_outputs or not any(True for _ in module.parameters(recurse=False)):
             continue
-        cut, why = _alone(module, path, found, ways)
+        cut, reason = _find_single_cut(module, path, analysis, tp_size)
         if cut is not None:
             placements[path] = cut
         else:
-            whole[path] = why
-    _keep_tied(model, placements, whole, pairs, found)
-    with rehearsing(model):
-        resting = _store(model, alike(model, step), ways, placements, whole, inside)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
+            replicated[path] = reason
+    _align_tied_parameters(model, placements, replicated, pairs, analysis)
+    with deterministic_training(model):
+        stored_reasons = _find_stored_cuts(
+            model, make_repeatable(model, run_step), tp_size, placements, replicated, attention_outputs
+        )
+    total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
     def share(*cuts: str) -> float:
-        return _bytes(model, (each for each in placements.values() if each.cut in cuts)) / total
+        return (
+            _count_cut_bytes(model, (placement for placement in placements.values() if placement.cut in cuts))
+            / total_bytes
+        )
 
-    paired = share("column", "between", "row", "attention")
-    stored = share("stored")
-    return Cuts(
+    paired_share = share("column", "between", "row", "attention")
+    stored_share = share("stored")
+    return TensorCuts(
         tuple(placements.values()),
-        whole,
-        resting,
-        paired + stored + share("gather", "logits", "vocabulary"),
-        paired,
-        stored,
+        replicated,
+        stored_reasons,
+        paired_share + stored_share + share("gather", "logits", "vocabulary"),
+        paired_share,
+        stored_share,
     )
 
 
-def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
+def _drop_overlapping_pairs(pairs: Iterable[ColumnRowPair]) -> Iterable[ColumnRowPair]:
     """Pairs that do not overlap; the first come first."""
-    taken: set[str] = set()
-    divided: set[tuple[str, str]] = set()
+    taken_paths: set[str] = set()
+    divided_attributes: set[tuple[str, str]] = set()
     for pair in pairs:
-        paths, divide = set(pair.candidate.paths), set(pair.layout.divide)
-        if not taken & paths and not divided & divide:
-            taken |= paths
-            divided |= divide
+        paths, pair_attributes = set(pair.candidate.paths), set(pair.layout.divided_attributes)
+        if not taken_paths & paths and not divided_attributes & pair_attributes:
+            taken_paths |= paths
+            divided_attributes |= pair_attributes
             yield pair
 
 
-def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
+def _pair_placements(model: nn.Module, pair: ColumnRowPair) -> Iterable[Placement]:
     candidate, layout = pair.candidate, pair.layout
-    rest: dict[str, Any] = {"unit": layout.unit, "draws": pair.draws, "source": "hint" if candidate.hinted else "pair"}
+    common_fields: dict[str, Any] = {
+        "unit": layout.shard_multiple,
+        "draws": pair.draws_random,
+        "source": "hint" if candidate.is_hinted else "pair",
+    }
     for path in candidate.columns:
-        yield Placement(path=path, cut="column", slices=_outputs(model.get_submodule(path), layout.parts), **rest)
+        yield Placement(
+            path=path,
+            cut="column",
+            slices=_output_slices(model.get_submodule(path), layout.fused_sizes),
+            **common_fields,
+        )
     for path in candidate.between:
-        yield Placement(path=path, cut="between", slices=_channels(model.get_submodule(path)), **rest)
-    divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
-    dim = 0 if is_flipped(model.get_submodule(candidate.row)) else 1
+        yield Placement(path=path, cut="between", slices=_channel_slices(model.get_submodule(path)), **common_fields)
+    divided_attributes = tuple(f"{path}.{name}" if path else name for path, name in layout.divided_attributes)
+    dim = 0 if is_hf_conv1d(model.get_submodule(candidate.row)) else 1
     yield Placement(
         path=candidate.row,
         cut="row",
-        slices=(Slice("weight", dim),),
-        divide=divide,
-        fits=layout.fits,
-        partial=pair.partial,
-        **rest,
+        slices=(TensorSlice("weight", dim),),
+        divided_attributes=divided_attributes,
+        view_module=layout.refitted_module,
+        partial_gradients=pair.partial_parameters,
+        **common_fields,
     )
 
 
-def _outputs(module: Any, parts: tuple[int, ...] = ()) -> tuple[Slice, ...]:
+def _output_slices(module: Any, fused_sizes: tuple[int, ...] = ()) -> tuple[TensorSlice, ...]:
     """A layer whose outputs are cut."""
     transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
-    weight = Slice("weight", 1 if is_flipped(module) or transposed else 0, parts)
-    return (weight,) if module.bias is None else (weight, Slice("bias", 0, parts))
+    weight = TensorSlice("weight", 1 if is_hf_conv1d(module) or transposed else 0, fused_sizes)
+    return (weight,) if module.bias is None else (weight, TensorSlice("bias", 0, fused_sizes))
 
 
-def _channels(module: nn.Module) -> tuple[Slice, ...]:
+def _channel_slices(module: nn.Module) -> tuple[TensorSlice, ...]:
     """A module that has a row for each channel."""
-    own = (*module._parameters.items(), *module._buffers.items())
-    return tuple(Slice(name, 0) for name, value in own if value is not None and value.dim())
+    named_tensors = (*module._parameters.items(), *module._buffers.items())
+    return tuple(TensorSlice(name, 0) for name, value in named_tensors if value is not None and value.dim())
 
 
-def _resting(module: nn.Module, ways: int) -> tuple[Slice, ...]:
+def _stored_slices(module: nn.Module, tp_size: int) -> tuple[TensorSlice, ...]:
     """A module that is cut at rest: its matrices, along their longest dim; vectors are not worth a message."""
     return tuple(
-        Slice(name, list(value.shape).index(max(value.shape)))
+        TensorSlice(name, list(value.shape).index(max(value.shape)))
         for name, value in module._parameters.items()
-        if value is not None and value.dim() > 1 and shares(max(value.shape), ways)[-1]
+        if value is not None and value.dim() > 1 and compute_shard_sizes(max(value.shape), tp_size)[-1]
     )
 
 
-def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Placement | None, str]:
+def _find_single_cut(
+    module: nn.Module, path: str, analysis: PairAnalysis, tp_size: int
+) -> tuple[Placement | None, str]:
     """The cut that needs no partner, or why there is none."""
-    if path not in found.called:
-        how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
-        return None, f"{type(module).__name__} {how}"
-    own = {id(value) for value in module.parameters()}
-    if found.touched & own:
+    if path not in analysis.called_modules:
+        problem = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
+        return None, f"{type(module).__name__} {problem}"
+    own_parameter_ids = {id(parameter) for parameter in module.parameters()}
+    if analysis.parameters_read_outside & own_parameter_ids:
         return None, "its parameters are also used outside of it"
-    if found.sized & own:
+    if analysis.sizes_read_outside & own_parameter_ids:
         return None, "the sizes of its parameters are read outside of it"
     if type(module) is nn.MultiheadAttention:
-        return _heads(module, path, ways)
-    table, linear = type(module) in _TABLES, type(module) is nn.Linear or is_flipped(module)
-    if not (table or linear or type(module) in (*CONVOLUTIONS, *TRANSPOSED)):
+        return _cut_attention(module, path, tp_size)
+    is_embedding, is_linear_layer = type(module) in _EMBEDDINGS, type(module) is nn.Linear or is_hf_conv1d(module)
+    if not (is_embedding or is_linear_layer or type(module) in (*CONVOLUTIONS, *TRANSPOSED)):
         return None, f"no rule to cut {type(module).__name__}"
-    if not is_plain(module):
+    if not is_unmodified(module):
         return None, f"this {type(module).__name__} computes otherwise, or not with a weight of its own"
-    if table:
-        return _table(module, path, ways)
-    if linear:
-        cut: Cut = "logits" if path in found.scored else "gather"
-        return _sized(path, cut, _outputs(module), outputs(module), ways)
-    return _convolution(module, path, ways)  # type: ignore[arg-type]
+    if is_embedding:
+        return _cut_embedding(module, path, tp_size)
+    if is_linear_layer:
+        cut: Cut = "logits" if path in analysis.cross_entropy_inputs else "gather"
+        return _cut_outputs(path, cut, _output_slices(module), count_outputs(module), tp_size)
+    return _cut_convolution(module, path, tp_size)  # type: ignore[arg-type]
 
 
-def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placement | None, str]:
-    heads = module.num_heads
+def _cut_attention(module: nn.MultiheadAttention, path: str, tp_size: int) -> tuple[Placement | None, str]:
+    num_heads = module.num_heads
     if module.bias_k is not None or module.add_zero_attn:
         return None, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"
-    if not shares(heads, ways)[-1]:
-        return None, f"{heads} heads are too few for {ways} ranks; use tp={heads} or less"
-    parts = (module.embed_dim,) * 3
+    if not compute_shard_sizes(num_heads, tp_size)[-1]:
+        return None, f"{num_heads} heads are too few for {tp_size} ranks; use tp={num_heads} or less"
+    fused_sizes = (module.embed_dim,) * 3
     slices = (
-        Slice("in_proj_weight", 0, parts),
-        Slice("in_proj_bias", 0, parts),
-        *(Slice(name, 0) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")),
-        Slice("out_proj.weight", 1),
+        TensorSlice("in_proj_weight", 0, fused_sizes),
+        TensorSlice("in_proj_bias", 0, fused_sizes),
+        *(TensorSlice(name, 0) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")),
+        TensorSlice("out_proj.weight", 1),
     )
-    held = tuple(each for each in slices if attrgetter(each.name)(module) is not None)
-    if "forward" in vars(module) or {each.name for each in held} - dict(module.named_parameters()).keys():
+    present_slices = tuple(tensor_slice for tensor_slice in slices if attrgetter(tensor_slice.name)(module) is not None)
+    if (
+        "forward" in vars(module)
+        or {tensor_slice.name for tensor_slice in present_slices} - dict(module.named_parameters()).keys()
+    ):
         return None, "this MultiheadAttention computes otherwise, or not with weights of its own"
-    return Placement(path=path, cut="attention", slices=held, unit=module.embed_dim // heads, source="known"), ""
+    return Placement(
+        path=path, cut="attention", slices=present_slices, unit=module.embed_dim // num_heads, source="known"
+    ), ""
 
 
-def _table(module: Any, path: str, ways: int) -> tuple[Placement | None, str]:
+def _cut_embedding(module: Any, path: str, tp_size: int) -> tuple[Placement | None, str]:
     if module.max_norm is not None or module.scale_grad_by_freq:
         return None, "an embedding with max_norm or scale_grad_by_freq is not cut by rows"
     if type(module) is nn.EmbeddingBag and (module.mode != "sum" or module.padding_idx is not None):
         return None, "embedding bags are cut by rows where mode='sum' and there is no padding_idx"
-    return _sized(path, "vocabulary", (Slice("weight", 0),), module.num_embeddings, ways)
+    return _cut_outputs(path, "vocabulary", (TensorSlice("weight", 0),), module.num_embeddings, tp_size)
 
 
-def _convolution(module: _ConvNd, path: str, ways: int) -> tuple[Placement | None, str]:
+def _cut_convolution(module: _ConvNd, path: str, tp_size: int) -> tuple[Placement | None, str]:
     if module.groups == 1:
-        return _sized(path, "gather", _outputs(module), module.out_channels, ways)
-    if not shares(module.groups, ways)[-1] or (module.transposed and module.groups % ways):
-        return None, f"a convolution in {module.groups} groups cannot be dealt out to {ways} ranks"
+        return _cut_outputs(path, "gather", _output_slices(module), module.out_channels, tp_size)
+    if not compute_shard_sizes(module.groups, tp_size)[-1] or (module.transposed and module.groups % tp_size):
+        return None, f"a convolution in {module.groups} groups cannot be dealt out to {tp_size} ranks"
     unit = 1 if module.transposed else module.out_channels // module.groups
-    return Placement(path=path, cut="gather", slices=_outputs(module), unit=unit, source="known"), ""
+    return Placement(path=path, cut="gather", slices=_output_slices(module), unit=unit, source="known"), ""
 
 
-def _sized(path: str, cut: Cut, slices: tuple[Slice, ...], size: int, ways: int) -> tuple[Placement | None, str]:
-    if not shares(size, ways)[-1]:
-        return None, f"{size} outputs are too few for {ways} ranks; use tp={size} or less"
+def _cut_outputs(
+    path: str, cut: Cut, slices: tuple[TensorSlice, ...], size: int, tp_size: int
+) -> tuple[Placement | None, str]:
+    if not compute_shard_sizes(size, tp_size)[-1]:
+        return None, f"{size} outputs are too few for {tp_size} ranks; use tp={size} or less"
     return Placement(path=path, cut=cut, slices=slices), ""
 
 
-def _keep_tied(
-    model: nn.Module, placements: dict[str, Placement], whole: dict[str, str], pairs: Iterable[Pair], found: Found
+def _align_tied_parameters(
+    model: nn.Module,
+    placements: dict[str, Placement],
+    replicated: dict[str, str],
+    pairs: Iterable[ColumnRowPair],
+    analysis: PairAnalysis,
 ) -> None:
     """A parameter that several modules share is cut the same way in all of them, or in none."""
     users: dict[int, list[tuple[str, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in module._parameters.items():
             # One that holds it without being called only lends it a name.
-            if value is not None and (path in found.called or id(value) in found.touched):
+            if value is not None and (path in analysis.called_modules or id(value) in analysis.parameters_read_outside):
                 users.setdefault(id(value), []).append((path, name))
-    shared = [each for each in users.values() if len(each) > 1]
+    tied_uses = [tied_users for tied_users in users.values() if len(tied_users) > 1]
     # Giving one up may leave another without its partner: until nothing changes.
-    while uses := next((each for each in shared if len({_use(placements.get(p), n) for p, n in each}) > 1), None):
-        torn = [path for path, _ in uses]
-        partners = {path for pair in pairs if set(pair.candidate.paths) & set(torn) for path in pair.candidate.paths}
-        for path in (*torn, *sorted(partners)):
+    while conflicting_uses := next(
+        (
+            tied_users
+            for tied_users in tied_uses
+            if len(
+                {
+                    _parameter_cut(placements.get(module_path), parameter_name)
+                    for module_path, parameter_name in tied_users
+                }
+            )
+            > 1
+        ),
+        None,
+    ):
+        tied_paths = [path for path, _ in conflicting_uses]
+        partners = {
+            path for pair in pairs if set(pair.candidate.paths) & set(tied_paths) for path in pair.candidate.paths
+        }
+        for path in (*tied_paths, *sorted(partners)):
             if placements.pop(path, None) is not None:
-                whole[path] = f"{' and '.join(torn)} share a parameter and cannot be cut alike"
+                replicated[path] = f"{' and '.join(tied_paths)} share a parameter and cannot be cut alike"
 
 
-def _use(placement: Placement | None, name: str) -> object:
+def _parameter_cut(placement: Placement | None, name: str) -> object:
     """How a parameter is cut in one of the modules that hold it."""
     if placement is None:
         return None
-    return next(((each.dim, each.parts, placement.unit) for each in placement.slices if each.name == name), None)
+    return next(
+        (
+            (tensor_slice.dim, tensor_slice.fused_sizes, placement.unit)
+            for tensor_slice in placement.slices
+            if tensor_slice.name == name
+        ),
+        None,
+    )
 
 
 # What is cut at rest only
 
 
-def _store(
+def _find_stored_cuts(
     model: nn.Module,
-    step: Callable[[], Any],
-    ways: int,
+    run_step: Callable[[], Any],
+    tp_size: int,
     placements: dict[str, Placement],
-    whole: dict[str, str],
-    inside: set[str],
+    replicated: dict[str, str],
+    attention_outputs: set[str],
 ) -> dict[str, str]:
     """What has no cut of its own is stored cut and put together while a module runs outside of which nobody reads it.
 
     Found by trying: elsewhere it is not a number, and neither the loss nor a buffer must notice.
     """
-    shared, lone = _shared(model), []
-    for path in [*whole, *sorted(inside)]:
-        if path.rpartition(".")[0] in placements and path in inside:
+    tied_parameters, storable_paths = _find_tied_parameters(model), []
+    for path in [*replicated, *sorted(attention_outputs)]:
+        if path.rpartition(".")[0] in placements and path in attention_outputs:
             continue  # an out_proj goes with its attention
         module = model.get_submodule(path)
-        own = [value for value in module._parameters.values() if value is not None]
+        own_parameters = [value for value in module._parameters.values() if value is not None]
         if getattr(module, "max_norm", None) is not None:
-            whole[path] = "max_norm changes its rows in forward, which a copy of them would not keep"
-        elif all(value.dim() < 2 for value in own):
-            whole[path] = f"{type(module).__name__} has vectors only"
-        elif any(id(value) in shared for value in own):
-            whole.setdefault(path, "it shares a parameter")
-        elif _resting(module, ways):
-            lone.append(path)
-    expected = {True: _left(step)}
-    with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
-        expected[False] = _left(step)
-    if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
-        where: dict[str, str | None] = {path: path for path in lone}
+            replicated[path] = "max_norm changes its rows in forward, which a copy of them would not keep"
+        elif all(value.dim() < 2 for value in own_parameters):
+            replicated[path] = f"{type(module).__name__} has vectors only"
+        elif any(id(value) in tied_parameters for value in own_parameters):
+            replicated.setdefault(path, "it shares a parameter")
+        elif _stored_slices(module, tp_size):
+            storable_paths.append(path)
+    expected = {True: _run_detached(run_step)}
+    with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
+        expected[False] = _run_detached(run_step)
+    if storable_paths and _is_read_only_within(
+        model, run_step, {path: path for path in storable_paths}, tp_size, expected
+    ):
+        gather_scopes: dict[str, str | None] = {path: path for path in storable_paths}
     else:
-        where = {
-            path: next((each for each in _outward(path) if _hidden(model, step, {path: each}, ways, expected)), None)
-            for path in lone
+        gather_scopes = {
+            path: next(
+                (
+                    enclosing_path
+                    for enclosing_path in _iterate_enclosing_paths(path)
+                    if _is_read_only_within(model, run_step, {path: enclosing_path}, tp_size, expected)
+                ),
+                None,
+            )
+            for path in storable_paths
         }
-    why: dict[str, str] = {}
-    for path, within in where.items():
-        if within is None:
-            whole.setdefault(path, "used outside of every module that holds it")
+    reasons: dict[str, str] = {}
+    for path, gather_scope in gather_scopes.items():
+        if gather_scope is None:
+            replicated.setdefault(path, "used outside of every module that holds it")
         else:
-            slices = _resting(model.get_submodule(path), ways)
-            placements[path] = Placement(path=path, cut="stored", slices=slices, within=within)
-            why[path] = whole.pop(path, "it belongs to an attention that is")
-    return why
+            slices = _stored_slices(model.get_submodule(path), tp_size)
+            placements[path] = Placement(path=path, cut="stored", slices=slices, gathered_in=gather_scope)
+            reasons[path] = replicated.pop(path, "it belongs to an attention that is")
+    return reasons
 
 
-def _outward(path: str) -> Iterator[str]:
+def _iterate_enclosing_paths(path: str) -> Iterator[str]:
     """A module and those around it."""
     yield path
     while path:
@@ -280,23 +344,27 @@ def _outward(path: str) -> Iterator[str]:
         yield path
 
 
-def _shared(model: nn.Module) -> set[int]:
+def _find_tied_parameters(model: nn.Module) -> set[int]:
     seen: set[int] = set()
-    twice: set[int] = set()
+    tied: set[int] = set()
     for _, value in model.named_parameters(remove_duplicate=False):
-        (twice if id(value) in seen else seen).add(id(value))
-    return twice
+        (tied if id(value) in seen else seen).add(id(value))
+    return tied
 
 
-def _left(step: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_detached(run_step: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step, and the buffers that it leaves."""
-    loss, buffers = step()
-    (value, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
-    return value.detach(), buffers
+    loss, buffers = run_step()
+    (first_tensor, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+    return first_tensor.detach(), buffers
 
 
-def _hidden(
-    model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: Mapping[bool, Any]
+def _is_read_only_within(
+    model: nn.Module,
+    run_step: Callable[[], Any],
+    gather_scopes: Mapping[str, str],
+    tp_size: int,
+    expected: Mapping[bool, Any],
 ) -> bool:
     """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
 
@@ -304,50 +372,58 @@ def _hidden(
     """
     called: set[str] = set()
 
-    def around(path: str, within: str) -> Callable[..., Any]:
-        module, inner = model.get_submodule(path), model.get_submodule(within).forward
+    def make_gathering_forward(path: str, gather_scope: str) -> Callable[..., Any]:
+        module, original_forward = model.get_submodule(path), model.get_submodule(gather_scope).forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             called.add(path)
-            with _replaced(module, true[path]):
-                return inner(*args, **kwargs)
+            with _swapped_parameters(module, gathered_parameters[path]):
+                return original_forward(*args, **kwargs)
 
         return forward
 
-    values = {
+    original_parameters = {
         path: {
-            each.name: model.get_submodule(path).get_parameter(each.name)
-            for each in _resting(model.get_submodule(path), ways)
+            tensor_slice.name: model.get_submodule(path).get_parameter(tensor_slice.name)
+            for tensor_slice in _stored_slices(model.get_submodule(path), tp_size)
         }
-        for path in places
+        for path in gather_scopes
     }
-    true = {
-        path: {name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in own.items()}
-        for path, own in values.items()
+    gathered_parameters = {
+        path: {
+            name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in named_parameters.items()
+        }
+        for path, named_parameters in original_parameters.items()
     }
     with ExitStack() as stack, torch.no_grad():
-        for path in places:
-            stack.enter_context(_replaced(model.get_submodule(path), _cut_away(model.get_submodule(path), ways)))
-        for path, within in places.items():
-            stack.enter_context(calling(model.get_submodule(within), around(path, within)))
+        for path in gather_scopes:
+            stack.enter_context(
+                _swapped_parameters(
+                    model.get_submodule(path), _make_sharded_placeholders(model.get_submodule(path), tp_size)
+                )
+            )
+        for path, gather_scope in gather_scopes.items():
+            stack.enter_context(
+                replaced_forward(model.get_submodule(gather_scope), make_gathering_forward(path, gather_scope))
+            )
         try:
-            for own in values.values():
-                for value in own.values():
+            for named_parameters in original_parameters.values():
+                for value in named_parameters.values():
                     value.fill_(math.nan)
-            for training, left in expected.items():
-                with torch.enable_grad(), mode(model, training=training), _Sizes():
-                    if not same(_left(step), left):
+            for training, expected_result in expected.items():
+                with torch.enable_grad(), training_mode(model, training=training), _WeightNormSizeCheck():
+                    if not are_trees_close(_run_detached(run_step), expected_result):
                         return False
-            return called == set(places)
+            return called == set(gather_scopes)
         except Exception:  # code that looks at values may refuse those
             return False
         finally:
-            for path, own in values.items():
-                for name, value in own.items():
-                    value.copy_(true[path][name])
+            for path, named_parameters in original_parameters.items():
+                for name, value in named_parameters.items():
+                    value.copy_(gathered_parameters[path][name])
 
 
-class _Sizes(TorchFunctionMode):
+class _WeightNormSizeCheck(TorchFunctionMode):
     """Refuses sizes that torch's kernels take without looking: `_weight_norm` then writes beyond its output and the process aborts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -358,9 +434,12 @@ class _Sizes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _cut_away(module: nn.Module, ways: int) -> dict[str, nn.Parameter]:
+def _make_sharded_placeholders(module: nn.Module, tp_size: int) -> dict[str, nn.Parameter]:
     """What is there at rest, in size."""
-    shapes = {each.name: each.most(module.get_parameter(each.name).shape, ways, 1) for each in _resting(module, ways)}
+    shapes = {
+        tensor_slice.name: tensor_slice.largest_shard_shape(module.get_parameter(tensor_slice.name).shape, tp_size, 1)
+        for tensor_slice in _stored_slices(module, tp_size)
+    }
     return {
         name: nn.Parameter(value.new_full(shapes[name], math.nan), value.requires_grad)
         for name, value in module.named_parameters(recurse=False)
@@ -369,18 +448,20 @@ def _cut_away(module: nn.Module, ways: int) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def _replaced(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
+def _swapped_parameters(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
     before = dict(module._parameters)
     try:
         module._parameters.update(values)
-        relist(module)
+        refresh_flat_weights(module)
         yield
     finally:
         module._parameters.update(before)
-        relist(module)
+        refresh_flat_weights(module)
 
 
-def _bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
-    names = cut_parameters(placements)
-    cut = {id(value): value for name, value in model.named_parameters(remove_duplicate=False) if name in names}
-    return float(sum(value.numel() * value.element_size() for value in cut.values()))
+def _count_cut_bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
+    names = cuts_by_parameter(placements)
+    cut_parameters_by_id = {
+        id(value): value for name, value in model.named_parameters(remove_duplicate=False) if name in names
+    }
+    return float(sum(value.numel() * value.element_size() for value in cut_parameters_by_id.values()))

@@ -13,30 +13,36 @@ from typing import Any
 
 from torch import nn
 
-from echelon.partition.tp_layers import is_product
+from echelon.partition.tp_layers import is_matmul_layer
 from echelon.partition.tp_layouts import Candidate
 
 
-def hinted(model: nn.Module) -> Iterator[Candidate]:
+def find_hinted_pairs(model: nn.Module) -> Iterator[Candidate]:
     """The pairs that the model's own plan names: of one parent, its columns into its row."""
-    styles = {path: style for path, style in _styles(model).items() if is_product(model.get_submodule(path))}
-    for row, style in styles.items():
+    styles_by_path = {
+        path: style for path, style in _read_tp_styles(model).items() if is_matmul_layer(model.get_submodule(path))
+    }
+    for row, style in styles_by_path.items():
         if style == "rowwise":
             parent = row.rpartition(".")[0]
-            columns = [path for path, how in styles.items() if how == "colwise" and path.rpartition(".")[0] == parent]
+            columns = [
+                path
+                for path, column_style in styles_by_path.items()
+                if column_style == "colwise" and path.rpartition(".")[0] == parent
+            ]
             if columns:
-                yield Candidate(tuple(columns), row, hinted=True)
+                yield Candidate(tuple(columns), row, is_hinted=True)
 
 
-def _styles(model: nn.Module) -> dict[str, str]:
+def _read_tp_styles(model: nn.Module) -> dict[str, str]:
     """Module -> how the model's plan cuts it, whichever part of the model the plan belongs to."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     paths = [path for path, _ in model.named_modules()]
-    for prefix, part in model.named_modules():
-        plan: Any = getattr(part, "_tp_plan", None) or getattr(
-            getattr(part, "config", None), "base_model_tp_plan", None
+    for prefix, submodule in model.named_modules():
+        plan: Any = getattr(submodule, "_tp_plan", None) or getattr(
+            getattr(submodule, "config", None), "base_model_tp_plan", None
         )
         for pattern, style in plan.items() if isinstance(plan, dict) else ():
-            wanted = re.compile(re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+"))
-            found |= {path: style for path in paths if wanted.fullmatch(path)}
-    return found
+            path_pattern = re.compile(re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+"))
+            styles |= {path: style for path in paths if path_pattern.fullmatch(path)}
+    return styles

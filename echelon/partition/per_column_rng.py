@@ -14,77 +14,86 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.partition.tp_layers import by_name
-from echelon.partition.tp_trial import Pair, Seen, as_rank, plain
-from echelon.plan.placement import shares
+from echelon.partition.tp_layers import accept_input_by_name
+from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, copy_detached, running_as_rank
+from echelon.plan.placement import compute_shard_sizes
 from echelon.tree import tree_leaves
-from echelon.trials.random_state import random_states
-from echelon.trials.trial_run import calling, mode, on_copies
+from echelon.trials.random_state import preserve_random_states
+from echelon.trials.trial_run import copied_buffers, replaced_forward, training_mode
 
 
-class Sizes(TorchDispatchMode):
+class DrawSizeRecorder(TorchDispatchMode):
     """How many random numbers are drawn at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[int] = []
-        self.counts = True
+        self.sizes: list[int] = []
+        self.is_recording = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.counts and torch.Tag.nondeterministic_seeded in func.tags:
-            self.found += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
+        if self.is_recording and torch.Tag.nondeterministic_seeded in func.tags:
+            self.sizes += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
         return out
 
-    def within(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """`inner`, in which draws are counted."""
+    def wrap_forward(self, wrapped_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`wrapped_forward`, in which draws are counted."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return inner(*args, **kwargs)
+                return wrapped_forward(*args, **kwargs)
 
         return forward
 
 
-def draws_by_column(model: nn.Module, pair: Pair, seen: Seen) -> bool:
+def draws_per_column(model: nn.Module, pair: ColumnRowPair, recorded: RecordedCall) -> bool:
     """Whether all that is drawn between the columns and the row gets fewer as the columns do. Not while it is rehearsed: then nobody
     draws."""
     layout = pair.layout
-    dealt = shares(seen.width, layout.ways, layout.unit)
-    with random_states():
-        whole = _drawn(model, pair, seen, nullcontext())
-        for rank in {0, layout.ways - 1}:
+    shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
+    with preserve_random_states():
+        full_sizes = _record_draw_sizes(model, pair, recorded, nullcontext())
+        for rank in {0, layout.tp_size - 1}:
             try:
-                part = _drawn(model, pair, seen, as_rank(model, pair.candidate, seen, layout, rank))
+                rank_sizes = _record_draw_sizes(
+                    model, pair, recorded, running_as_rank(model, pair.candidate, recorded, layout, rank)
+                )
             except Exception:  # numbers that were held still did not show that it fails on a part
                 return False
-            if [size * seen.width for size in part] != [size * dealt[rank] for size in whole]:
+            if [size * recorded.row_width for size in rank_sizes] != [size * shard_sizes[rank] for size in full_sizes]:
                 return False
     return True
 
 
-def _drawn(model: nn.Module, pair: Pair, seen: Seen, computing: AbstractContextManager[None]) -> list[int]:
-    sizes = Sizes()
-    sizes.counts = False
-    args, kwargs = plain((seen.args, seen.kwargs))
+def _record_draw_sizes(
+    model: nn.Module, pair: ColumnRowPair, recorded: RecordedCall, rank_context: AbstractContextManager[None]
+) -> list[int]:
+    recorder = DrawSizeRecorder()
+    recorder.is_recording = False
+    args, kwargs = copy_detached((recorded.args, recorded.kwargs))
 
-    def begin(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def start_recording(column_forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            out = inner(*args, **kwargs)
-            sizes.counts = True
+            out = column_forward(*args, **kwargs)
+            recorder.is_recording = True
             return out
 
         return forward
 
-    def end(_: Tensor) -> Tensor:
-        sizes.counts = False
-        return seen.gave.clone()
+    def stop_recording(_: Tensor) -> Tensor:
+        recorder.is_recording = False
+        return recorded.row_output.clone()
 
-    with mode(model, training=True), on_copies(model, seen.before), computing, ExitStack() as stack:
+    with (
+        training_mode(model, training=True),
+        copied_buffers(model, recorded.buffers_before),
+        rank_context,
+        ExitStack() as stack,
+    ):
         for path in pair.candidate.columns:
-            column = model.get_submodule(path)
-            stack.enter_context(calling(column, begin(column.forward)))
-        row = model.get_submodule(pair.candidate.row)
-        stack.enter_context(calling(row, by_name(row, end)))
-        sizes.within(model.get_submodule(seen.holder))(*args, **kwargs)
-    return sizes.found
+            column_module = model.get_submodule(path)
+            stack.enter_context(replaced_forward(column_module, start_recording(column_module.forward)))
+        row_module = model.get_submodule(pair.candidate.row)
+        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, stop_recording)))
+        recorder.wrap_forward(model.get_submodule(recorded.ancestor))(*args, **kwargs)
+    return recorder.sizes

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.partition.block_chains import Chain, tensors_of
-from echelon.partition.per_column_rng import Sizes
+from echelon.partition.block_chains import BlockChain, iterate_tensor_arguments
+from echelon.partition.per_column_rng import DrawSizeRecorder
 from echelon.tree import tree_leaves
-from echelon.trials.random_state import random_states
-from echelon.trials.trial_run import alike, calling, equal, mode
+from echelon.trials.random_state import preserve_random_states
+from echelon.trials.trial_run import are_tensors_close, make_repeatable, replaced_forward, training_mode
 
 
-class WrongError(Exception):
+class TrialMismatchError(Exception):
     """A trial that failed: at the columns of a row, or at a module that needs the whole sequence."""
 
     def __init__(self, message: str, *, row: str = "", module: str = "") -> None:
@@ -25,135 +25,157 @@ class WrongError(Exception):
         self.row, self.module = row, module
 
 
-class Record:
+class ReferencePass:
     """One run of the model with its gradients."""
 
     def __init__(
-        self, model: nn.Module, step: Callable[[], Any], chain: Chain, once: Sequence[str], others: Sequence[str]
+        self,
+        model: nn.Module,
+        run_step: Callable[[], Any],
+        chain: BlockChain,
+        paired_modules: Sequence[str],
+        unpaired_modules: Sequence[str],
     ) -> None:
-        """`once`: modules of pairs, which must be called so often; `others`: modules of the blocks without a part in one."""
-        self.model, self.step, self.chain = model, step, chain
+        """`paired_modules`: modules of pairs, which must be called so often; `unpaired_modules`: modules of the blocks without a part in one."""
+        self.model, self.run_step, self.chain = model, run_step, chain
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.args: dict[str, dict[str, Any]] = {}
-        self.outs: dict[str, Tensor] = {}
-        self.slopes: dict[str, Tensor | None] = {}
-        self._note(once, others)
+        self.inputs: dict[str, dict[str, Any]] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.output_gradients: dict[str, Tensor | None] = {}
+        self._run_recorded(paired_modules, unpaired_modules)
 
-    def _note(self, once: Sequence[str], others: Sequence[str]) -> None:
-        watched = dict[str, Tensor]()
-        places = {*once, *others, *self.chain.units}
-        places |= {above for path in once for above in self.around(path)}
+    def _run_recorded(self, paired_modules: Sequence[str], unpaired_modules: Sequence[str]) -> None:
+        watched_outputs = dict[str, Tensor]()
+        recorded_paths = {*paired_modules, *unpaired_modules, *self.chain.units}
+        recorded_paths |= {enclosing_path for path in paired_modules for enclosing_path in self.enclosing_modules(path)}
         calls: Counter[str] = Counter()
 
-        def around(path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def make_recording_forward(path: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls[path] += 1
-                self.args[path] = {name: value.detach().clone() for name, value in tensors_of(args, kwargs)}
+                self.inputs[path] = {
+                    name: value.detach().clone() for name, value in iterate_tensor_arguments(args, kwargs)
+                }
                 if path == self.chain.units[0]:
-                    args, kwargs = changed(args, kwargs, self.chain.argument, lambda x: watch("", x.clone()))
-                return first(inner(*args, **kwargs), lambda x: watch(path, x))
+                    args, kwargs = map_argument(
+                        args, kwargs, self.chain.argument, lambda tensor: record_output("", tensor.clone())
+                    )
+                return map_first_output(original_forward(*args, **kwargs), lambda tensor: record_output(path, tensor))
 
-            def watch(path: str, x: Tensor) -> Tensor:
+            def record_output(path: str, tensor: Tensor) -> Tensor:
                 if path not in self.chain.units:
-                    watched[path] = x
-                    x = x.clone()  # others may read it as well, or change it in place
+                    watched_outputs[path] = tensor
+                    tensor = tensor.clone()  # others may read it as well, or change it in place
                 if path:
-                    self.outs[path] = x.detach().clone()
-                return x
+                    self.outputs[path] = tensor.detach().clone()
+                return tensor
 
             return forward
 
         with ExitStack() as stack, torch.enable_grad():
-            for path in places:
+            for path in recorded_paths:
                 module = self.model.get_submodule(path)
-                stack.enter_context(calling(module, around(path, module.forward)))
-            loss, self.buffers = self.step()
-            total = total_of(loss)
+                stack.enter_context(replaced_forward(module, make_recording_forward(path, module.forward)))
+            loss, self.buffers = self.run_step()
+            total = sum_loss(loss)
             if not total.requires_grad:
-                raise WrongError("its loss has no gradient")
-            sources = [*self.parameters.values(), *(x for x in watched.values() if x.requires_grad)]
-            slopes = torch.autograd.grad(total, sources, allow_unused=True)
-        again = next((path for path in once if calls[path] != 1), None)
-        if again is not None:
-            raise WrongError(f"{again} is called {calls[again]} times")
-        named = zip(self.parameters, slopes, strict=False)
-        self.grads = {name: slope for name, slope in named if slope is not None}
-        moving = [path for path, x in watched.items() if x.requires_grad]
-        self.slopes = dict.fromkeys(watched) | dict(zip(moving, slopes[len(self.parameters) :], strict=True))
-        self.total = float(total.detach())
+                raise TrialMismatchError("its loss has no gradient")
+            sources = [
+                *self.parameters.values(),
+                *(tensor for tensor in watched_outputs.values() if tensor.requires_grad),
+            ]
+            gradients = torch.autograd.grad(total, sources, allow_unused=True)
+        repeated_path = next((path for path in paired_modules if calls[path] != 1), None)
+        if repeated_path is not None:
+            raise TrialMismatchError(f"{repeated_path} is called {calls[repeated_path]} times")
+        named_gradients = zip(self.parameters, gradients, strict=False)
+        self.parameter_gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
+        differentiable_paths = [path for path, tensor in watched_outputs.items() if tensor.requires_grad]
+        self.output_gradients = dict.fromkeys(watched_outputs) | dict(
+            zip(differentiable_paths, gradients[len(self.parameters) :], strict=True)
+        )
+        self.loss_value = float(total.detach())
 
-    def around(self, path: str) -> Iterator[str]:
+    def enclosing_modules(self, path: str) -> Iterator[str]:
         """The modules around `path` that lie in its block, innermost first."""
-        unit = self.unit(path)
-        while (path := path.rpartition(".")[0]) != unit:
+        block = self.block_of(path)
+        while (path := path.rpartition(".")[0]) != block:
             yield path
 
-    def unit(self, path: str) -> str:
+    def block_of(self, path: str) -> str:
         """The block that a module or parameter is in."""
-        return next(unit for unit in self.chain.units if path.startswith(unit + "."))
+        return next(block for block in self.chain.units if path.startswith(block + "."))
 
-    def hidden(self, unit: str) -> Tensor:
+    def hidden_states(self, block: str) -> Tensor:
         """The hidden states that a block was given."""
-        found: Tensor = self.args[unit][self.chain.argument]
-        return found
+        hidden_states: Tensor = self.inputs[block][self.chain.argument]
+        return hidden_states
 
-    def mixes(self, dim: int) -> bool:
+    def mixes_positions(self, dim: int) -> bool:
         """Whether in the first block positions along `dim` see each other: samples never do."""
-        unit = self.chain.units[0]
-        module, found = self.model.get_submodule(unit), list[Tensor]()
-        inner = module.forward
-        hidden = self.hidden(unit)
-        odd, even = (torch.arange(start, hidden.shape[dim], 2) for start in (1, 0))
-        other = hidden.index_copy(dim, odd, -hidden.roll(1, -1).index_select(dim, odd))
+        first_block = self.chain.units[0]
+        module, outputs = self.model.get_submodule(first_block), list[Tensor]()
+        original_forward = module.forward
+        hidden = self.hidden_states(first_block)
+        odd_positions, even_positions = (torch.arange(start, hidden.shape[dim], 2) for start in (1, 0))
+        perturbed = hidden.index_copy(dim, odd_positions, -hidden.roll(1, -1).index_select(dim, odd_positions))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = changed(args, kwargs, self.chain.argument, lambda _: other)
-            out = inner(*args, **kwargs)
-            found.append(first_of(out).detach())
+            args, kwargs = map_argument(args, kwargs, self.chain.argument, lambda _: perturbed)
+            out = original_forward(*args, **kwargs)
+            outputs.append(get_first_output(out).detach())
             return out
 
-        with calling(module, forward):
-            self.step()
-        here, before = (x.index_select(dim, even) for x in (found[0], self.outs[unit]))
-        return not equal(here, before)
+        with replaced_forward(module, forward):
+            self.run_step()
+        perturbed_output, original_output = (
+            output.index_select(dim, even_positions) for output in (outputs[0], self.outputs[first_block])
+        )
+        return not are_tensors_close(perturbed_output, original_output)
 
 
-def draws(model: nn.Module, step: Callable[[], Any], units: Sequence[str]) -> dict[str, list[int]]:
+def record_draw_sizes(model: nn.Module, run_step: Callable[[], Any], blocks: Sequence[str]) -> dict[str, list[int]]:
     """How many random numbers the blocks draw at a time in training. Not while it is rehearsed: then nobody does."""
-    found = {unit: Sizes() for unit in units}
-    with random_states(), mode(model, training=True), ExitStack() as stack:
-        for unit, sizes in found.items():
-            module = model.get_submodule(unit)
-            stack.enter_context(calling(module, sizes.within(module.forward)))
-        alike(model, step)()
-    return {unit: sizes.found for unit, sizes in found.items()}
+    recorders = {block: DrawSizeRecorder() for block in blocks}
+    with preserve_random_states(), training_mode(model, training=True), ExitStack() as stack:
+        for block, recorder in recorders.items():
+            module = model.get_submodule(block)
+            stack.enter_context(replaced_forward(module, recorder.wrap_forward(module.forward)))
+        make_repeatable(model, run_step)()
+    return {block: recorder.sizes for block, recorder in recorders.items()}
 
 
-def total_of(loss: Any) -> Tensor:
+def sum_loss(loss: Any) -> Tensor:
     """A loss as one number."""
-    (value, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
-    return value if value.dim() == 0 else value.sum()
+    (first_tensor, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+    return first_tensor if first_tensor.dim() == 0 else first_tensor.sum()
 
 
-def first_of(out: Any) -> Any:
+def get_first_output(output: Any) -> Any:
     """The first of several outputs, or the one."""
-    return out[0] if type(out) in (list, tuple) and out else out
+    return output[0] if type(output) in (list, tuple) and output else output
 
 
-def first(out: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_first_output(output: Any, change: Callable[[Tensor], Any]) -> Any:
     """An output with its first tensor changed, where it is a tensor or begins with one."""
-    if isinstance(out, Tensor):
-        return change(out)
-    if type(out) in (list, tuple) and out and isinstance(out[0], Tensor):
-        return type(out)([change(out[0]), *out[1:]])
-    return out
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) in (list, tuple) and output and isinstance(output[0], Tensor):
+        return type(output)([change(output[0]), *output[1:]])
+    return output
 
 
-def changed(
+def map_argument(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the one of that name or place changed."""
     return (
-        tuple(change(each) if str(place) == argument else each for place, each in enumerate(args)),
-        {name: change(each) if name == argument else each for name, each in kwargs.items()},
+        tuple(
+            change(argument_value) if str(position) == argument else argument_value
+            for position, argument_value in enumerate(args)
+        ),
+        {
+            name: change(argument_value) if name == argument else argument_value
+            for name, argument_value in kwargs.items()
+        },
     )

@@ -16,28 +16,28 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 def is_linear(module: nn.Module) -> bool:
     """A layer that multiplies the last dimension: torch's own, or transformers'."""
-    return (type(module) is nn.Linear or is_flipped(module)) and is_plain(module)
+    return (type(module) is nn.Linear or is_hf_conv1d(module)) and is_unmodified(module)
 
 
-def is_flipped(module: nn.Module) -> bool:
+def is_hf_conv1d(module: nn.Module) -> bool:
     """transformers' linear layer, whose weight lies transposed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_unmodified(module: nn.Module) -> bool:
     """Whether a module computes as its class does, with a weight and a bias of its own. Not where somebody put another forward on it, or
     a hook makes its weight of other parameters (`nn.utils.weight_norm`)."""
-    held = module._parameters
-    own = all(held.get(name) is getattr(module, name, None) for name in ("weight", "bias"))
-    return own and held.get("weight") is not None and "forward" not in vars(module)
+    parameters = module._parameters
+    holds_own_parameters = all(parameters.get(name) is getattr(module, name, None) for name in ("weight", "bias"))
+    return holds_own_parameters and parameters.get("weight") is not None and "forward" not in vars(module)
 
 
-def is_product(module: nn.Module) -> bool:
+def is_matmul_layer(module: nn.Module) -> bool:
     """A linear layer, or a convolution in which every output sees every input. A class derived from one may compute something else."""
-    return is_linear(module) or (type(module) in CONVOLUTIONS and bool(module.groups == 1) and is_plain(module))
+    return is_linear(module) or (type(module) in CONVOLUTIONS and bool(module.groups == 1) and is_unmodified(module))
 
 
-def channelwise(module: Any) -> tuple[str, ...] | None:
+def get_channel_attributes(module: Any) -> tuple[str, ...] | None:
     """The attributes that count the channels of a module that works channel by channel; None: it does not, or is not known to."""
     if isinstance(module, _NormBase):
         return ("num_features",)
@@ -48,34 +48,34 @@ def channelwise(module: Any) -> tuple[str, ...] | None:
     return () if type(module) is nn.PReLU and module.num_parameters > 1 else None
 
 
-def outputs(module: Any) -> int:
+def count_outputs(module: Any) -> int:
     """How many outputs a product has."""
     return int(next(getattr(module, name) for name in ("out_features", "out_channels", "nf") if hasattr(module, name)))
 
 
-def inputs(module: Any) -> int:
+def count_inputs(module: Any) -> int:
     """How many inputs a product has; 0: it is none."""
     return int(
         next((getattr(module, name) for name in ("in_features", "in_channels", "nx") if hasattr(module, name)), 0)
     )
 
 
-def weight_of(module: Any) -> Tensor:
+def get_output_first_weight(module: Any) -> Tensor:
     """The weight of a product, outputs first."""
     weight: Tensor = module.weight
-    return weight.t() if is_flipped(module) else weight
+    return weight.t() if is_hf_conv1d(module) else weight
 
 
-def product(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def get_matmul(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """How a module multiplies: (x, weight, bias) -> output, the weight with its outputs first."""
-    return F.linear if isinstance(module, nn.Linear) or is_flipped(module) else module._conv_forward
+    return F.linear if isinstance(module, nn.Linear) or is_hf_conv1d(module) else module._conv_forward
 
 
-def by_name(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def accept_input_by_name(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, which takes a module's input first, for those too who give it by the name that the module's class has for it."""
-    name = list(inspect.signature(type(module).forward).parameters)[1]
+    input_name = list(inspect.signature(type(module).forward).parameters)[1]
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return forward(kwargs.pop(name), *args, **kwargs) if name in kwargs else forward(*args, **kwargs)
+    def call_with_input(*args: Any, **kwargs: Any) -> Any:
+        return forward(kwargs.pop(input_name), *args, **kwargs) if input_name in kwargs else forward(*args, **kwargs)
 
-    return called
+    return call_with_input

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from echelon.partition.tp_layers import channelwise, outputs
+from echelon.partition.tp_layers import count_outputs, get_channel_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Candidate:
     columns: tuple[str, ...]
     row: str
     between: tuple[str, ...] = ()
-    hinted: bool = False  #: the model's authors say so
+    is_hinted: bool = False  #: the model's authors say so
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -30,63 +30,73 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ColumnLayout:
     """How the columns of a pair are dealt out."""
 
-    parts: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
-    divide: tuple[tuple[str, str], ...]  #: (module path, attribute)
-    unit: int  #: columns that stay together
-    ways: int
-    fits: str | None = None  #: the module in which views ask for all columns
+    fused_sizes: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
+    divided_attributes: tuple[tuple[str, str], ...]  #: (module path, attribute)
+    shard_multiple: int  #: columns that stay together
+    tp_size: int
+    refitted_module: str | None = None  #: the module in which views ask for all columns
 
 
-def layouts(model: nn.Module, candidate: Candidate, holder: str, width: int, ways: int) -> Iterator[Layout]:
-    """Every layout that may work, the plain ones first. `holder`: the module that holds the candidate; `width`: of what its row is given."""
-    for fits in (None, holder):
-        for parts in _parts(model, candidate.columns, width):
-            for divide in _attributes(model, candidate, holder, width):
-                for unit in _units(model, divide, width, ways):
-                    yield Layout(parts, divide, unit, ways, fits)
+def iterate_layouts(
+    model: nn.Module, candidate: Candidate, ancestor: str, row_width: int, tp_size: int
+) -> Iterator[ColumnLayout]:
+    """Every layout that may work, the plain ones first. `ancestor`: the module that holds the candidate; `row_width`: of what its row is given."""
+    for refitted_module in (None, ancestor):
+        for fused_sizes in _iterate_fused_sizes(model, candidate.columns, row_width):
+            for divided_attributes in _iterate_attribute_sets(model, candidate, ancestor, row_width):
+                for shard_multiple in _list_shard_multiples(model, divided_attributes, row_width, tp_size):
+                    yield ColumnLayout(fused_sizes, divided_attributes, shard_multiple, tp_size, refitted_module)
 
 
-def _parts(model: nn.Module, columns: tuple[str, ...], width: int) -> Iterator[tuple[int, ...]]:
+def _iterate_fused_sizes(model: nn.Module, columns: tuple[str, ...], row_width: int) -> Iterator[tuple[int, ...]]:
     """Ways in which a fused projection may be laid out."""
     yield ()
     if len(columns) > 1:
         return
-    total = outputs(model.get_submodule(columns[0]))
-    if total > width and (total - width) % 2 == 0:
-        yield width, (total - width) // 2, (total - width) // 2
-    if total == 2 * width:
-        yield width, width
+    num_outputs = count_outputs(model.get_submodule(columns[0]))
+    if num_outputs > row_width and (num_outputs - row_width) % 2 == 0:
+        yield row_width, (num_outputs - row_width) // 2, (num_outputs - row_width) // 2
+    if num_outputs == 2 * row_width:
+        yield row_width, row_width
 
 
-def _attributes(
-    model: nn.Module, candidate: Candidate, holder: str, width: int
+def _iterate_attribute_sets(
+    model: nn.Module, candidate: Candidate, ancestor: str, row_width: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     """Sets of attributes to divide: none but those of the modules between, counts of heads, those and widths, widths alone."""
-    own = tuple((path, name) for path in candidate.between for name in channelwise(model.get_submodule(path)) or ())
-    yield own
-    places = {holder}
+    channel_counts = tuple(
+        (path, name) for path in candidate.between for name in get_channel_attributes(model.get_submodule(path)) or ()
+    )
+    yield channel_counts
+    module_paths = {ancestor}
     for path in candidate.paths:
         parent = path.rpartition(".")[0]
-        while len(parent) >= len(holder) and parent not in places:
-            places.add(parent)
+        while len(parent) >= len(ancestor) and parent not in module_paths:
+            module_paths.add(parent)
             parent = parent.rpartition(".")[0]
-    numbers = [(place, *each) for place in sorted(places) for each in _numbers(model.get_submodule(place))]
-    heads = [(place, name) for place, name, _ in numbers if _counts_heads(name)]
-    widths = {outputs(model.get_submodule(path)) for path in candidate.columns} | {width}
-    wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
-    if heads:
-        yield (*own, *heads)
-    if wide:
-        yield (*own, *dict.fromkeys((*heads, *wide)))
-    alone = [each for each in wide if each not in heads]
-    if heads and alone:
-        yield (*own, *alone)
+    integer_attributes = [
+        (module_path, *attribute)
+        for module_path in sorted(module_paths)
+        for attribute in _iterate_integer_attributes(model.get_submodule(module_path))
+    ]
+    head_counts = [(module_path, name) for module_path, name, _ in integer_attributes if _counts_heads(name)]
+    widths = {count_outputs(model.get_submodule(path)) for path in candidate.columns} | {row_width}
+    width_attributes = [
+        (module_path, name) for module_path, name, value in integer_attributes if value in widths or 3 * value in widths
+    ]
+    if head_counts:
+        yield (*channel_counts, *head_counts)
+    if width_attributes:
+        yield (*channel_counts, *dict.fromkeys((*head_counts, *width_attributes)))
+    widths_only = [attribute for attribute in width_attributes if attribute not in head_counts]
+    if head_counts and widths_only:
+        yield (*channel_counts, *widths_only)
 
 
-def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+def _iterate_integer_attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Attributes that may count something."""
     for name, value in vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_"):
@@ -97,10 +107,20 @@ def _counts_heads(name: str) -> bool:
     return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
 
 
-def _units(model: nn.Module, divide: Sequence[tuple[str, str]], width: int, ways: int) -> list[int]:
+def _list_shard_multiples(
+    model: nn.Module, divided_attributes: Sequence[tuple[str, str]], row_width: int, tp_size: int
+) -> list[int]:
     """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
-    counts = {getattr(model.get_submodule(path), name) for path, name in divide}
+    counts = {getattr(model.get_submodule(path), name) for path, name in divided_attributes}
     counts |= {
-        value for path, _ in divide for name, value in _numbers(model.get_submodule(path)) if _counts_heads(name)
+        value
+        for path, _ in divided_attributes
+        for name, value in _iterate_integer_attributes(model.get_submodule(path))
+        if _counts_heads(name)
     }
-    return [1, *sorted(width // count for count in counts if count % ways and count < width and width % count == 0)]
+    return [
+        1,
+        *sorted(
+            row_width // count for count in counts if count % tp_size and count < row_width and row_width % count == 0
+        ),
+    ]

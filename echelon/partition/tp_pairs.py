@@ -20,249 +20,318 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from echelon.partition.per_column_rng import draws_by_column
-from echelon.partition.tp_layers import channelwise, is_product
+from echelon.partition.per_column_rng import draws_per_column
+from echelon.partition.tp_layers import get_channel_attributes, is_matmul_layer
 from echelon.partition.tp_layouts import Candidate
-from echelon.partition.tp_trial import Pair, Seen, find_layout, holds, watched
-from echelon.partition.trial_values import at_each
-from echelon.profiler.module_calls import Follower, Visit, intercepted
+from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, find_layout, record_calls, works_at_values
+from echelon.partition.trial_values import iterate_parameter_values
+from echelon.profiler.module_calls import UnitCall, UnitCallTracer, intercept_unit_calls
 from echelon.tree import tree_leaves
-from echelon.trials.trial_run import alike, deciding, drawing, mode, rehearsing
+from echelon.trials.trial_run import (
+    deterministic_training,
+    find_data_dependent_modules,
+    find_random_modules,
+    make_repeatable,
+    training_mode,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PairAnalysis:
     """What a model's modules can be cut into."""
 
-    pairs: tuple[Pair, ...]
-    called: frozenset[str]  #: modules without children, and attention, that forward calls
-    touched: frozenset[int]  #: parameters that are also used outside the calls of what holds them, by identity
-    sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
+    pairs: tuple[ColumnRowPair, ...]
+    called_modules: frozenset[str]  #: modules without children, and attention, that forward calls
+    parameters_read_outside: frozenset[
+        int
+    ]  #: parameters that are also used outside the calls of what holds them, by identity
+    sizes_read_outside: frozenset[
+        int
+    ]  #: parameters whose sizes are read outside the module that holds them, by identity
     #: Modules whose outputs a cross entropy reads, no other module does, and nobody changes in place: parts do not know their views.
-    scored: frozenset[str]
+    cross_entropy_inputs: frozenset[str]
 
 
-def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
-    """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
-    draws, decides = drawing(model, step), deciding(model, step)
-    with rehearsing(model):
-        found, seen = _found(model, step, ways, hints, draws)
+def find_pairs(
+    model: nn.Module, run_step: Callable[[], Any], tp_size: int, hints: Iterable[Candidate] = ()
+) -> PairAnalysis:
+    """Every pair of `model` for so many ranks; `run_step()` computes its loss on real numbers (float64 best)."""
+    random_modules, data_dependent = find_random_modules(model, run_step), find_data_dependent_modules(model, run_step)
+    with deterministic_training(model):
+        analysis, recorded_calls = _analyze(model, run_step, tp_size, hints, random_modules)
     pairs = [
-        each
-        for each in found.pairs
-        if seen[each.candidate].holder not in decides
-        and (not each.draws or draws_by_column(model, each, seen[each.candidate]))
+        pair
+        for pair in analysis.pairs
+        if recorded_calls[pair.candidate].ancestor not in data_dependent
+        and (not pair.draws_random or draws_per_column(model, pair, recorded_calls[pair.candidate]))
     ]
-    return replace(found, pairs=tuple(pairs))
+    return replace(analysis, pairs=tuple(pairs))
 
 
-def _found(
-    model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate], draws: Container[str]
-) -> tuple[Found, Mapping[Candidate, Seen]]:
-    """What can be cut, and what the candidates did in training."""
-    trains = _followed(model, step)
-    followed = [trains]
-    with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
-        followed.append(_followed(model, step))
-    touched = frozenset(key for each in followed for key in each.touched)
-    sized = frozenset(key for each in followed for key in each.sized)
-    bound = touched | sized
-    calls = Counter(visit.path for visit in trains.visits)
-    hinted = [each for each in hints if all(calls[path] == 1 for path in each.paths)]
-    candidates = [
-        each
-        for each in (*hinted, *_candidates(model, trains.visits, calls))
-        # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
-        if not any(id(value) in bound for path in each.paths for value in model.get_submodule(path).parameters())
-        and not any(run.escapes(each) or run.lent & {*each.between} for run in followed)
-    ]
-    pairs, seen = _tried(model, alike(model, step), ways, candidates, draws, evaluates=len(followed) > 1)
-    read = {source for visit in trains.visits for source, _ in visit.reads}
-    found = Found(
-        pairs=tuple(pairs.values()),
-        called=frozenset(visit.path for run in followed for visit in run.visits),
-        touched=touched,
-        sized=sized,
-        scored=frozenset(trains.visits[each].path for each in trains.scored - read - trains.written),
-    )
-    return found, seen
-
-
-def _tried(
+def _analyze(
     model: nn.Module,
-    step: Callable[[], Any],
-    ways: int,
+    run_step: Callable[[], Any],
+    tp_size: int,
+    hints: Iterable[Candidate],
+    random_modules: Container[str],
+) -> tuple[PairAnalysis, Mapping[Candidate, RecordedCall]]:
+    """What can be cut, and what the candidates did in training."""
+    training_reads = _trace_reads(model, run_step)
+    traced_runs = [training_reads]
+    with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
+        traced_runs.append(_trace_reads(model, run_step))
+    parameters_read = frozenset(parameter_id for candidate in traced_runs for parameter_id in candidate.glue_reads)
+    sizes_read = frozenset(parameter_id for candidate in traced_runs for parameter_id in candidate.glue_size_reads)
+    read_outside = parameters_read | sizes_read
+    calls = Counter(call.path for call in training_reads.unit_calls)
+    hinted_candidates = [candidate for candidate in hints if all(calls[path] == 1 for path in candidate.paths)]
+    candidates = [
+        candidate
+        for candidate in (*hinted_candidates, *_iterate_candidates(model, training_reads.unit_calls, calls))
+        # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
+        if not any(
+            id(parameter) in read_outside
+            for path in candidate.paths
+            for parameter in model.get_submodule(path).parameters()
+        )
+        and not any(
+            traced_run.bypasses_row(candidate) or traced_run.modules_with_shared_buffers & {*candidate.between}
+            for traced_run in traced_runs
+        )
+    ]
+    pairs, recorded_calls = _try_candidates(
+        model,
+        make_repeatable(model, run_step),
+        tp_size,
+        candidates,
+        random_modules,
+        has_evaluation=len(traced_runs) > 1,
+    )
+    read_calls = {source_index for call in training_reads.unit_calls for source_index, _ in call.reads}
+    analysis = PairAnalysis(
+        pairs=tuple(pairs.values()),
+        called_modules=frozenset(call.path for traced_run in traced_runs for call in traced_run.unit_calls),
+        parameters_read_outside=parameters_read,
+        sizes_read_outside=sizes_read,
+        cross_entropy_inputs=frozenset(
+            training_reads.unit_calls[candidate].path
+            for candidate in training_reads.cross_entropy_calls - read_calls - training_reads.mutated_calls
+        ),
+    )
+    return analysis, recorded_calls
+
+
+def _try_candidates(
+    model: nn.Module,
+    run_step: Callable[[], Any],
+    tp_size: int,
     candidates: Sequence[Candidate],
-    draws: Container[str],
+    random_modules: Container[str],
     *,
-    evaluates: bool,
-) -> tuple[dict[str, Pair], Mapping[Candidate, Seen]]:
+    has_evaluation: bool,
+) -> tuple[dict[str, ColumnRowPair], Mapping[Candidate, RecordedCall]]:
     """The candidates that work at all parameter values, by their rows, and what they did at the first."""
-    first: dict[Candidate, Seen] = {}
-    pairs: dict[str, Pair] = {}
-    for number, name in enumerate(at_each(model, step)):
-        if first and (name == "initial" or not pairs):
+    first_calls: dict[Candidate, RecordedCall] = {}
+    pairs: dict[str, ColumnRowPair] = {}
+    for trial_index, values_name in enumerate(iterate_parameter_values(model, run_step)):
+        if first_calls and (values_name == "initial" or not pairs):
             continue  # initial values say nothing that others have not
         try:
-            seen = [watched(model, [each.candidate for each in pairs.values()] if first else candidates, step)]
-            if evaluates and not first:
-                with mode(model, training=False):
-                    seen.append(watched(model, candidates, step))
+            recorded_runs = [
+                record_calls(
+                    model,
+                    [candidate.candidate for candidate in pairs.values()] if first_calls else candidates,
+                    run_step,
+                )
+            ]
+            if has_evaluation and not first_calls:
+                with training_mode(model, training=False):
+                    recorded_runs.append(record_calls(model, candidates, run_step))
         except Exception:  # a model that does not take such parameters; the next are others
             continue
-        if first:
-            rank = (ways - 1) * (number % 2)
+        if first_calls:
+            rank = (tp_size - 1) * (trial_index % 2)
             pairs = {
                 row: pair
                 for row, pair in pairs.items()
-                if pair.candidate in seen[0]
-                and holds(model, pair.candidate, seen[0][pair.candidate], pair.layout, rank, slopes=name == "trained")
+                if pair.candidate in recorded_runs[0]
+                and works_at_values(
+                    model,
+                    pair.candidate,
+                    recorded_runs[0][pair.candidate],
+                    pair.layout,
+                    rank,
+                    check_gradients=values_name == "trained",
+                )
             }
             continue
-        first = seen[0]
-        for each in candidates:
-            if each.row not in pairs and each in first:
-                cut = find_layout(model, step, each, [run[each] for run in seen if each in run], ways)
-                if cut is not None:
-                    pairs[each.row] = Pair(each, *cut, first[each].holder in draws)
-    return pairs, first
+        first_calls = recorded_runs[0]
+        for candidate in candidates:
+            if candidate.row not in pairs and candidate in first_calls:
+                layout_and_partial = find_layout(
+                    model,
+                    run_step,
+                    candidate,
+                    [recorded_run[candidate] for recorded_run in recorded_runs if candidate in recorded_run],
+                    tp_size,
+                )
+                if layout_and_partial is not None:
+                    pairs[candidate.row] = ColumnRowPair(
+                        candidate, *layout_and_partial, first_calls[candidate].ancestor in random_modules
+                    )
+    return pairs, first_calls
 
 
-def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
-    leaves = [path for path, module in model.named_modules() if _holds(module)]
-    follower = _Reads(model)
+def _trace_reads(model: nn.Module, run_step: Callable[[], Any]) -> _ReadTracer:
+    leaves = [path for path, module in model.named_modules() if _owns_parameters(module)]
+    tracer = _ReadTracer(model)
 
     def run() -> Any:
-        with intercepted(model, leaves, follower.around), follower:
-            return step()  # with gradients: some forwards take them
+        with intercept_unit_calls(model, leaves, tracer.handle_call), tracer:
+            return run_step()  # with gradients: some forwards take them
 
-    left = [leaf for leaf in tree_leaves(alike(model, run)()) if isinstance(leaf, Tensor)]
-    follower.told = {number for number, _ in follower.origin(left)}
-    return follower
+    result_tensors = [leaf for leaf in tree_leaves(make_repeatable(model, run)()) if isinstance(leaf, Tensor)]
+    tracer.result_calls = {call_index for call_index, _ in tracer.find_origins(result_tensors)}
+    return tracer
 
 
-class _Reads(Follower):
+class _ReadTracer(UnitCallTracer):
     """Notes as well which visits a cross entropy reads, modules that compute with the parameters of others, and whose buffers others read."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(self._called)
-        self.scored: set[int] = set()
+        super().__init__(self._call_unit_tracked)
+        self.cross_entropy_calls: set[int] = set()
         #: Visits whose outputs, or what was made of them before a cross entropy read it, were changed in place.
-        self.written: set[int] = set()
+        self.mutated_calls: set[int] = set()
         #: What comes of a cross entropy, which is no part of anything.
-        self._losses = WeakTensorKeyDictionary()
+        self._cross_entropy_results = WeakTensorKeyDictionary()
         #: Visits that the loss or a buffer is computed from.
-        self.told: set[int] = set()
+        self.result_calls: set[int] = set()
         #: Modules that work channel by channel, by path, of which a buffer with a row for each channel is read outside.
-        self.lent: set[str] = set()
+        self.modules_with_shared_buffers: set[str] = set()
         self._model = model
-        self._channels = [
+        self._channel_buffers = [
             (path, module._buffers, name)
             for path, module in model.named_modules()
-            if channelwise(module) is not None
+            if get_channel_attributes(module) is not None
             for name, value in module._buffers.items()
             if value is not None and value.dim()
         ]
 
-    def escapes(self, candidate: Candidate) -> bool:
+    def bypasses_row(self, candidate: Candidate) -> bool:
         """Whether what the columns gave reaches the loss or a buffer by another way than the row: a penalty, say. A rank would take it of
         its part."""
-        inner = {*candidate.columns, *candidate.between}
-        reached: set[int] = set()
-        for number, visit in enumerate(self.visits):
-            if visit.path in inner or (visit.path != candidate.row and any(each in reached for each, _ in visit.reads)):
-                reached.add(number)
-        return bool(self.told & reached)
+        pair_modules = {*candidate.columns, *candidate.between}
+        reached_calls: set[int] = set()
+        for call_index, call in enumerate(self.unit_calls):
+            if call.path in pair_modules or (
+                call.path != candidate.row and any(source_index in reached_calls for source_index, _ in call.reads)
+            ):
+                reached_calls.add(call_index)
+        return bool(self.result_calls & reached_calls)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.cross_entropy:
-            given = args[0] if args else (kwargs or {})["input"]
-            self.scored |= {number for number, _ in self.origin([given])}
-        out = self._written(func, types, args, kwargs)
+            cross_entropy_input = args[0] if args else (kwargs or {})["input"]
+            self.cross_entropy_calls |= {call_index for call_index, _ in self.find_origins([cross_entropy_input])}
+        out = self._call_tracking_writes(func, types, args, kwargs)
         # Not `.dtype`, which a part has as well.
         if getattr(func, "__name__", "") != "__get__" or isinstance(out, Tensor | torch.Size):
-            self._lend(tree_leaves((args, kwargs)))
+            self._record_shared_buffers(tree_leaves((args, kwargs)))
         return out
 
-    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _call_tracking_writes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives; notes what it changes in place."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        before = [(leaf, leaf._version, self.origin([leaf])) for leaf in inputs if self.origin([leaf])]
+        tracked_inputs = [
+            (leaf, leaf._version, self.find_origins([leaf])) for leaf in inputs if self.find_origins([leaf])
+        ]
         out = super().__torch_function__(func, types, args, kwargs)
-        for leaf, version, origin in before:
-            if leaf._version != version and leaf not in self._losses:
-                self.written |= {number for number, _ in origin}
-        if func is F.cross_entropy or any(leaf in self._losses for leaf in inputs):
+        for leaf, version, origins in tracked_inputs:
+            if leaf._version != version and leaf not in self._cross_entropy_results:
+                self.mutated_calls |= {call_index for call_index, _ in origins}
+        if func is F.cross_entropy or any(leaf in self._cross_entropy_results for leaf in inputs):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
-                    self._losses[leaf] = True
+                    self._cross_entropy_results[leaf] = True
         return out
 
-    def _called(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        own = {id(value) for value in self._model.get_submodule(path).parameters()}
-        own |= {id(value) for value in self._model.get_submodule(path).buffers()}
-        with _Foreign(own, self._met):
+    def _call_unit_tracked(
+        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        own_tensor_ids = {id(tensor) for tensor in self._model.get_submodule(path).parameters()}
+        own_tensor_ids |= {id(tensor) for tensor in self._model.get_submodule(path).buffers()}
+        with _ForeignTensorRecorder(own_tensor_ids, self._record_foreign_reads):
             return forward(*args, **kwargs)
 
-    def _met(self, values: list[Any]) -> None:
-        self._lend(values)
-        for value in values:
+    def _record_foreign_reads(self, foreign_values: list[Any]) -> None:
+        self._record_shared_buffers(foreign_values)
+        for value in foreign_values:
             if isinstance(value, nn.Parameter):
-                self.touched.setdefault(id(value), set()).add(len(self.visits))
+                self.glue_reads.setdefault(id(value), set()).add(len(self.unit_calls))
 
-    def _lend(self, values: list[Any]) -> None:
-        met = {id(value) for value in values if isinstance(value, Tensor)}
-        self.lent |= {path for path, slots, name in self._channels if id(slots[name]) in met}
+    def _record_shared_buffers(self, values: list[Any]) -> None:
+        tensor_ids = {id(value) for value in values if isinstance(value, Tensor)}
+        self.modules_with_shared_buffers |= {
+            path for path, buffers, name in self._channel_buffers if id(buffers[name]) in tensor_ids
+        }
 
 
-class _Foreign(TorchFunctionMode):
+class _ForeignTensorRecorder(TorchFunctionMode):
     """Notes what is computed with and not a module's own, while it runs."""
 
-    def __init__(self, own: set[int], note: Callable[[list[Any]], None]) -> None:
+    def __init__(self, own_tensor_ids: set[int], record: Callable[[list[Any]], None]) -> None:
         super().__init__()
-        self._own, self._note = own, note
+        self._own_tensor_ids, self._record = own_tensor_ids, record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note([leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._own])
+        self._record([leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._own_tensor_ids])
         return func(*args, **(kwargs or {}))
 
 
-def _holds(module: nn.Module) -> bool:
+def _owns_parameters(module: nn.Module) -> bool:
     """Whether a module's parameters are its own business: one without children, or attention, which does not call its child."""
     if list(module.children()) and type(module) is not nn.MultiheadAttention:
         return False
-    return next(module.parameters(), None) is not None or channelwise(module) is not None
+    return next(module.parameters(), None) is not None or get_channel_attributes(module) is not None
 
 
-def _candidates(model: nn.Module, visits: Sequence[Visit], calls: Mapping[str, int]) -> Iterator[Candidate]:
-    readers: dict[int, set[int]] = {}
-    for number, visit in enumerate(visits):
-        for source, _ in visit.reads:
-            readers.setdefault(source, set()).add(number)
-    for number, visit in enumerate(visits):
-        if not visit.reads or not is_product(model.get_submodule(visit.path)):
+def _iterate_candidates(
+    model: nn.Module, calls: Sequence[UnitCall], call_counts: Mapping[str, int]
+) -> Iterator[Candidate]:
+    readers_by_call: dict[int, set[int]] = {}
+    for call_index, call in enumerate(calls):
+        for source_index, _ in call.reads:
+            readers_by_call.setdefault(source_index, set()).add(call_index)
+    for call_index, call in enumerate(calls):
+        if not call.reads or not is_matmul_layer(model.get_submodule(call.path)):
             continue
-        columns, between = _sources(model, visits, number)
-        inner = {number, *between}
-        once = all(calls[visits[each].path] == 1 for each in (*columns, *inner))
-        products = all(is_product(model.get_submodule(visits[each].path)) for each in columns)
-        if columns and products and once and all(readers[each] <= inner for each in (*columns, *between)):
+        columns, between = _trace_sources(model, calls, call_index)
+        inner_calls = {call_index, *between}
+        all_called_once = all(call_counts[calls[index].path] == 1 for index in (*columns, *inner_calls))
+        all_matmuls = all(is_matmul_layer(model.get_submodule(calls[index].path)) for index in columns)
+        if (
+            columns
+            and all_matmuls
+            and all_called_once
+            and all(readers_by_call[index] <= inner_calls for index in (*columns, *between))
+        ):
             yield Candidate(
-                tuple(visits[each].path for each in columns), visit.path, tuple(visits[each].path for each in between)
+                tuple(calls[index].path for index in columns), call.path, tuple(calls[index].path for index in between)
             )
 
 
-def _sources(model: nn.Module, visits: Sequence[Visit], row: int) -> tuple[list[int], list[int]]:
+def _trace_sources(model: nn.Module, calls: Sequence[UnitCall], row_index: int) -> tuple[list[int], list[int]]:
     """The visits that a row reads, (columns, between), seen through modules that work channel by channel."""
     columns: set[int] = set()
     between: set[int] = set()
-    ahead = {source for source, _ in visits[row].reads}
-    while ahead:
-        number = ahead.pop()
-        visit = visits[number]
-        if visit.reads and channelwise(model.get_submodule(visit.path)) is not None:
-            between.add(number)
-            ahead |= {source for source, _ in visit.reads} - columns - between
+    pending = {source_index for source_index, _ in calls[row_index].reads}
+    while pending:
+        call_index = pending.pop()
+        call = calls[call_index]
+        if call.reads and get_channel_attributes(model.get_submodule(call.path)) is not None:
+            between.add(call_index)
+            pending |= {source_index for source_index, _ in call.reads} - columns - between
         else:
-            columns.add(number)
+            columns.add(call_index)
     return sorted(columns), sorted(between)

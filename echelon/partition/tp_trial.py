@@ -16,371 +16,445 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.views import Fitted
-from echelon.partition.tp_layers import by_name, is_linear, outputs, product, weight_of
-from echelon.partition.tp_layouts import Candidate, Layout, layouts
-from echelon.plan.placement import portion, shares
+from echelon.nn.views import LocalWidthViews
+from echelon.partition.tp_layers import (
+    accept_input_by_name,
+    count_outputs,
+    get_matmul,
+    get_output_first_weight,
+    is_linear,
+)
+from echelon.partition.tp_layouts import Candidate, ColumnLayout, iterate_layouts
+from echelon.plan.placement import compute_shard_sizes, shard_attribute
 from echelon.tree import tree_leaves, tree_map
-from echelon.trials.trial_run import calling, copied, equal, mode, on_copies, same
+from echelon.trials.trial_run import (
+    are_tensors_close,
+    are_trees_close,
+    copied_buffers,
+    copy_tree,
+    replaced_forward,
+    training_mode,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ColumnRowPair:
     """A candidate that works."""
 
     candidate: Candidate
-    layout: Layout
+    layout: ColumnLayout
     #: Parameters that stay whole and act on the columns (a learnt scale, a norm of each head): each rank has a share of their gradients.
-    partial: tuple[str, ...]
-    draws: bool  #: whether the module that holds it draws random numbers in training
+    partial_parameters: tuple[str, ...]
+    draws_random: bool  #: whether the module that holds it draws random numbers in training
 
 
 @dataclass(slots=True)
-class Seen:
+class RecordedCall:
     """The call of the module that holds a pair, what came out of it, and what the row in it was given and gave."""
 
     training: bool
-    holder: str
+    ancestor: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: Any
-    reached: Tensor
-    gave: Tensor
-    dim: int  #: of `reached` that is cut
+    output: Any
+    row_input: Tensor
+    row_output: Tensor
+    channel_dim: int  #: of `row_input` that is cut
     #: The model's buffers when the call began, and when it ended.
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
+    buffers_before: dict[str, Tensor]
+    buffers_after: dict[str, Tensor]
 
     @property
-    def width(self) -> int:
+    def row_width(self) -> int:
         """Of what the row was given."""
-        return self.reached.shape[self.dim]
+        return self.row_input.shape[self.channel_dim]
 
 
-def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[], Any]) -> dict[Candidate, Seen]:
+def record_calls(
+    model: nn.Module, candidates: Iterable[Candidate], run_step: Callable[[], Any]
+) -> dict[Candidate, RecordedCall]:
     """What the candidates do in the model as it is."""
-    above = {each: list(_above(each.paths)) for each in candidates}
+    ancestors_by_candidate = {
+        pair_candidate: list(_iterate_common_ancestors(pair_candidate.paths)) for pair_candidate in candidates
+    }
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    outs: dict[str, Any] = {}
-    rows: dict[str, tuple[Tensor, Tensor]] = {}
-    began: dict[str, dict[str, Tensor]] = {}
-    ended: dict[str, dict[str, Tensor]] = {}
-    last: dict[str, Tensor] = {}
+    outputs: dict[str, Any] = {}
+    row_calls: dict[str, tuple[Tensor, Tensor]] = {}
+    buffers_at_start: dict[str, dict[str, Tensor]] = {}
+    buffers_at_end: dict[str, dict[str, Tensor]] = {}
+    last_copies: dict[str, Tensor] = {}
     hooks = []
 
-    def buffers() -> dict[str, Tensor]:
+    def copy_buffers() -> dict[str, Tensor]:
         """Copies of those now; one that has not changed is not copied again."""
-        nonlocal last
-        last = {
-            name: last[name] if name in last and torch.equal(last[name], value) else value.detach().clone()
+        nonlocal last_copies
+        last_copies = {
+            name: last_copies[name]
+            if name in last_copies and torch.equal(last_copies[name], value)
+            else value.detach().clone()
             for name, value in model.named_buffers()
         }
-        return last
+        return last_copies
 
-    for path in {path for paths in above.values() for path in paths}:
+    for path in {path for ancestors in ancestors_by_candidate.values() for path in ancestors}:
 
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path], began[path] = copied((args, kwargs)), buffers()
+        def record_start(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            calls[path], buffers_at_start[path] = copy_tree((args, kwargs)), copy_buffers()
 
-        def after(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
-            outs[path], ended[path] = copied(out), buffers()
+        def record_end(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
+            outputs[path], buffers_at_end[path] = copy_tree(out), copy_buffers()
 
-        hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(model.get_submodule(path).register_forward_hook(after))
-    for row in {each.row for each in above}:
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(record_start, with_kwargs=True))
+        hooks.append(model.get_submodule(path).register_forward_hook(record_end))
+    for row in {pair_candidate.row for pair_candidate in ancestors_by_candidate}:
 
-        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, row: str = row) -> None:
-            given = [*args, *kwargs.values()][0]
-            rows[row] = given.detach().clone(), out.detach().clone()
+        def record_row(_: nn.Module, args: Any, kwargs: Any, out: Any, row: str = row) -> None:
+            row_input = [*args, *kwargs.values()][0]
+            row_calls[row] = row_input.detach().clone(), out.detach().clone()
 
-        hooks.append(model.get_submodule(row).register_forward_hook(note, with_kwargs=True))
+        hooks.append(model.get_submodule(row).register_forward_hook(record_row, with_kwargs=True))
     try:
-        step()
+        run_step()
     finally:
         for hook in hooks:
             hook.remove()
-    found = {}
-    for candidate, paths in above.items():
-        holder = next((path for path in paths if path in calls), None)
-        if holder is not None and candidate.row in rows:
+    recorded = {}
+    for candidate, ancestors in ancestors_by_candidate.items():
+        ancestor = next((path for path in ancestors if path in calls), None)
+        if ancestor is not None and candidate.row in row_calls:
             module: Any = model.get_submodule(candidate.row)
-            dim = _channel_dim(module)
-            found[candidate] = Seen(
+            channel_dim = _find_channel_dim(module)
+            recorded[candidate] = RecordedCall(
                 model.training,
-                holder,
-                *calls[holder],
-                outs[holder],
-                *rows[candidate.row],
-                dim,
-                began[holder],
-                ended[holder],
+                ancestor,
+                *calls[ancestor],
+                outputs[ancestor],
+                *row_calls[candidate.row],
+                channel_dim,
+                buffers_at_start[ancestor],
+                buffers_at_end[ancestor],
             )
-    return found
+    return recorded
 
 
-def plain(tree: Any) -> Any:
+def copy_detached(tree: Any) -> Any:
     """The same without gradients: code may change it in place."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copied(tree))
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copy_tree(tree))
 
 
-def _above(paths: Sequence[str]) -> Iterator[str]:
+def _iterate_common_ancestors(paths: Sequence[str]) -> Iterator[str]:
     """The modules that contain all of them, innermost first. Not all are called: a ModuleDict only holds."""
-    split = [path.split(".")[:-1] for path in paths]
-    shared: list[str] = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
+    split_paths = [path.split(".")[:-1] for path in paths]
+    common_prefix: list[str] = []
+    for path_components in zip(*split_paths, strict=False):
+        if len(set(path_components)) > 1:
             break
-        shared.append(names[0])
-    for length in range(len(shared), -1, -1):
-        yield ".".join(shared[:length])
+        common_prefix.append(path_components[0])
+    for length in range(len(common_prefix), -1, -1):
+        yield ".".join(common_prefix[:length])
 
 
 def find_layout(
-    model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Sequence[Seen], ways: int
-) -> tuple[Layout, tuple[str, ...]] | None:
-    """The first layout that works in every run that was `seen`, the first of which was in training, and what is partial then."""
-    for layout in layouts(model, candidate, seen[0].holder, seen[0].width, ways):
-        if all(_works(model, candidate, each, layout) for each in seen):
-            partial = _partial(model, step, candidate, seen[0])
-            return None if partial is None else (layout, partial)
+    model: nn.Module,
+    run_step: Callable[[], Any],
+    candidate: Candidate,
+    recorded_calls: Sequence[RecordedCall],
+    tp_size: int,
+) -> tuple[ColumnLayout, tuple[str, ...]] | None:
+    """The first layout that works in every run that was `recorded_calls`, the first of which was in training, and what is partial then."""
+    for layout in iterate_layouts(model, candidate, recorded_calls[0].ancestor, recorded_calls[0].row_width, tp_size):
+        if all(_layout_works(model, candidate, recorded, layout) for recorded in recorded_calls):
+            partial_parameters = _find_partial_parameters(model, run_step, candidate, recorded_calls[0])
+            return None if partial_parameters is None else (layout, partial_parameters)
     return None
 
 
-def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -> bool:
+def _layout_works(model: nn.Module, candidate: Candidate, recorded: RecordedCall, layout: ColumnLayout) -> bool:
     """Whether each rank's columns lead to exactly its part of the row's input."""
-    sizes = layout.parts or tuple(outputs(model.get_submodule(path)) for path in candidate.columns)
-    ways = layout.ways
-    if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
+    sizes = layout.fused_sizes or tuple(count_outputs(model.get_submodule(path)) for path in candidate.columns)
+    tp_size = layout.tp_size
+    if any(not compute_shard_sizes(size, tp_size, layout.shard_multiple)[-1] for size in (*sizes, recorded.row_width)):
         return False
-    if torch.equal(seen.reached, seen.reached.roll(1, seen.dim)):
+    if torch.equal(recorded.row_input, recorded.row_input.roll(1, recorded.channel_dim)):
         return False  # columns that are all alike tell nothing
-    if not _adds_up(model.get_submodule(candidate.row), seen, layout):
+    if not _row_outputs_add_up(model.get_submodule(candidate.row), recorded, layout):
         return False
-    if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
-        return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
-    even = seen.width == sizes[0] and len(set(sizes)) == 1
-    return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
+    if all(size % (tp_size * layout.shard_multiple) == 0 for size in (*sizes, recorded.row_width)):
+        return all(_rank_matches(model, candidate, recorded, layout, rank) for rank in {0, tp_size - 1})
+    has_equal_widths = recorded.row_width == sizes[0] and len(set(sizes)) == 1
+    return has_equal_widths and all(_rank_matches(model, candidate, recorded, layout, rank) for rank in range(tp_size))
 
 
-def holds(
-    model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int, *, slopes: bool = False
+def works_at_values(
+    model: nn.Module,
+    candidate: Candidate,
+    recorded: RecordedCall,
+    layout: ColumnLayout,
+    rank: int,
+    *,
+    check_gradients: bool = False,
 ) -> bool:
-    """Whether a layout that works at other parameter values (values.py) works at these, for gradients too where `slopes` says so."""
-    if not all(bool(torch.isfinite(each).all()) for each in (seen.reached, seen.gave)):
+    """Whether a layout that works at other parameter values (values.py) works at these, for gradients too where `check_gradients` says so."""
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in (recorded.row_input, recorded.row_output)):
         return True  # values that the model cannot compute with say nothing
-    if not _right(model, candidate, seen, layout, rank):
+    if not _rank_matches(model, candidate, recorded, layout, rank):
         return False
-    return not slopes or _slopes_part(model, candidate, seen, layout, rank)
+    return not check_gradients or _gradients_are_sharded(model, candidate, recorded, layout, rank)
 
 
-def _slopes_part(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
+def _gradients_are_sharded(
+    model: nn.Module, candidate: Candidate, recorded: RecordedCall, layout: ColumnLayout, rank: int
+) -> bool:
     """Whether the gradients that reach a rank's columns are its part of those that reach all columns. Code may give the same values and
     other gradients: `x + y - y.detach()`."""
-    numbers = torch.Generator().manual_seed(2)
-    slope = torch.randn(seen.reached.shape, generator=numbers, dtype=seen.reached.dtype).to(seen.reached.device)
-    dealt = shares(seen.width, layout.ways, layout.unit)
-    mine = slope.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
-    whole = _slopes(model, candidate, seen, nullcontext(), slope)
-    parts = _slopes(model, candidate, seen, as_rank(model, candidate, seen, layout, rank), mine)
-    if whole is None or parts is None:
-        return whole is parts
-    for path, true, found in zip(candidate.columns, whole, parts, strict=True):
-        dim = _channel_dim(model.get_submodule(path))
-        wanted = _part(true.movedim(dim, 0), layout.parts, layout, rank).movedim(0, dim)
-        if not equal(found, wanted, float(true.abs().max())):
+    generator = torch.Generator().manual_seed(2)
+    row_gradient = torch.randn(recorded.row_input.shape, generator=generator, dtype=recorded.row_input.dtype).to(
+        recorded.row_input.device
+    )
+    shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
+    local_gradient = row_gradient.narrow(recorded.channel_dim, sum(shard_sizes[:rank]), shard_sizes[rank])
+    full_gradients = _column_gradients(model, candidate, recorded, nullcontext(), row_gradient)
+    rank_gradients = _column_gradients(
+        model, candidate, recorded, running_as_rank(model, candidate, recorded, layout, rank), local_gradient
+    )
+    if full_gradients is None or rank_gradients is None:
+        return full_gradients is rank_gradients
+    for path, full_gradient, rank_gradient in zip(candidate.columns, full_gradients, rank_gradients, strict=True):
+        channel_dim = _find_channel_dim(model.get_submodule(path))
+        expected_gradient = _shard_columns(
+            full_gradient.movedim(channel_dim, 0), layout.fused_sizes, layout, rank
+        ).movedim(0, channel_dim)
+        if not are_tensors_close(rank_gradient, expected_gradient, float(full_gradient.abs().max())):
             return False
     return True
 
 
-def _slopes(
-    model: nn.Module, candidate: Candidate, seen: Seen, computing: AbstractContextManager[None], slope: Tensor
+def _column_gradients(
+    model: nn.Module,
+    candidate: Candidate,
+    recorded: RecordedCall,
+    rank_context: AbstractContextManager[None],
+    row_gradient: Tensor,
 ) -> list[Tensor] | None:
-    """The gradients of the columns' outputs where the row's input has the gradient `slope`; None: no gradient gets there."""
-    given: list[Tensor] = []
-    reached: list[Tensor] = []
+    """The gradients of the columns' outputs where the row's input has the gradient `row_gradient`; None: no gradient gets there."""
+    column_outputs: list[Tensor] = []
+    row_inputs: list[Tensor] = []
 
-    def leaf(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make_leaf_forward(column_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            given.append(inner(*args, **kwargs).detach().requires_grad_(True))
-            return given[-1].clone()
+            column_outputs.append(column_forward(*args, **kwargs).detach().requires_grad_(True))
+            return column_outputs[-1].clone()
 
         return forward
 
-    def answer(x: Tensor) -> Tensor:
-        reached.append(x)
-        return seen.gave.clone()
+    def record_row_input(row_input: Tensor) -> Tensor:
+        row_inputs.append(row_input)
+        return recorded.row_output.clone()
 
-    args, kwargs = plain((seen.args, seen.kwargs))
-    holder, row = model.get_submodule(seen.holder), model.get_submodule(candidate.row)
-    with mode(holder, training=True), on_copies(model, seen.before), computing, ExitStack() as stack:
+    args, kwargs = copy_detached((recorded.args, recorded.kwargs))
+    ancestor, row_module = model.get_submodule(recorded.ancestor), model.get_submodule(candidate.row)
+    with (
+        training_mode(ancestor, training=True),
+        copied_buffers(model, recorded.buffers_before),
+        rank_context,
+        ExitStack() as stack,
+    ):
         for path in candidate.columns:
-            column = model.get_submodule(path)
-            stack.enter_context(calling(column, leaf(column.forward)))
-        stack.enter_context(calling(row, by_name(row, answer)))
+            column_module = model.get_submodule(path)
+            stack.enter_context(replaced_forward(column_module, make_leaf_forward(column_module.forward)))
+        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)))
         with torch.enable_grad():
-            holder(*args, **kwargs)
-    if not reached[0].requires_grad:
+            ancestor(*args, **kwargs)
+    if not row_inputs[0].requires_grad:
         return None
-    slopes = torch.autograd.grad(reached[0], given, slope, allow_unused=True)
-    return [torch.zeros_like(x) if found is None else found for x, found in zip(given, slopes, strict=True)]
+    gradients = torch.autograd.grad(row_inputs[0], column_outputs, row_gradient, allow_unused=True)
+    return [
+        torch.zeros_like(column_output) if gradient is None else gradient
+        for column_output, gradient in zip(column_outputs, gradients, strict=True)
+    ]
 
 
-def _channel_dim(module: Any) -> int:
+def _find_channel_dim(module: Any) -> int:
     return -1 if is_linear(module) else -1 - len(module.kernel_size)
 
 
-def _adds_up(row: Any, seen: Seen, layout: Layout) -> bool:
+def _row_outputs_add_up(row_module: Any, recorded: RecordedCall, layout: ColumnLayout) -> bool:
     """Whether what the ranks' inputs of the row give, each with its part of the weight, adds up to what it gave."""
-    dealt = shares(seen.width, layout.ways, layout.unit)
-    multiply = product(row)
+    shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
+    matmul = get_matmul(row_module)
     with torch.no_grad():
-        parts = zip(seen.reached.split(dealt, seen.dim), weight_of(row).split(dealt, 1), strict=True)
-        total = torch.stack([multiply(x, part, None) for x, part in parts]).sum(0)
-        if row.bias is not None:
-            total = total + row.bias.view(-1, *(1,) * (-1 - seen.dim))
-    return equal(total, seen.gave)
+        shards = zip(
+            recorded.row_input.split(shard_sizes, recorded.channel_dim),
+            get_output_first_weight(row_module).split(shard_sizes, 1),
+            strict=True,
+        )
+        total = torch.stack([matmul(input_shard, weight_shard, None) for input_shard, weight_shard in shards]).sum(0)
+        if row_module.bias is not None:
+            total = total + row_module.bias.view(-1, *(1,) * (-1 - recorded.channel_dim))
+    return are_tensors_close(total, recorded.row_output)
 
 
-def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen) -> tuple[str, ...] | None:
+def _find_partial_parameters(
+    model: nn.Module, run_step: Callable[[], Any], candidate: Candidate, recorded: RecordedCall
+) -> tuple[str, ...] | None:
     """Parameters that reach the row beside the columns; None where something does that cannot be added up over the ranks."""
     leaves: list[Tensor] = []
-    reached: list[Tensor] = []
+    row_inputs: list[Tensor] = []
 
-    def given(leaf: Any) -> Any:
+    def make_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         leaves.append(leaf.detach().requires_grad_(True))
         return leaves[-1].clone()
 
-    def answer(x: Tensor) -> Tensor:
-        reached.append(x)
-        return seen.gave.clone()
+    def record_row_input(row_input: Tensor) -> Tensor:
+        row_inputs.append(row_input)
+        return recorded.row_output.clone()
 
-    args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
-    own = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with on_copies(model, seen.before), ExitStack() as stack, torch.enable_grad():
+    args, kwargs = tree_map(make_leaf, copy_tree((recorded.args, recorded.kwargs)))
+    trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    with copied_buffers(model, recorded.buffers_before), ExitStack() as stack, torch.enable_grad():
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
-            stack.enter_context(calling(module, _detached(module.forward)))
-        row = model.get_submodule(candidate.row)
-        stack.enter_context(calling(row, by_name(row, answer)))
-        model.get_submodule(seen.holder)(*args, **kwargs)
-        if not reached[0].requires_grad:
+            stack.enter_context(replaced_forward(module, _detach_output(module.forward)))
+        row_module = model.get_submodule(candidate.row)
+        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)))
+        model.get_submodule(recorded.ancestor)(*args, **kwargs)
+        if not row_inputs[0].requires_grad:
             return ()
-        grads = torch.autograd.grad(reached[0].sum(), [*leaves, *own.values()], allow_unused=True)
-    names = [name for name, grad in zip(own, grads[len(leaves) :], strict=True) if grad is not None]
-    if any(grad is not None for grad in grads[: len(leaves)]) or any(own[name].dim() > 1 for name in names):
+        grads = torch.autograd.grad(row_inputs[0].sum(), [*leaves, *trainable.values()], allow_unused=True)
+    names = [name for name, grad in zip(trainable, grads[len(leaves) :], strict=True) if grad is not None]
+    if any(grad is not None for grad in grads[: len(leaves)]) or any(trainable[name].dim() > 1 for name in names):
         return None
-    return tuple(names) if _only_there(model, step, candidate.row, [own[name] for name in names]) else None
+    return (
+        tuple(names)
+        if _reaches_loss_only_through(model, run_step, candidate.row, [trainable[name] for name in names])
+        else None
+    )
 
 
-def _detached(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: inner(*args, **kwargs).detach()
+def _detach_output(original_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: original_forward(*args, **kwargs).detach()
 
 
-def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters: list[nn.Parameter]) -> bool:
+def _reaches_loss_only_through(
+    model: nn.Module, run_step: Callable[[], Any], row: str, parameters: list[nn.Parameter]
+) -> bool:
     """Whether the loss depends on parameters through a row alone."""
     module = model.get_submodule(row)
-    inner = module.forward
-    with calling(module, by_name(module, lambda x: inner(x.detach()))), torch.enable_grad():
-        loss, _ = step()
+    row_forward = module.forward
+    with (
+        replaced_forward(module, accept_input_by_name(module, lambda row_input: row_forward(row_input.detach()))),
+        torch.enable_grad(),
+    ):
+        loss, _ = run_step()
         (total, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
         grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
     return all(grad is None for grad in grads)
 
 
-def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
-    dealt = shares(seen.width, layout.ways, layout.unit)
-    wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
-    holder = model.get_submodule(seen.holder)
-    args, kwargs = plain((seen.args, seen.kwargs))
+def _rank_matches(
+    model: nn.Module, candidate: Candidate, recorded: RecordedCall, layout: ColumnLayout, rank: int
+) -> bool:
+    shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
+    expected_input = recorded.row_input.narrow(recorded.channel_dim, sum(shard_sizes[:rank]), shard_sizes[rank])
+    ancestor = model.get_submodule(recorded.ancestor)
+    args, kwargs = copy_detached((recorded.args, recorded.kwargs))
 
-    reached: list[Tensor] = []
+    row_inputs: list[Tensor] = []
 
-    def answer(x: Tensor) -> Tensor:
-        reached.append(x)
-        return seen.gave.clone()
+    def record_row_input(row_input: Tensor) -> Tensor:
+        row_inputs.append(row_input)
+        return recorded.row_output.clone()
 
-    row = model.get_submodule(candidate.row)
+    row_module = model.get_submodule(candidate.row)
     with (
-        mode(holder, training=seen.training),
-        on_copies(model, seen.before),
-        as_rank(model, candidate, seen, layout, rank),
-        calling(row, by_name(row, answer)),
+        training_mode(ancestor, training=recorded.training),
+        copied_buffers(model, recorded.buffers_before),
+        running_as_rank(model, candidate, recorded, layout, rank),
+        replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)),
     ):
         try:
-            out = holder(*args, **kwargs)
+            out = ancestor(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
         buffers = dict(model.named_buffers())
     # What else comes out (a bias per head that later layers take over, a buffer) must be as it was, too.
-    cut = {f"{path}.{name}" for path in candidate.between for name in model.get_submodule(path)._buffers}
-    after = {
-        name: _part(value, (), layout, rank) if name in cut and value.dim() else value
-        for name, value in seen.after.items()
+    sharded_buffers = {f"{path}.{name}" for path in candidate.between for name in model.get_submodule(path)._buffers}
+    expected_buffers = {
+        name: _shard_columns(value, (), layout, rank) if name in sharded_buffers and value.dim() else value
+        for name, value in recorded.buffers_after.items()
     }
-    return len(reached) == 1 and equal(reached[0], wanted) and same((out, buffers), (seen.out, after))
+    return (
+        len(row_inputs) == 1
+        and are_tensors_close(row_inputs[0], expected_input)
+        and are_trees_close((out, buffers), (recorded.output, expected_buffers))
+    )
 
 
 @contextmanager
-def as_rank(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> Iterator[None]:
+def running_as_rank(
+    model: nn.Module, candidate: Candidate, recorded: RecordedCall, layout: ColumnLayout, rank: int
+) -> Iterator[None]:
     """Inside, what lies before the row computes as one rank would."""
-    mine = shares(seen.width, layout.ways, layout.unit)[rank]
+    local_width = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)[rank]
     with (
-        _divided(model, layout, seen.width, rank),
-        _cut(model, candidate, layout, rank),
-        nullcontext() if layout.fits is None else Fitted(seen.width, mine),
+        _divided_attributes(model, layout, recorded.row_width, rank),
+        _sharded_pair(model, candidate, layout, rank),
+        nullcontext() if layout.refitted_module is None else LocalWidthViews(recorded.row_width, local_width),
     ):
         yield
 
 
 @contextmanager
-def _divided(model: nn.Module, layout: Layout, width: int, rank: int) -> Iterator[None]:
-    places = [(model.get_submodule(path), name) for path, name in layout.divide]
-    values = [getattr(module, name) for module, name in places]
+def _divided_attributes(model: nn.Module, layout: ColumnLayout, row_width: int, rank: int) -> Iterator[None]:
+    attributes = [(model.get_submodule(path), name) for path, name in layout.divided_attributes]
+    original_values = [getattr(module, name) for module, name in attributes]
     try:
-        for (module, name), value in zip(places, values, strict=True):
-            setattr(module, name, portion(value, rank, layout.ways, width=width, unit=layout.unit))
+        for (module, name), value in zip(attributes, original_values, strict=True):
+            setattr(
+                module, name, shard_attribute(value, rank, layout.tp_size, width=row_width, unit=layout.shard_multiple)
+            )
         yield
     finally:
-        for (module, name), value in zip(places, values, strict=True):
+        for (module, name), value in zip(attributes, original_values, strict=True):
             setattr(module, name, value)
 
 
 @contextmanager
-def _cut(model: nn.Module, candidate: Candidate, layout: Layout, rank: int) -> Iterator[None]:
+def _sharded_pair(model: nn.Module, candidate: Candidate, layout: ColumnLayout, rank: int) -> Iterator[None]:
     """The columns and the modules between compute with one rank's part."""
-    slots: list[dict[str, Any]] = [
-        each
+    tensor_slots: list[dict[str, Any]] = [
+        named_tensors
         for path in candidate.between
-        for each in (model.get_submodule(path)._parameters, model.get_submodule(path)._buffers)
+        for named_tensors in (model.get_submodule(path)._parameters, model.get_submodule(path)._buffers)
     ]
-    before: list[Mapping[str, Any]] = [dict(each) for each in slots]
+    original_slots: list[Mapping[str, Any]] = [dict(named_tensors) for named_tensors in tensor_slots]
     with ExitStack() as stack:
         for path in candidate.columns:
             module = model.get_submodule(path)
-            stack.enter_context(calling(module, _with_part(module, layout, rank)))
+            stack.enter_context(replaced_forward(module, _make_sharded_forward(module, layout, rank)))
         try:
-            for slot in slots:
+            for slot in tensor_slots:
                 for name, value in slot.items():
                     if value is not None and value.dim():
-                        slot[name] = _part(value.detach(), (), layout, rank)
+                        slot[name] = _shard_columns(value.detach(), (), layout, rank)
             yield
         finally:
-            for slot, values in zip(slots, before, strict=True):
+            for slot, values in zip(tensor_slots, original_slots, strict=True):
                 slot.update(values)
 
 
-def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Tensor:
-    found = []
-    for each in value.split(list(parts or (value.shape[0],))):
-        dealt = shares(each.shape[0], layout.ways, layout.unit)
-        found.append(each.narrow(0, sum(dealt[:rank]), dealt[rank]))
-    return torch.cat(found)
+def _shard_columns(value: Tensor, fused_sizes: Sequence[int], layout: ColumnLayout, rank: int) -> Tensor:
+    shards = []
+    for block in value.split(list(fused_sizes or (value.shape[0],))):
+        shard_sizes = compute_shard_sizes(block.shape[0], layout.tp_size, layout.shard_multiple)
+        shards.append(block.narrow(0, sum(shard_sizes[:rank]), shard_sizes[rank]))
+    return torch.cat(shards)
 
 
-def _with_part(module: Any, layout: Layout, rank: int) -> Callable[..., Tensor]:
-    weight = _part(weight_of(module), layout.parts, layout, rank)
-    bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
-    multiply = product(module)
-    return by_name(module, lambda x: multiply(x, weight, bias))
+def _make_sharded_forward(module: Any, layout: ColumnLayout, rank: int) -> Callable[..., Tensor]:
+    weight = _shard_columns(get_output_first_weight(module), layout.fused_sizes, layout, rank)
+    bias = None if module.bias is None else _shard_columns(module.bias, layout.fused_sizes, layout, rank)
+    matmul = get_matmul(module)
+    return accept_input_by_name(module, lambda layer_input: matmul(layer_input, weight, bias))

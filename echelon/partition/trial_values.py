@@ -13,82 +13,84 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.tree import tensors
+from echelon.tree import tree_tensors
 
 #: Noise, relative to a parameter's own size, and its size where the parameter is zero.
-_NOISE, _LEAST = 0.5, 0.1
-_FACTORS = {"shaken": 1.0, "larger": 8.0, "smaller": 1 / 32}
+_NOISE_SCALE, _ZERO_PARAMETER_SCALE = 0.5, 0.1
+_SCALE_FACTORS = {"shaken": 1.0, "larger": 8.0, "smaller": 1 / 32}
 #: Training steps, and how far each moves a parameter relative to its size.
-_STEPS, _MOVE = 2, 0.2
+_TRAINING_STEPS, _STEP_SCALE = 2, 0.2
 
 #: In the order in which they are tried.
-VALUES = (*_FACTORS, "trained", "initial")
+PARAMETER_VALUES = (*_SCALE_FACTORS, "trained", "initial")
 
 
 @contextmanager
-def parameters_at(model: nn.Module, name: str, step: Callable[[], Any]) -> Iterator[None]:
-    """Inside, the model's parameters have the values of this name (one of VALUES); `step()` gives the loss."""
-    held = [value for value in model.parameters() if value.is_floating_point() or value.is_complex()]
+def parameter_values(model: nn.Module, name: str, run_step: Callable[[], Any]) -> Iterator[None]:
+    """Inside, the model's parameters have the values of this name (one of VALUES); `run_step()` gives the loss."""
+    parameters = [value for value in model.parameters() if value.is_floating_point() or value.is_complex()]
     if name == "initial":
         yield
         return
-    kept = [value.detach().clone() for value in held]
+    saved_values = [value.detach().clone() for value in parameters]
     try:
         if name == "trained":
-            _train(held, step)
+            _train(parameters, run_step)
         else:
-            _shake(held, _FACTORS[name])
+            _perturb(parameters, _SCALE_FACTORS[name])
         yield
     finally:
         with torch.no_grad():
-            for value, before in zip(held, kept, strict=True):
-                value.copy_(before)
+            for value, saved_value in zip(parameters, saved_values, strict=True):
+                value.copy_(saved_value)
 
 
 @torch.no_grad()
-def _shake(held: Sequence[Tensor], factor: float) -> None:
-    numbers = torch.Generator().manual_seed(1)
-    for value in held:
+def _perturb(parameters: Sequence[Tensor], factor: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for value in parameters:
         if not value.numel():
             continue
-        noise = torch.randn(value.shape, generator=numbers, dtype=value.dtype)
-        value.add_(noise.to(value.device), alpha=_NOISE * _size(value)).mul_(factor)
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        value.add_(noise.to(value.device), alpha=_NOISE_SCALE * _rms(value)).mul_(factor)
 
 
-def _train(held: Sequence[Tensor], step: Callable[[], Any]) -> None:
+def _train(parameters: Sequence[Tensor], run_step: Callable[[], Any]) -> None:
     """Steps of gradient descent that are large for every parameter, however small its gradient is."""
-    trained = [value for value in held if value.requires_grad and value.numel()]
-    for _ in range(_STEPS):
+    trained = [value for value in parameters if value.requires_grad and value.numel()]
+    for _ in range(_TRAINING_STEPS):
         with torch.enable_grad():
-            total = tensors(step())[0].sum()
-            slopes = torch.autograd.grad(total, trained, allow_unused=True)
+            total = tree_tensors(run_step())[0].sum()
+            gradients = torch.autograd.grad(total, trained, allow_unused=True)
         with torch.no_grad():
-            for value, slope in zip(trained, slopes, strict=True):
-                if slope is not None and slope.any():
-                    value.sub_(slope, alpha=_MOVE * _size(value) / _size(slope, least=0.0))
+            for value, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None and gradient.any():
+                    value.sub_(gradient, alpha=_STEP_SCALE * _rms(value) / _rms(gradient, default=0.0))
 
 
-def _size(value: Tensor, least: float = _LEAST) -> float:
-    """The root mean square of a tensor; `least` where all of it is zero."""
-    return float(value.abs().double().square().mean().sqrt()) or least
+def _rms(value: Tensor, default: float = _ZERO_PARAMETER_SCALE) -> float:
+    """The root mean square of a tensor; `default` where all of it is zero."""
+    return float(value.abs().double().square().mean().sqrt()) or default
 
 
-def at_each(model: nn.Module, step: Callable[[], Any], names: Sequence[str] = VALUES) -> Iterator[str]:
+def iterate_parameter_values(
+    model: nn.Module, run_step: Callable[[], Any], names: Sequence[str] = PARAMETER_VALUES
+) -> Iterator[str]:
     """The names in turn, with the model at those values. Where the model cannot be set to them they are left out."""
     for name in names:
-        with suppress(_RefusedError), parameters_at(model, name, _refusing(step)):
+        with suppress(_TrainingStepError), parameter_values(model, name, _wrap_step_errors(run_step)):
             yield name
 
 
-class _RefusedError(Exception):
+class _TrainingStepError(Exception):
     """The model does not run at the values that a training step needs."""
 
 
-def _refusing(step: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_step_errors(run_step: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         try:
-            return step()
+            return run_step()
         except Exception as error:
-            raise _RefusedError from error
+            raise _TrainingStepError from error
 
     return run

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SampleRange:
     """Samples `start` to `stop` (exclusive) of the global batch."""
 
     start: int
@@ -25,62 +25,67 @@ class Span:
         return self.stop - self.start
 
 
-def cut(start: int, stop: int, parts: int) -> list[Span]:
+def split_evenly(start: int, stop: int, parts: int) -> list[SampleRange]:
     """`parts` consecutive slices whose sizes differ by one at most, the larger first."""
     base, extra = divmod(stop - start, parts)
-    return _slices(start, [base + (part < extra) for part in range(parts)])
+    return _consecutive_ranges(start, [base + (part < extra) for part in range(parts)])
 
 
-def _slices(start: int, sizes: Sequence[int]) -> list[Span]:
+def _consecutive_ranges(start: int, sizes: Sequence[int]) -> list[SampleRange]:
     ends = list(accumulate(sizes, initial=start))
-    return [Span(begin, end) for begin, end in pairwise(ends)]
+    return [SampleRange(begin, end) for begin, end in pairwise(ends)]
 
 
-def sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
+def local_batch_sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
     """Samples of each data rank: alike, or in proportion to `shares`, and one at least."""
     if batch < dp:
         raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
     if not shares:
-        return [part.size for part in cut(0, batch, dp)]
+        return [samples.size for samples in split_evenly(0, batch, dp)]
     if len(shares) != dp:
         raise ValueError(f"{len(shares)} shares for {dp} data ranks")
-    whole = sum(shares)
-    found = [batch * share // whole for share in shares]
+    total_share = sum(shares)
+    sizes = [batch * share // total_share for share in shares]
     # What rounding left over goes where the most was cut off, the first of those alike.
-    behind = sorted(range(dp), key=lambda rank: -(batch * shares[rank] % whole))
-    for rank in behind[: batch - sum(found)]:
-        found[rank] += 1
+    by_remainder = sorted(range(dp), key=lambda rank: -(batch * shares[rank] % total_share))
+    for rank in by_remainder[: batch - sum(sizes)]:
+        sizes[rank] += 1
     # Nobody may be without a sample: those that have most give.
-    while 0 in found:
-        found[found.index(max(found))] -= 1
-        found[found.index(0)] = 1
-    return found
+    while 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] = 1
+    return sizes
 
 
-def largest_share(batch: int, dp: int, shares: Sequence[int] = ()) -> int:
+def largest_local_batch(batch: int, dp: int, shares: Sequence[int] = ()) -> int:
     """Samples of the data rank that has most."""
     if batch < dp:
         raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
-    return max(sizes(batch, dp, shares)) if shares else -(-batch // dp)
+    return max(local_batch_sizes(batch, dp, shares)) if shares else -(-batch // dp)
 
 
-def rounds(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -> int:
+def count_micro_batches(batch: int, dp: int, micro_batch_size: int | None, shares: Sequence[int] = ()) -> int:
     """How many micro-batches each data rank runs for a batch of `batch` samples."""
-    largest = largest_share(batch, dp, shares)
-    if micro is None:
+    largest = largest_local_batch(batch, dp, shares)
+    if micro_batch_size is None:
         return 1
-    smallest = min(sizes(batch, dp, shares)) if shares else batch // dp
+    smallest = min(local_batch_sizes(batch, dp, shares)) if shares else batch // dp
     # The largest share decides, but the smallest must not run dry before it: then micro-batches hold more than was asked for, by one sample
     # where shares are alike. `check` refuses more than that.
-    return min(-(-largest // micro), smallest)
+    return min(-(-largest // micro_batch_size), smallest)
 
 
-def largest_micro(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -> int:
+def largest_micro_batch(batch: int, dp: int, micro_batch_size: int | None, shares: Sequence[int] = ()) -> int:
     """Samples of the largest micro-batch of all ranks."""
-    return -(-largest_share(batch, dp, shares) // rounds(batch, dp, micro, shares))
+    return -(-largest_local_batch(batch, dp, shares) // count_micro_batches(batch, dp, micro_batch_size, shares))
 
 
-def split(batch: int, dp: int, micro: int | None = None, shares: Sequence[int] = ()) -> list[list[Span]]:
+def split_batch(
+    batch: int, dp: int, micro_batch_size: int | None = None, shares: Sequence[int] = ()
+) -> list[list[SampleRange]]:
     """For each data rank its micro-batches, as slices of the global batch. `shares`: of ranks that are not equally fast."""
-    turns = rounds(batch, dp, micro, shares)
-    return [cut(share.start, share.stop, turns) for share in _slices(0, sizes(batch, dp, shares))]
+    micro_batch_count = count_micro_batches(batch, dp, micro_batch_size, shares)
+    return [
+        split_evenly(samples.start, samples.stop, micro_batch_count)
+        for samples in _consecutive_ranges(0, local_batch_sizes(batch, dp, shares))
+    ]

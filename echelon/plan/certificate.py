@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
-from echelon.plan.input_digests import differences
+from echelon.plan.input_digests import describe_differences
 from echelon.plan.plan import Plan
 
 #: What a plan was compared with: one device, one process on the host's CPU, or another plan.
@@ -20,14 +20,14 @@ class Finding:
 
     kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift, self, state
     tensors: int
-    worst: float
+    max_difference: float
     where: str
     bound: float
 
     @property
-    def good(self) -> bool:
+    def is_within_bound(self) -> bool:
         """Whether the difference is within the bound."""
-        return self.worst <= self.bound
+        return self.max_difference <= self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Certificate(Document):
 
     KIND: ClassVar[str] = "certificate"
     VERSION: ClassVar[int] = 3
-    SEALED: ClassVar[bool] = True
+    HASH_REQUIRED: ClassVar[bool] = True
 
     plan: Plan
     job: str  #: hash of the job file's text
@@ -55,16 +55,16 @@ class Certificate(Document):
     #: What the job was made from, by name: files, variables and arguments that it read, its sources, code and data.
     inputs: dict[str, str] = field(default_factory=dict)
     #: Hash of the traced operators; empty: they were not traced.
-    graph: str = ""
+    graph_hash: str = ""
     #: Whether two runs of one device agreed. False: nothing can be said of the plan, and `divergent` says where they differ.
     deterministic: bool = True
     #: What it was compared with. "plan" is weaker: a mistake that both plans share is not seen.
     reference: ReferenceKind = "device"
     #: That plan.
-    peer: Plan | None = None
+    reference_plan: Plan | None = None
 
     def __post_init__(self) -> None:
-        if (self.reference == "plan") != (self.peer is not None):
+        if (self.reference == "plan") != (self.reference_plan is not None):
             raise ValueError(
                 f"reference={self.reference!r}: the peer is the plan that was compared with, and only that"
             )
@@ -72,25 +72,29 @@ class Certificate(Document):
             raise ValueError("verified=True and deterministic=False: a job that differs from itself proves no plan")
         if not self.findings:
             raise ValueError("findings: a proof compares at least one kind of tensor")
-        good = all(finding.good for finding in self.findings)
-        if self.verified != good:
-            raise ValueError(f"verified={self.verified}, but {'all' if good else 'not all'} findings are within bounds")
+        all_within_bounds = all(finding.is_within_bound for finding in self.findings)
+        if self.verified != all_within_bounds:
+            raise ValueError(
+                f"verified={self.verified}, but {'all' if all_within_bounds else 'not all'} findings are within bounds"
+            )
         if self.verified == bool(self.divergent):
             raise ValueError(f"verified={self.verified} and divergent={self.divergent!r}: one of the two is wrong")
 
     @property
-    def against(self) -> str:
+    def reference_description(self) -> str:
         """What it was compared with, in words."""
-        return {"device": "one device", "host": "one process on the CPU"}.get(self.reference, f'the plan "{self.peer}"')
+        return {"device": "one device", "host": "one process on the CPU"}.get(
+            self.reference, f'the plan "{self.reference_plan}"'
+        )
 
     @property
-    def weakness(self) -> str:
+    def limitation(self) -> str:
         """What this proof cannot show that one against one device would; empty where it is as strong."""
         if self.reference != "plan":
             return ""
-        return f'it was compared with the plan "{self.peer}", not with one device: an error that both share is not seen'
+        return f'it was compared with the plan "{self.reference_plan}", not with one device: an error that both share is not seen'
 
-    def stale(
+    def mismatch_reasons(
         self,
         *,
         plan: Plan,
@@ -104,9 +108,9 @@ class Certificate(Document):
 
         `inputs` None: they are not known, so that the job file alone decides. `graph` empty: the run was not traced.
         """
-        reasons = [] if inputs is None else differences(self.inputs, inputs)
-        if self.graph and graph and self.graph != graph:
-            reasons.append(f"the traced operators changed: certified {self.graph[:12]}, now {graph[:12]}")
+        reasons = [] if inputs is None else describe_differences(self.inputs, inputs)
+        if self.graph_hash and graph and self.graph_hash != graph:
+            reasons.append(f"the traced operators changed: certified {self.graph_hash[:12]}, now {graph[:12]}")
         if self.job != job:
             reasons.append(f"the job file changed: certified {self.job[:12]}, now {job[:12]}")
         if self.model != model:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.plan.parameter_server import candidates, choose
+from echelon.plan.parameter_server import choose_served_tables, large_tables
 from echelon.plan.plan import Plan
 from echelon.plan.problem import Problem
-from echelon.plan.profile import Profile, Rule
+from echelon.plan.profile import OptimizerProfile, Profile
 
 #: What servers compute for parameters that are no tables.
-DENSE = ("SGD", "Adagrad", "Adam", "AdamW")
+SERVER_OPTIMIZERS = ("SGD", "Adagrad", "Adam", "AdamW")
 #: So many tables are named with their reasons.
-_TOLD = 3
+_MAX_LISTED = 3
 
 
-def alone(plan: Plan) -> Iterator[Problem]:
+def check_server_settings(plan: Plan) -> Iterator[Problem]:
     """Without a model."""
-    if not plan.served:
-        yield from _idle(plan)
+    if not plan.uses_servers:
+        yield from _check_unused_server_fields(plan)
         return
     if plan.replicas > plan.servers:
         yield Problem(
@@ -46,95 +46,106 @@ def alone(plan: Plan) -> Iterator[Problem]:
             path="recompute", value=plan.recompute, rule="what is computed again in backward would read rows again that others may have changed",
             remedy="leave `recompute` out",
         )  # fmt: skip
-    if plan.free and plan.batchnorm == "sync":
+    if plan.asynchronous and plan.batchnorm == "sync":
         yield Problem(
             path="batchnorm", value="sync", rule="ranks that do not wait for each other have no common statistics",
             remedy="use batchnorm=local, staleness=0 or dense=allreduce",
         )  # fmt: skip
-    if plan.free and plan.precision == "fp16":
+    if plan.asynchronous and plan.precision == "fp16":
         yield Problem(
             path="precision", value="fp16", rule="an overflow has to be known on all ranks, which do not wait for each other",
             remedy="use precision=bf16 or fp32, staleness=0 or dense=allreduce",
         )  # fmt: skip
 
 
-def _idle(plan: Plan) -> Iterator[Problem]:
+def _check_unused_server_fields(plan: Plan) -> Iterator[Problem]:
     """What only a server would read."""
-    plain = Plan()
+    default_plan = Plan()
     for name in ("dense", "staleness", "servers", "replicas", "rows", "tables"):
         value = getattr(plan, name)
-        if value != getattr(plain, name):
-            shown = "none" if value is None else len(value) if isinstance(value, tuple) else value
+        if value != getattr(default_plan, name):
+            displayed = "none" if value is None else len(value) if isinstance(value, tuple) else value
             yield Problem(
-                path=name, value=shown, rule="it is of plans with a parameter server", remedy=f"add exchange=server, or leave `{name}` out"
+                path=name, value=displayed, rule="it is of plans with a parameter server", remedy=f"add exchange=server, or leave `{name}` out"
             )  # fmt: skip
 
 
-def check_served(plan: Plan, profile: Profile) -> Iterator[Problem]:
+def check_server_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
     """With a model: are there tables, and can a server train what it is given as torch would?"""
-    if not plan.served:
+    if not plan.uses_servers:
         return
-    known = {each.path: each for each in profile.tables}
+    tables_by_path = {profiled_table.path: profiled_table for profiled_table in profile.tables}
     for served in plan.tables:
-        table = known.get(served.path)
+        table = tables_by_path.get(served.path)
         if table is None or (table.rows, table.dim) != (served.rows, served.dim):
-            have = "no such table" if table is None else f"{table.rows} x {table.dim} there"
+            actual = "no such table" if table is None else f"{table.rows} x {table.dim} there"
             yield Problem(
-                path="tables", value=f"{served.path} ({served.rows} x {served.dim})", rule=f"{profile.name} has {have}",
+                path="tables", value=f"{served.path} ({served.rows} x {served.dim})", rule=f"{profile.name} has {actual}",
                 remedy="leave tables out: they are found",
             )  # fmt: skip
-        elif table.unfit:
-            yield Problem(path="tables", value=served.path, rule=table.unfit, remedy="or leave it with the ranks")
-    if not plan.tables:
-        yield from _none(plan, profile)
-    if plan.dense == "server":
-        strange = next((rule.name for rule in profile.optimizers if not _computed(rule, plan, profile)), None)
-        if strange is not None:
+        elif table.unsupported_reason:
             yield Problem(
-                path="dense", value="server", rule=f"servers do not compute {strange}, but {', '.join(DENSE)}",
+                path="tables", value=served.path, rule=table.unsupported_reason, remedy="or leave it with the ranks"
+            )
+    if not plan.tables:
+        yield from _check_missing_tables(plan, profile)
+    if plan.dense == "server":
+        unsupported = next(
+            (rule.name for rule in profile.optimizers if not _is_server_optimizer(rule, plan, profile)), None
+        )
+        if unsupported is not None:
+            yield Problem(
+                path="dense", value="server", rule=f"servers do not compute {unsupported}, but {', '.join(SERVER_OPTIMIZERS)}",
                 remedy="use one of these, or dense=allreduce, which leaves it to the ranks",
             )  # fmt: skip
-    if plan.free and profile.clip:
+    if plan.asynchronous and profile.clips_gradients:
         yield Problem(
             path="staleness", value="none" if plan.staleness is None else plan.staleness,
-            rule="clip= needs the norm of all ranks' gradient, and ranks do not wait for each other",
-            remedy="use staleness=0 or dense=allreduce, or leave clip= out",
+            rule="clip_norm= needs the norm of all ranks' gradient, and ranks do not wait for each other",
+            remedy="use staleness=0 or dense=allreduce, or leave clip_norm= out",
         )  # fmt: skip
-    if plan.free and profile.norms:
+    if plan.asynchronous and profile.batch_norms:
         yield Problem(
-            path="dense", value="server", rule=f"{profile.norms[0]} keeps running statistics, which ranks that do not wait for each other have each of its own",
+            path="dense", value="server", rule=f"{profile.batch_norms[0]} keeps running statistics, which ranks that do not wait for each other have each of its own",
             remedy="the checkpoint has those of rank 0; use staleness=0 or dense=allreduce for common ones", severity="warning",
         )  # fmt: skip
 
 
-def _computed(rule: Rule, plan: Plan, profile: Profile) -> bool:
+def _is_server_optimizer(optimizer: OptimizerProfile, plan: Plan, profile: Profile) -> bool:
     """Whether servers do all that an optimizer does; what trains tables alone was looked at with them."""
-    served = {each.path for each in plan.tables or choose(plan, profile)}
-    mine = sum(each.rows * each.dim for each in profile.tables if each.path in served and each.rule == rule.name)
-    return rule.name in DENSE or mine == rule.elements
+    served_paths = {table.path for table in plan.tables or choose_served_tables(plan, profile)}
+    table_elements = sum(
+        table.rows * table.dim
+        for table in profile.tables
+        if table.path in served_paths and table.optimizer == optimizer.name
+    )
+    return optimizer.name in SERVER_OPTIMIZERS or table_elements == optimizer.trainable_elements
 
 
-def _none(plan: Plan, profile: Profile) -> Iterator[Problem]:
+def _check_missing_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
     """No table is named: are there any to be found?"""
-    large = list(candidates(plan, profile))
-    if any(not each.unfit for each in large) or (plan.dense == "server" and not large):
+    candidate_tables = list(large_tables(plan, profile))
+    if any(not table.unsupported_reason for table in candidate_tables) or (
+        plan.dense == "server" and not candidate_tables
+    ):
         return
-    if large:
-        whys: dict[str, list[str]] = {}
-        for each in large:
-            whys.setdefault(each.unfit, []).append(each.path or "the model itself")
-        told = "; ".join(
-            f"{', '.join(paths[:_TOLD])}{' ...' * (len(paths) > _TOLD)}: {why}" for why, paths in whys.items()
+    if candidate_tables:
+        paths_by_reason: dict[str, list[str]] = {}
+        for table in candidate_tables:
+            paths_by_reason.setdefault(table.unsupported_reason, []).append(table.path or "the model itself")
+        reasons_text = "; ".join(
+            f"{', '.join(paths[:_MAX_LISTED])}{' ...' * (len(paths) > _MAX_LISTED)}: {reason}"
+            for reason, paths in paths_by_reason.items()
         )
         yield Problem(
             path="exchange",
             value="server",
-            rule=f"no table can be served ({told})",
+            rule=f"no table can be served ({reasons_text})",
             remedy="or use exchange=allreduce",
         )
         return
-    largest = max((each.rows for each in profile.tables), default=0)
+    most_rows = max((table.rows for table in profile.tables), default=0)
     yield Problem(
-        path="exchange", value="server", rule=f"{profile.name} has no table (nn.Embedding, nn.EmbeddingBag) of rows={plan.rows} or more",
-        remedy=f"use rows={largest} (its largest), or exchange=allreduce" if largest else "use exchange=allreduce, or dense=server as well",
+        path="exchange", value="server", rule=f"{profile.name} has no table (nn.Embedding, nn.EmbeddingBag) of rows={plan.min_table_rows} or more",
+        remedy=f"use rows={most_rows} (its largest), or exchange=allreduce" if most_rows else "use exchange=allreduce, or dense=server as well",
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The cluster: nodes, their devices and links, with rates as functions of what is asked of them.
 
 A rate is never one number: a small or skinny product, two ranks that share the memory bus and a short message are all
-slower than the data sheet. A `Curve` holds measured points and answers for shapes between them.
+slower than the data sheet. A `RateCurve` holds measured points and answers for shapes between them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.plan.codec import Document
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RatePoint:
     """A rate (FLOP/s or bytes/s) at one shape."""
 
     dims: tuple[float, ...]
@@ -26,14 +26,14 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class RateCurve:
     """The rate of one operation on one device while `ranks` processes of `threads` threads each do the same."""
 
     operation: str
     dtype: str = "float32"
     ranks: int = 1
     threads: int = 1
-    points: tuple[Point, ...] = ()
+    points: tuple[RatePoint, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -45,60 +45,73 @@ class Curve:
         if self.ranks < 1 or self.threads < 1:
             raise ValueError(f"{self.operation}: ranks={self.ranks} and threads={self.threads} are at least 1")
 
-    def rate(self, dims: Sequence[float]) -> float:
+    def rate_at(self, dims: Sequence[float]) -> float:
         """The rate at `dims`. Beyond the measured range it stays as it is at the edge."""
         if len(self.points) == 1:
             return self.points[0].rate
-        axes, table = _grid(self.points)
-        inside = tuple(min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, axes, strict=True))
-        if inside in table:
-            return table[inside]
-        found = _between(axes, table, inside)
-        return _near(self.points, inside) if found is None else found
+        dim_values, rate_by_dims = _measured_grid(self.points)
+        clamped_dims = tuple(
+            min(max(value, values[0]), values[-1]) for value, values in zip(dims, dim_values, strict=True)
+        )
+        if clamped_dims in rate_by_dims:
+            return rate_by_dims[clamped_dims]
+        interpolated = _interpolate(dim_values, rate_by_dims, clamped_dims)
+        return _inverse_distance_rate(self.points, clamped_dims) if interpolated is None else interpolated
 
 
 @lru_cache(maxsize=512)
-def _grid(points: tuple[Point, ...]) -> tuple[tuple[tuple[float, ...], ...], dict[tuple[float, ...], float]]:
+def _measured_grid(
+    points: tuple[RatePoint, ...],
+) -> tuple[tuple[tuple[float, ...], ...], dict[tuple[float, ...], float]]:
     """The values that each dim was measured at, and the rate by dims."""
-    axes = tuple(tuple(sorted({point.dims[i] for point in points})) for i in range(len(points[0].dims)))
-    return axes, {point.dims: point.rate for point in points}
+    dim_values = tuple(tuple(sorted({point.dims[i] for point in points})) for i in range(len(points[0].dims)))
+    return dim_values, {point.dims: point.rate for point in points}
 
 
-def _between(
-    axes: tuple[tuple[float, ...], ...], table: dict[tuple[float, ...], float], dims: Sequence[float]
+def _interpolate(
+    dim_values: tuple[tuple[float, ...], ...], rate_by_dims: dict[tuple[float, ...], float], dims: Sequence[float]
 ) -> float | None:
     """Linear in log space between the corners of the cell that holds `dims`; None where a corner was not measured."""
-    sides = []
-    for value, axis in zip(dims, axes, strict=True):
-        high = min(bisect_left(axis, value), len(axis) - 1)
-        low = high if axis[high] == value else max(high - 1, 0)
-        share = math.log(value / axis[low]) / math.log(axis[high] / axis[low]) if low != high and axis[low] > 0 else 0.0
-        sides.append(((axis[low], 1.0 - share), (axis[high], share)) if low != high else ((axis[low], 1.0),))
-    total = 0.0
-    for corner in product(*sides):
-        rate = table.get(tuple(value for value, _ in corner))
+    corners = []
+    for value, values in zip(dims, dim_values, strict=True):
+        upper = min(bisect_left(values, value), len(values) - 1)
+        lower = upper if values[upper] == value else max(upper - 1, 0)
+        weight = (
+            math.log(value / values[lower]) / math.log(values[upper] / values[lower])
+            if lower != upper and values[lower] > 0
+            else 0.0
+        )
+        corners.append(
+            ((values[lower], 1.0 - weight), (values[upper], weight)) if lower != upper else ((values[lower], 1.0),)
+        )
+    log_rate = 0.0
+    for corner in product(*corners):
+        rate = rate_by_dims.get(tuple(value for value, _ in corner))
         if rate is None:
             return None
-        total += math.prod(share for _, share in corner) * math.log(rate)
-    return math.exp(total)
+        log_rate += math.prod(weight for _, weight in corner) * math.log(rate)
+    return math.exp(log_rate)
 
 
-def _near(points: Sequence[Point], dims: Sequence[float]) -> float:
+def _inverse_distance_rate(points: Sequence[RatePoint], dims: Sequence[float]) -> float:
     """Points weighed by closeness in log space, so that factors of two count alike."""
-    total = weight = 0.0
+    weighted_seconds = total_weight = 0.0
     for point in points:
-        distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(dims, point.dims, strict=True))
+        distance = sum(
+            math.log2(max(value, 1.0) / max(measured, 1.0)) ** 2
+            for value, measured in zip(dims, point.dims, strict=True)
+        )
         if distance < 1e-9:
             return point.rate
         # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
-        share = 1.0 / distance**2
-        total += share / point.rate
-        weight += share
-    return weight / total
+        point_weight = 1.0 / distance**2
+        weighted_seconds += point_weight / point.rate
+        total_weight += point_weight
+    return total_weight / weighted_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class CollectiveTiming:
     """A collective between `ranks` processes of one node: seconds by message bytes (of the full tensor)."""
 
     operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -110,7 +123,7 @@ class Link:
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        if not sizes or any(a >= b for a, b in pairwise(sizes)):
+        if not sizes or any(smaller >= larger for smaller, larger in pairwise(sizes)):
             raise ValueError(f"{self.operation}: points ascend by bytes and there is at least one")
         if any(not 0 < seconds < math.inf for _, seconds in self.points):
             raise ValueError(f"{self.operation}: a message takes more than 0 seconds")
@@ -129,18 +142,22 @@ class Link:
         """Bytes per second of the largest message."""
         return self.points[-1][0] / self.points[-1][1]
 
-    def seconds(self, size: float) -> float:
-        """Time of a message of `size` bytes: straight lines between points, the last bandwidth beyond them."""
-        if size <= self.points[0][0]:
+    def seconds(self, message_bytes: float) -> float:
+        """Time of a message of `message_bytes` bytes: straight lines between points, the last bandwidth beyond them."""
+        if message_bytes <= self.points[0][0]:
             return self.points[0][1]
-        for (a, s), (b, t) in zip(self.points, self.points[1:], strict=False):
-            if size <= b:
-                return s + (t - s) * (size - a) / (b - a)
-        return self.points[-1][1] * size / self.points[-1][0]
+        for (lower_bytes, lower_seconds), (upper_bytes, upper_seconds) in zip(
+            self.points, self.points[1:], strict=False
+        ):
+            if message_bytes <= upper_bytes:
+                return lower_seconds + (upper_seconds - lower_seconds) * (message_bytes - lower_bytes) / (
+                    upper_bytes - lower_bytes
+                )
+        return self.points[-1][1] * message_bytes / self.points[-1][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class DataSheet:
     """What a data sheet says of a device: prices what was not measured there."""
 
     #: Dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4; bf16 where it is not as fast as half.
@@ -160,29 +177,31 @@ class Sheet:
             raise ValueError(
                 f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
             )
-        strange = sorted(set(self.peaks) - set(_WIDER))
-        if strange:
-            raise ValueError(f"peaks: {', '.join(strange)}: not a precision; known are {', '.join(_WIDER)}")
-        figures = {f"{name} peak": value for name, value in self.peaks.items()}
-        figures |= {name: getattr(self, name) for name in ("vector", "bandwidth", "units", "power", "legacy")}
-        figures |= {"price": self.price} if self.price is not None else {}
-        for name, value in figures.items():
+        unknown = sorted(set(self.peaks) - set(_PRECISION_FALLBACKS))
+        if unknown:
+            raise ValueError(
+                f"peaks: {', '.join(unknown)}: not a precision; known are {', '.join(_PRECISION_FALLBACKS)}"
+            )
+        values = {f"{name} peak": value for name, value in self.peaks.items()}
+        values |= {name: getattr(self, name) for name in ("vector", "bandwidth", "units", "power", "legacy")}
+        values |= {"price": self.price} if self.price is not None else {}
+        for name, value in values.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value}: a data sheet's figures are above 0 and finite")
         for name in ("power", "legacy"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a share is at most 1")
 
-    def peak(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """FLOP/s of products in `precision`; one that it lacks is computed in the next wider one that it has."""
-        for name in _WIDER[precision]:
+        for name in _PRECISION_FALLBACKS[precision]:
             if name in self.peaks:
                 return self.peaks[name]
         return self.peaks["fp32"]
 
 
 #: What a device that lacks a precision computes in instead.
-_WIDER = {
+_PRECISION_FALLBACKS = {
     "fp4": ("fp4", "fp8", "half", "fp32"),
     "fp8": ("fp8", "half", "fp32"),
     "half": ("half", "fp32"),
@@ -193,7 +212,7 @@ _WIDER = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class Interconnect:
     """A network by its data sheet: inside nodes (bytes/s per device) or between them (bytes/s per node), in each direction."""
 
     kind: str
@@ -214,12 +233,12 @@ class Wire:
 
 
 #: Small blocks share a stretch of memory: one grain is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).
-_STRETCH = 20 * 2**20
+_ALLOCATOR_SEGMENT_BYTES = 20 * 2**20
 
 
-def rounded(size: float, blocks: float, grain: float) -> float:
+def allocated_bytes(size: float, blocks: float, padding: float) -> float:
     """Bytes that an allocator takes for `size` bytes in `blocks` blocks."""
-    return size + grain * min(blocks, size / _STRETCH)
+    return size + padding * min(blocks, size / _ALLOCATOR_SEGMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,27 +250,27 @@ class Device:
     memory: int  #: bytes
     cores: int = 1
     instructions: tuple[str, ...] = ()
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[RateCurve, ...] = ()
     overhead: float = 0.0  #: seconds that one operator costs however small
-    fault: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
+    page_fault_seconds: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
     framework: int = 0  #: bytes that a process holds before it has a model
-    grain: float = 0.0  #: bytes that the allocator adds to a large block (huge pages); see `rounded`
+    block_padding: float = 0.0  #: bytes that the allocator adds to a large block (huge pages); see `allocated_bytes`
     retained: float = (
         0.0  #: bytes that the allocator has not given back at the peak, per byte that comes and goes by then
     )
     workspace: float = 0.0  #: bytes that libraries take once and keep
-    sheet: Sheet | None = None  #: prices what has no curve
+    sheet: DataSheet | None = None  #: prices what has no curve
 
-    def curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> Curve | None:
+    def nearest_curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> RateCurve | None:
         """The curve measured under the load nearest to `ranks` x `threads`; None: this operation was not measured."""
-        found = [curve for curve in self.curves if curve.operation == operation and curve.dtype == dtype]
-        if not found:
+        candidates = [curve for curve in self.curves if curve.operation == operation and curve.dtype == dtype]
+        if not candidates:
             return None
 
-        def distance(curve: Curve) -> tuple[float, float]:
+        def distance(curve: RateCurve) -> tuple[float, float]:
             return abs(math.log2(curve.threads / threads)), abs(math.log2(curve.ranks / ranks))
 
-        return min(found, key=distance)
+        return min(candidates, key=distance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,17 +281,17 @@ class Node:
     cores: int
     memory: int  #: bytes of the machine
     devices: tuple[Device, ...]
-    links: tuple[Link, ...] = ()
-    wire: Wire | None = None  #: between its devices, where no link was measured
+    links: tuple[CollectiveTiming, ...] = ()
+    wire: Interconnect | None = None  #: between its devices, where no link was measured
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ValueError(f"node {self.name}: a node has at least one device")
 
-    def link(self, operation: str, ranks: int) -> Link | None:
+    def nearest_timing(self, operation: str, ranks: int) -> CollectiveTiming | None:
         """The link measured with the number of ranks nearest to `ranks`."""
-        found = [link for link in self.links if link.operation == operation]
-        return min(found, key=lambda link: abs(math.log2(link.ranks / max(ranks, 1))), default=None)
+        candidates = [timing for timing in self.links if timing.operation == operation]
+        return min(candidates, key=lambda timing: abs(math.log2(timing.ranks / max(ranks, 1))), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,21 +305,21 @@ class Cluster(Document):
     nodes: tuple[Node, ...]
     versions: dict[str, str]  #: of what it was measured with
     notes: tuple[str, ...] = ()
-    network: Wire | None = None  #: between nodes
+    network: Interconnect | None = None  #: between nodes
 
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ValueError("a cluster has at least one node")
 
     @property
-    def kind(self) -> str:
+    def device_kind(self) -> str:
         """cpu or cuda."""
         return self.nodes[0].devices[0].kind
 
     @property
-    def ranks(self) -> int:
+    def max_ranks(self) -> int:
         """The most ranks it takes: one per GPU, one per core."""
-        return sum(node.cores if self.kind == "cpu" else len(node.devices) for node in self.nodes)
+        return sum(node.cores if self.device_kind == "cpu" else len(node.devices) for node in self.nodes)
 
     @property
     def cores(self) -> int:

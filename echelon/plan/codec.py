@@ -30,12 +30,12 @@ class Document:
     KIND: ClassVar[str]
     VERSION: ClassVar[int] = 1
     #: Whether only its hash makes it valid: people edit plans, nobody edits a proof.
-    SEALED: ClassVar[bool] = False
+    HASH_REQUIRED: ClassVar[bool] = False
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """This document as JSON text."""
-        head = {"kind": self.KIND, "version": self.VERSION, "hash": self.digest}
-        return json.dumps(head | to_plain(self), indent=indent)
+        header = {"kind": self.KIND, "version": self.VERSION, "hash": self.digest}
+        return json.dumps(header | to_plain(self), indent=indent)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "document") -> Self:
@@ -54,10 +54,10 @@ class Document:
                 f"{source}: {cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}; make it again"
             )
         document = from_plain(cls, plain, source)
-        if digest is None and cls.SEALED:
+        if digest is None and cls.HASH_REQUIRED:
             raise DocumentError(f"{source}: a {cls.KIND} without its hash was edited by hand; make it again")
         if digest is not None and digest != document.digest:
-            remedy = "make it again" if cls.SEALED else 'delete the "hash" line to accept the edit'
+            remedy = "make it again" if cls.HASH_REQUIRED else 'delete the "hash" line to accept the edit'
             raise DocumentError(
                 f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
                 f"edited by hand or damaged; {remedy}"
@@ -89,7 +89,7 @@ class Document:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: equal documents have equal digests on every machine."""
-        content = _numbers_by_value(to_plain(self))
+        content = _normalize_numbers(to_plain(self))
         plain = json.dumps([self.KIND, self.VERSION, content], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(plain.encode()).hexdigest()
 
@@ -109,12 +109,12 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in a document")
 
 
-def _numbers_by_value(plain: Any) -> Any:
+def _normalize_numbers(plain: Any) -> Any:
     """With 4096.0 as 4096: a float field that was given an int reads back as a float, and the two documents are equal."""
     if isinstance(plain, dict):
-        return {key: _numbers_by_value(item) for key, item in plain.items()}
+        return {key: _normalize_numbers(item) for key, item in plain.items()}
     if isinstance(plain, list):
-        return [_numbers_by_value(item) for item in plain]
+        return [_normalize_numbers(item) for item in plain]
     return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
 
 
@@ -131,62 +131,64 @@ def _schema(cls: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def from_plain(kind: type[T], plain: Any, path: str) -> T:
-    """The `kind` that `plain` describes; `path` is where we are, for errors."""
-    value: T = _read(kind, plain, path)
+def from_plain(target_type: type[T], plain: Any, path: str) -> T:
+    """The `target_type` that `plain` describes; `path` is where we are, for errors."""
+    value: T = _decode(target_type, plain, path)
     return value
 
 
-def _read(kind: Any, plain: Any, path: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def _decode(annotation: Any, plain: Any, path: str) -> Any:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         if plain is None and type(None) in arguments:
             return None
         (option,) = (option for option in arguments if option is not type(None))  # a union is "or nothing" here
-        return _read(option, plain, path)
+        return _decode(option, plain, path)
     if origin is typing.Literal:
         if plain in arguments and type(plain) in {type(argument) for argument in arguments}:
             return plain
         raise DocumentError(f"{path}: {plain!r} is not one of {', '.join(map(repr, arguments))}")
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, plain, path)
+    if dataclasses.is_dataclass(annotation):
+        return _decode_dataclass(annotation, plain, path)
     if origin is tuple:
         if not isinstance(plain, list):
             raise DocumentError(f"{path}: expected a list, found {plain!r}")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_read(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
+            return tuple(_decode(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
         if len(plain) != len(arguments):
             raise DocumentError(f"{path}: expected {len(arguments)} items, found {len(plain)}")
-        return tuple(_read(a, item, f"{path}[{i}]") for i, (a, item) in enumerate(zip(arguments, plain, strict=True)))
+        return tuple(_decode(a, item, f"{path}[{i}]") for i, (a, item) in enumerate(zip(arguments, plain, strict=True)))
     if origin is dict:
         if not isinstance(plain, dict):
             raise DocumentError(f"{path}: expected an object, found {plain!r}")
-        return {key: _read(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}
-    if kind is float and type(plain) is int:
+        return {key: _decode(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}
+    if annotation is float and type(plain) is int:
         return float(plain)
-    if type(plain) is not kind or (kind is float and not math.isfinite(plain)):
-        raise DocumentError(f"{path}: expected {_name(kind)}, found {plain!r}")
+    if type(plain) is not annotation or (annotation is float and not math.isfinite(plain)):
+        raise DocumentError(f"{path}: expected {_type_name(annotation)}, found {plain!r}")
     return plain
 
 
-def _read_dataclass(kind: Any, plain: Any, path: str) -> Any:
+def _decode_dataclass(dataclass_type: Any, plain: Any, path: str) -> Any:
     if not isinstance(plain, dict):
         raise DocumentError(f"{path}: expected an object, found {plain!r}")
-    schema = _schema(kind)
+    schema = _schema(dataclass_type)
     unknown = sorted(set(plain) - set(schema))
     if unknown:
-        raise DocumentError(f"{path}: unknown field {', '.join(unknown)}; {_name(kind)} has {', '.join(schema)}")
+        raise DocumentError(
+            f"{path}: unknown field {', '.join(unknown)}; {_type_name(dataclass_type)} has {', '.join(schema)}"
+        )
     missing = [name for name, (_, required) in schema.items() if required and name not in plain]
     if missing:
         raise DocumentError(f"{path}: missing field {', '.join(missing)}")
-    values = {name: _read(schema[name][0], item, f"{path}.{name}") for name, item in plain.items()}
+    values = {name: _decode(schema[name][0], item, f"{path}.{name}") for name, item in plain.items()}
     try:
-        return kind(**values)
+        return dataclass_type(**values)
     except DocumentError:
         raise
     except ValueError as error:
         raise DocumentError(f"{path}: {error}") from error
 
 
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
+def _type_name(annotation: Any) -> str:
+    return getattr(annotation, "__name__", str(annotation))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Share of the peak that `mma` reaches where `wgmma` or its successors are needed for all of it (Luo et al. 2024, "Benchmarking and
 #: Dissecting the Nvidia Hopper GPU Architecture": 62 to 63 %; later devices are taken to be alike).
-_NEW = 0.63
+_HOPPER_LEGACY_FRACTION = 0.63
 
 # Figures of products in 2-byte numbers are of both kinds of them; where bf16 has no matrix units its own figure is beside it (computed as fp32).
 # name: (memory GB, bandwidth GB/s, multiprocessors, vector fp32, share of the peak with earlier instructions, {precision: TFLOP/s dense}, source)
@@ -15,12 +15,12 @@ DEVICES: dict[str, tuple[float, float, int, float, float, dict[str, float], str]
     "A100-40GB": (40, 1555, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
     "A100-80GB": (80, 2039, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
     "A800-80GB": (80, 2039, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A800: an A100 with NVLink at 400 GB/s"),
-    "H100-80GB": (80, 3350, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H100 SXM5 white paper, 2022"),
-    "H100-96GB": (96, 2400, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "H100 SXM5 with 96 GB of HBM2e, as torchtitan's clusters have"),
-    "H200-141GB": (141, 4800, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H200 SXM data sheet, 2024"),
-    "B200-192GB": (180, 8000, 148, 75, _NEW, {"fp32": 75, "tf32": 1125, "half": 2250, "fp8": 4500, "fp4": 9000}, "NVIDIA HGX B200 data sheet, 2024, halved for dense"),
-    "GB200-192GB": (186, 8000, 148, 80, _NEW, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 10000}, "NVIDIA GB200 NVL72 data sheet, 2024, halved for dense"),
-    "GB300-288GB": (279, 8000, 148, 80, _NEW, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 15000}, "NVIDIA GB300 NVL72 data sheet, 2025"),
+    "H100-80GB": (80, 3350, 132, 66.9, _HOPPER_LEGACY_FRACTION, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H100 SXM5 white paper, 2022"),
+    "H100-96GB": (96, 2400, 132, 66.9, _HOPPER_LEGACY_FRACTION, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "H100 SXM5 with 96 GB of HBM2e, as torchtitan's clusters have"),
+    "H200-141GB": (141, 4800, 132, 66.9, _HOPPER_LEGACY_FRACTION, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H200 SXM data sheet, 2024"),
+    "B200-192GB": (180, 8000, 148, 75, _HOPPER_LEGACY_FRACTION, {"fp32": 75, "tf32": 1125, "half": 2250, "fp8": 4500, "fp4": 9000}, "NVIDIA HGX B200 data sheet, 2024, halved for dense"),
+    "GB200-192GB": (186, 8000, 148, 80, _HOPPER_LEGACY_FRACTION, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 10000}, "NVIDIA GB200 NVL72 data sheet, 2024, halved for dense"),
+    "GB300-288GB": (279, 8000, 148, 80, _HOPPER_LEGACY_FRACTION, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 15000}, "NVIDIA GB300 NVL72 data sheet, 2025"),
     "MI300X-192GB": (192, 5300, 304, 163.4, 1.0, {"fp32": 163.4, "tf32": 653.7, "half": 1307.4, "fp8": 2614.9}, "AMD Instinct MI300X data sheet, 2023"),
     "L4-24GB": (24, 300, 58, 30.3, 1.0, {"fp32": 30.3, "tf32": 60, "half": 121, "fp8": 242}, "NVIDIA L4 data sheet, 2023, halved for dense"),
     "L40S-48GB": (48, 864, 142, 91.6, 1.0, {"fp32": 91.6, "tf32": 183, "half": 362, "fp8": 733}, "NVIDIA L40S data sheet, 2023"),
@@ -38,7 +38,7 @@ PROCESSORS: dict[str, tuple[float, float, int, float, float, tuple[str, ...], st
 }  # fmt: skip
 
 # What joins the devices of a node: (kind, GB/s per device and direction, devices that share it beyond a node or 0, source)
-INSIDE: dict[str, tuple[str, float, int, str]] = {
+INTRA_NODE_LINKS: dict[str, tuple[str, float, int, str]] = {
     "P100-16GB": ("nvlink-mesh", 80, 0, "DGX-1: four NVLink 1 of 20 GB/s each way"),
     "V100-16GB": ("nvlink-mesh", 150, 0, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
     "V100-32GB": ("nvlink-mesh", 150, 0, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
@@ -60,7 +60,7 @@ INSIDE: dict[str, tuple[str, float, int, str]] = {
 
 # Usual network of such nodes: (kind, GB/s per node and direction, devices of such a node: fewer have as many of its ports; 0: one port whatever it
 # has, source)
-BETWEEN: dict[str, tuple[str, float, int, str]] = {
+INTER_NODE_LINKS: dict[str, tuple[str, float, int, str]] = {
     "P100-16GB": ("infiniband", 50, 8, "DGX-1: four EDR of 100 Gb/s"),
     "V100-16GB": ("infiniband", 50, 8, "DGX-1V: four EDR of 100 Gb/s"),
     "V100-32GB": ("infiniband", 50, 8, "DGX-1V: four EDR of 100 Gb/s"),
@@ -85,7 +85,7 @@ BETWEEN: dict[str, tuple[str, float, int, str]] = {
 }  # fmt: skip
 
 #: Rated power in watts, from the same data sheets.
-WATTS = {
+RATED_WATTS = {
     "P100-16GB": 300, "V100-16GB": 300, "V100-32GB": 300, "A100-40GB": 400, "A100-80GB": 400, "A800-80GB": 400, "H100-80GB": 700,
     "H100-96GB": 700, "H200-141GB": 700, "B200-192GB": 1000, "GB200-192GB": 1200, "GB300-288GB": 1400, "MI300X-192GB": 750, "L4-24GB": 72,
     "L40S-48GB": 350, "RTX4090-24GB": 450, "RTX5090-32GB": 575,
@@ -94,7 +94,7 @@ WATTS = {
 #: US dollars for one device for an hour, on demand: an eighth of what AWS lists for a node in us-east-1: p4d.24xlarge 21.958, p4de.24xlarge
 #: 27.447, p5.48xlarge 55.04 (all 2026-11-09), p5en.48xlarge 63.296 (2026-08-06). Read from copies of
 #: that list in public repositories, not from its own page. Others differ by factors: a file or `--price` gives yours.
-PRICES = {"A100-40GB": 2.745, "A100-80GB": 3.431, "H100-80GB": 6.88, "H200-141GB": 7.912}
+HOURLY_PRICES = {"A100-40GB": 2.745, "A100-80GB": 3.431, "H100-80GB": 6.88, "H200-141GB": 7.912}
 
 #: What a name without its memory means where there are several: the 96 GB variant is one operator's.
-USUAL = {"H100": "H100-80GB"}
+DEFAULT_VARIANTS = {"H100": "H100-80GB"}

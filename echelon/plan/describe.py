@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from echelon.plan.placement import cut_parameters
+from echelon.plan.placement import cuts_by_parameter
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, Visit, fold_path
+from echelon.plan.profile import PipelineUnit, Profile, fold_path
 from echelon.plan.stages import stage_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class CutGroup:
     """Modules that are cut alike, or that stay whole for the same reason."""
 
     path: str  #: `blocks.*.up` for `count` modules
@@ -24,15 +24,15 @@ class Cutting:
     why: str = ""
 
     def __str__(self) -> str:
-        many = f" x {self.count}" if self.count > 1 else ""
+        multiplicity = f" x {self.count}" if self.count > 1 else ""
         if self.cut == "whole":
-            return f"{self.path}{many}: whole, {self.why}"
-        fused = f" in {len(self.parts)} parts" if self.parts else ""
-        return f"{self.path}{many}: {self.cut}{fused} ({self.source})"
+            return f"{self.path}{multiplicity}: whole, {self.why}"
+        fused_parts = f" in {len(self.parts)} parts" if self.parts else ""
+        return f"{self.path}{multiplicity}: {self.cut}{fused_parts} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageShare:
+class StageSummary:
     """One stage: its units, folded, and its share of the work."""
 
     number: int
@@ -44,53 +44,57 @@ class StageShare:
         return f"stage {self.number} on rank {self.rank} of pp ({self.share:.0%} of the work): {', '.join(self.units)}"
 
 
-def cuttings(plan: Plan) -> tuple[Cutting, ...]:
+def group_cuts(plan: Plan) -> tuple[CutGroup, ...]:
     """What tp does to each module that has parameters, in the model's order of first mention; cut ones first."""
-    found: dict[tuple[str, str, str, tuple[int, ...], str], list[str]] = {}
-    for each in plan.placements:
-        parts = max((part.parts for part in each.slices), key=len, default=())
-        found.setdefault((fold_path(each.path), each.cut, each.source, parts, ""), []).append(each.path)
-    for other in plan.uncut:
-        found.setdefault((fold_path(other.path), "whole", "", (), other.why), []).append(other.path)
-    folded = []
-    for (path, cut, source, parts, why), paths in found.items():
+    paths_by_cut: dict[tuple[str, str, str, tuple[int, ...], str], list[str]] = {}
+    for placement in plan.placements:
+        fused_parts = max((part.fused_sizes for part in placement.slices), key=len, default=())
+        paths_by_cut.setdefault(
+            (fold_path(placement.path), placement.cut, placement.source, fused_parts, ""), []
+        ).append(placement.path)
+    for uncut in plan.replicated:
+        paths_by_cut.setdefault((fold_path(uncut.path), "whole", "", (), uncut.reason), []).append(uncut.path)
+    cut_groups = []
+    for (path, cut, source, fused_parts, reason), paths in paths_by_cut.items():
         name = path if len(paths) > 1 else paths[0]
-        folded.append(
-            Cutting(path=name or "the model itself", count=len(paths), cut=cut, source=source, parts=parts, why=why)
+        cut_groups.append(
+            CutGroup(
+                path=name or "the model itself", count=len(paths), cut=cut, source=source, parts=fused_parts, why=reason
+            )
         )
-    return tuple(folded)
+    return tuple(cut_groups)
 
 
-def stage_shares(plan: Plan, visits: Sequence[Visit]) -> tuple[StageShare, ...]:
+def summarize_stages(plan: Plan, pipeline_units: Sequence[PipelineUnit]) -> tuple[StageSummary, ...]:
     """The stages of a plan whose stages are known."""
-    total = sum(visit.work for visit in visits) or 1.0
+    total_work = sum(unit.cost for unit in pipeline_units) or 1.0
     return tuple(
-        StageShare(
-            number=number,
-            rank=number % plan.mesh.pp,
-            units=tuple(runs([visits[place].path for place in places])),
-            share=sum(visits[place].work for place in places) / total,
+        StageSummary(
+            number=stage,
+            rank=stage % plan.mesh.pp,
+            units=tuple(fold_index_ranges([pipeline_units[index].path for index in unit_range])),
+            share=sum(pipeline_units[index].cost for index in unit_range) / total_work,
         )
-        for number, places in enumerate(stage_ranges(plan, len(visits)))
+        for stage, unit_range in enumerate(stage_ranges(plan, len(pipeline_units)))
     )
 
 
-def runs(paths: Iterable[str]) -> Iterable[str]:
+def fold_index_ranges(paths: Iterable[str]) -> Iterable[str]:
     """`blocks.0, blocks.1, blocks.2` as `blocks.0-2`."""
     run: list[tuple[str, int, str]] = []
     for path in (*paths, ""):
-        split = re.fullmatch(r"(.*?)(\d+)(\D*)", path)
-        this = (split[1], int(split[2]), split[3]) if split else (path, -1, "")
-        if run and not (this[1] >= 0 and (this[0], this[1] - 1, this[2]) == run[-1]):
-            (head, first, tail), last = run[0], run[-1][1]
-            yield head if first < 0 else f"{head}{first}{f'-{last}' if last > first else ''}{tail}"
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", path)
+        current = (match[1], int(match[2]), match[3]) if match else (path, -1, "")
+        if run and not (current[1] >= 0 and (current[0], current[1] - 1, current[2]) == run[-1]):
+            (prefix, first, suffix), last = run[0], run[-1][1]
+            yield prefix if first < 0 else f"{prefix}{first}{f'-{last}' if last > first else ''}{suffix}"
             run = []
         if path:
-            run.append(this)
+            run.append(current)
 
 
-def cut_bytes(plan: Plan, profile: Profile, *cuts: str) -> float:
+def cut_fraction(plan: Plan, profile: Profile, *cuts: str) -> float:
     """Share of the parameters' bytes that tp cuts; in these ways, where some are named."""
-    names = cut_parameters(each for each in plan.placements if not cuts or each.cut in cuts).keys()
-    cut = sum(each.bytes for each in profile.parameters if names & {each.name, *each.aliases})
-    return cut / (profile.bytes or 1)
+    cut_names = cuts_by_parameter(each for each in plan.placements if not cuts or each.cut in cuts).keys()
+    cut_size = sum(each.bytes for each in profile.parameters if cut_names & {each.name, *each.aliases})
+    return cut_size / (profile.bytes or 1)

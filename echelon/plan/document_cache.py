@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 
 from echelon.errors import DocumentError
 from echelon.plan.codec import Document
-from echelon.plan.input_digests import current
+from echelon.plan.input_digests import current_digests
 
 T = TypeVar("T", bound=Document)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """One stored document, for showing."""
 
     kind: str
@@ -36,18 +36,18 @@ class Entry:
     path: Path
     bytes: int
     age: float  #: seconds
-    good: bool  #: whether it would be used now
+    is_valid: bool  #: whether it would be used now
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class DocumentCache:
     """A folder of documents. It is made when something is first put into it."""
 
     folder: Path
 
     def get(
         self,
-        kind: type[T],
+        document_type: type[T],
         key: str,
         *,
         versions: Mapping[str, str],
@@ -58,11 +58,11 @@ class Store:
 
         `environment` and `arguments` are those of now, for entries that were made from them (None: variables are not compared).
         """
-        entry = _read(self._path(kind.KIND, key))
-        if entry is None or entry["key"] != key or not _holds(entry, versions, environment, arguments):
+        entry = _read_entry(self._entry_path(document_type.KIND, key))
+        if entry is None or entry["key"] != key or not _is_valid(entry, versions, environment, arguments):
             return None
         try:
-            return kind.from_json(entry["document"], source=str(self._path(kind.KIND, key)))
+            return document_type.from_json(entry["document"], source=str(self._entry_path(document_type.KIND, key)))
         except DocumentError:
             return None
 
@@ -80,7 +80,7 @@ class Store:
 
         An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
         """
-        path = self._path(document.KIND, key)
+        path = self._entry_path(document.KIND, key)
         entry = {
             "kind": document.KIND,
             "key": key,
@@ -89,86 +89,93 @@ class Store:
             "inputs": dict(inputs or {}),
             "document": document.to_json(indent=None),
         }
-        _write(path, json.dumps(entry))
+        _write_atomically(path, json.dumps(entry))
         return path
 
-    def show(self, *, versions: Mapping[str, str]) -> tuple[Entry, ...]:
+    def list_entries(self, *, versions: Mapping[str, str]) -> tuple[CacheEntry, ...]:
         """Every entry, newest first; damaged ones too, marked as not good."""
         now, entries = time.time(), []
-        for path in self._files():
-            read = _read(path)
-            status = path.stat()
+        for path in self._entry_files():
+            record = _read_entry(path)
+            stat = path.stat()
             entries.append(
-                Entry(
-                    kind=read["kind"] if read else path.name.partition("-")[0],
-                    key=read["key"] if read else "(damaged)",
+                CacheEntry(
+                    kind=record["kind"] if record else path.name.partition("-")[0],
+                    key=record["key"] if record else "(damaged)",
                     path=path,
-                    bytes=status.st_size,
-                    age=max(now - status.st_mtime, 0.0),
-                    good=read is not None and _holds(read, versions),
+                    bytes=stat.st_size,
+                    age=max(now - stat.st_mtime, 0.0),
+                    is_valid=record is not None and _is_valid(record, versions),
                 )
             )
         return tuple(sorted(entries, key=lambda entry: entry.age))
 
     def clear(self) -> int:
         """Delete every entry; how many there were."""
-        files = self._files()
+        files = self._entry_files()
         for path in files:
             path.unlink(missing_ok=True)
         return len(files)
 
-    def _files(self) -> list[Path]:
+    def _entry_files(self) -> list[Path]:
         return sorted(self.folder.glob("*-*.json")) if self.folder.is_dir() else []
 
-    def _path(self, kind: str, key: str) -> Path:
+    def _entry_path(self, kind: str, key: str) -> Path:
         return self.folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def installed_versions(packages: Iterable[str] = ("torch", "echelon")) -> dict[str, str]:
     """Versions of Python and of `packages` (default: those that documents depend on), found without importing them."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "checkout" if name == "echelon" else "missing"
-    return found
+            versions[name] = "checkout" if name == "echelon" else "missing"
+    return versions
 
 
 def hash_files(paths: Iterable[str | Path]) -> dict[str, str]:
     """Absolute path -> sha256 of the text; a file that cannot be read is left out."""
     hashes = {}
     for path in paths:
-        digest = _hash(Path(path))
+        digest = _hash_file(Path(path))
         if digest is not None:
             hashes[str(Path(path).resolve())] = digest
     return dict(sorted(hashes.items()))
 
 
-def user_files(modules: Mapping[str, Any]) -> list[Path]:
+def user_source_files(modules: Mapping[str, Any]) -> list[Path]:
     """Source files among loaded `modules` (as sys.modules) that are the user's own: outside Python, site-packages and echelon."""
-    ours = str(Path(__file__).resolve().parent.parent)
+    package_root = str(Path(__file__).resolve().parent.parent)
     paths = sysconfig.get_paths()
-    given = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), ours]
-    foreign = tuple({form + os.sep for each in given for form in (each, os.path.realpath(each))})
-    found = set()
+    library_roots = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), package_root]
+    library_prefixes = tuple(
+        {path_form + os.sep for root in library_roots for path_form in (root, os.path.realpath(root))}
+    )
+    files = set()
     for module in list(modules.values()):
         file = getattr(module, "__file__", None)
         # Thousands of modules are loaded: only those that remain are resolved.
-        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(foreign) or "site-packages" in file:
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".py")
+            or file.startswith(library_prefixes)
+            or "site-packages" in file
+        ):
             continue
         path = Path(file).resolve()
-        if not str(path).startswith(foreign) and "site-packages" not in path.parts:
-            found.add(path)
-    return sorted(found)
+        if not str(path).startswith(library_prefixes) and "site-packages" not in path.parts:
+            files.add(path)
+    return sorted(files)
 
 
-def _write(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several ranks or commands may write the same entry at once: each writes a file of its own and renames it.
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(partial, path)
     except BaseException:
@@ -176,25 +183,25 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _hash(path: Path) -> str | None:
+def _hash_file(path: Path) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_entry(path: Path) -> dict[str, Any] | None:
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    wanted = {"kind": str, "key": str, "versions": dict, "sources": dict, "inputs": dict, "document": str}
-    if not isinstance(entry, dict) or any(not isinstance(entry.get(name), kind) for name, kind in wanted.items()):
+    field_types = {"kind": str, "key": str, "versions": dict, "sources": dict, "inputs": dict, "document": str}
+    if not isinstance(entry, dict) or any(not isinstance(entry.get(name), kind) for name, kind in field_types.items()):
         return None
     return entry
 
 
-def _holds(
+def _is_valid(
     entry: Mapping[str, Any],
     versions: Mapping[str, str],
     environment: Mapping[str, str] | None = None,
@@ -203,8 +210,8 @@ def _holds(
     """Whether an entry was made with these versions from what has not changed since."""
     if entry["versions"] != dict(versions):
         return False
-    if any(_hash(Path(path)) != digest for path, digest in entry["sources"].items()):
+    if any(_hash_file(Path(path)) != digest for path, digest in entry["sources"].items()):
         return False
-    kinds = ("file ", "folder ") if environment is None else ("file ", "folder ", "environment ", "argument ")
-    inputs = {name: digest for name, digest in entry["inputs"].items() if name.startswith(kinds)}
-    return current(inputs, environment or {}, arguments) == inputs
+    prefixes = ("file ", "folder ") if environment is None else ("file ", "folder ", "environment ", "argument ")
+    inputs = {name: digest for name, digest in entry["inputs"].items() if name.startswith(prefixes)}
+    return current_digests(inputs, environment or {}, arguments) == inputs

@@ -10,7 +10,7 @@ from echelon.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryForecast:
     """Bytes on the largest rank, by component, at the moment of the peak. `low` and `high` bound the peak."""
 
     parameters: float
@@ -34,13 +34,13 @@ class Memory:
         return self.peak + self.framework
 
     @property
-    def needed(self) -> float:
+    def required(self) -> float:
         """What there must be room for: the upper end, framework included."""
         return self.high + self.framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Time:
+class TimeForecast:
     """Seconds of one step, by cause. `low` and `high` bound the step."""
 
     forward: float
@@ -68,8 +68,8 @@ class Forecast(Document):
 
     plan: Plan
     batch: int
-    time: Time
-    memory: Memory
+    time: TimeForecast
+    memory: MemoryForecast
     capacity: float  #: bytes that one rank may use
     #: Where the memory peaks.
     peak_at: str = ""
@@ -78,9 +78,9 @@ class Forecast(Document):
     @property
     def fits(self) -> bool:
         """Whether even the upper end fits."""
-        return self.memory.needed <= self.capacity
+        return self.memory.required <= self.capacity
 
     @property
-    def rate(self) -> float:
+    def samples_per_second(self) -> float:
         """Samples per second."""
         return self.batch / self.time.step

@@ -13,23 +13,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 #: Files up to this size are hashed whole; of larger ones this many blocks at fixed positions, and their size.
-_WHOLE, _BLOCKS, _BLOCK = 8 << 20, 32, 64 << 10
+_FULL_HASH_BYTES, _SAMPLED_BLOCKS, _BLOCK_BYTES = 8 << 20, 32, 64 << 10
 #: In a folder's listing these are not inputs: training itself writes them.
-_OUTPUTS = frozenset({"runs", "__pycache__"})
-_SHORT = 48
+_OUTPUT_NAMES = frozenset({"runs", "__pycache__"})
+_MAX_LITERAL_LENGTH = 48
 #: Options that launchers add, different for every rank.
-_OF_RANKS = frozenset({"--local_rank", "--local-rank"})
+_PER_RANK_OPTIONS = frozenset({"--local_rank", "--local-rank"})
 ABSENT = "absent"
 
 
 def digest_text(text: str) -> str:
     """`text` itself where it is short and printable, else a hash of it."""
-    if text and len(text) <= _SHORT and text.isprintable():
+    if text and len(text) <= _MAX_LITERAL_LENGTH and text.isprintable():
         return text
-    return hashed(text.encode(errors="surrogatepass"))
+    return hash_bytes(text.encode(errors="surrogatepass"))
 
 
-def hashed(data: bytes) -> str:
+def hash_bytes(data: bytes) -> str:
     """A short hash."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -39,13 +39,13 @@ def digest_file(path: str | Path) -> str:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= _WHOLE:
-                return hashed(file.read())
-            found = hashlib.blake2b(str(size).encode(), digest_size=8)
-            for block in range(_BLOCKS):
-                file.seek(block * (size - _BLOCK) // (_BLOCKS - 1))
-                found.update(file.read(_BLOCK))
-            return found.hexdigest()
+            if size <= _FULL_HASH_BYTES:
+                return hash_bytes(file.read())
+            hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
+            for block in range(_SAMPLED_BLOCKS):
+                file.seek(block * (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+                hasher.update(file.read(_BLOCK_BYTES))
+            return hasher.hexdigest()
     except OSError:
         return ABSENT
 
@@ -53,10 +53,10 @@ def digest_file(path: str | Path) -> str:
 def digest_folder(path: str | Path) -> str:
     """A hash of the names in a folder, without hidden ones and what training writes."""
     try:
-        names = sorted(name for name in os.listdir(path) if not name.startswith(".") and name not in _OUTPUTS)
+        names = sorted(name for name in os.listdir(path) if not name.startswith(".") and name not in _OUTPUT_NAMES)
     except OSError:
         return ABSENT
-    return hashed("\0".join(names).encode(errors="surrogatepass"))
+    return hash_bytes("\0".join(names).encode(errors="surrogatepass"))
 
 
 def digest_variable(name: str, environment: Mapping[str, str]) -> str:
@@ -64,26 +64,26 @@ def digest_variable(name: str, environment: Mapping[str, str]) -> str:
     return digest_text(environment[name]) if name in environment else ABSENT
 
 
-def argument_parts(arguments: Sequence[str]) -> dict[str, str]:
+def digest_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Command-line arguments by name: `--lr 0.5 data.csv` is {"argument --lr": "0.5", "argument 1": ...}.
 
     A word after an option is taken for its value. What belongs to what is known only to the script; here it only has to be named.
     """
-    found: dict[str, list[str]] = {}
-    name, place = "", 0
+    words_by_name: dict[str, list[str]] = {}
+    name, position = "", 0
     for word in arguments:
         if word.startswith("-") and not _is_number(word):
             name, _, value = word.partition("=")
-            found.setdefault(name, []).extend([value] if value else [])
+            words_by_name.setdefault(name, []).extend([value] if value else [])
         elif name:
-            found[name].append(word)
+            words_by_name[name].append(word)
         else:
-            place += 1
-            found[str(place)] = [word]
+            position += 1
+            words_by_name[str(position)] = [word]
     return {
         f"argument {name}": digest_text(" ".join(words)) if words else "given"
-        for name, words in found.items()
-        if name not in _OF_RANKS
+        for name, words in words_by_name.items()
+        if name not in _PER_RANK_OPTIONS
     }
 
 
@@ -95,24 +95,26 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def current(inputs: Iterable[str], environment: Mapping[str, str], arguments: Sequence[str] = ()) -> dict[str, str]:
+def current_digests(
+    inputs: Iterable[str], environment: Mapping[str, str], arguments: Sequence[str] = ()
+) -> dict[str, str]:
     """The digests that these inputs have now."""
-    given = argument_parts(arguments)
-    digests: dict[str, Callable[[str], str]] = {
+    argument_digests = digest_arguments(arguments)
+    digest_functions: dict[str, Callable[[str], str]] = {
         "file": digest_file,
         "folder": digest_folder,
         "environment": lambda name: digest_variable(name, environment),
-        "argument": lambda name: given.get(f"argument {name}", ABSENT),
+        "argument": lambda name: argument_digests.get(f"argument {name}", ABSENT),
     }
-    found = {}
-    for each in inputs:
-        kind, _, name = each.partition(" ")
-        if kind in digests:
-            found[each] = digests[kind](name)
-    return found
+    digests = {}
+    for input_name in inputs:
+        kind, _, name = input_name.partition(" ")
+        if kind in digest_functions:
+            digests[input_name] = digest_functions[kind](name)
+    return digests
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def describe_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What changed, both sides named: `argument --lr: 0.01 then, 0.5 now`."""
     return [
         f"{name}: {before.get(name, ABSENT)} then, {now.get(name, ABSENT)} now"

@@ -46,29 +46,29 @@ class Mesh:
         """Where `rank` stands on each axis."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in a mesh of {self.ranks}")
-        place = {}
+        coordinate = {}
         for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return {axis: place[axis] for axis in AXES}
+            rank, coordinate[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinate[axis] for axis in AXES}
 
-    def rank(self, **place: int) -> int:
+    def rank(self, **coordinate: int) -> int:
         """The rank at a coordinate; axes left out are at 0."""
-        unknown = set(place) - set(AXES)
+        unknown = set(coordinate) - set(AXES)
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such axis; the axes are {', '.join(AXES)}")
         rank = 0
         for axis in AXES:
-            at, size = place.get(axis, 0), getattr(self, axis)
-            if not 0 <= at < size:
-                raise ValueError(f"{axis}={at} is outside 0..{size - 1}")
-            rank = rank * size + at
+            index, size = coordinate.get(axis, 0), getattr(self, axis)
+            if not 0 <= index < size:
+                raise ValueError(f"{axis}={index} is outside 0..{size - 1}")
+            rank = rank * size + index
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only on `axis`: each rank is in exactly one."""
-        rows: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
-            place = self.coordinate(rank)
-            place.pop(axis)
-            rows.setdefault(tuple(place.values()), []).append(rank)
-        return tuple(tuple(row) for row in rows.values())
+            coordinate = self.coordinate(rank)
+            coordinate.pop(axis)
+            groups.setdefault(tuple(coordinate.values()), []).append(rank)
+        return tuple(tuple(group) for group in groups.values())

@@ -18,18 +18,18 @@ Cut = Literal["column", "between", "row", "attention", "gather", "logits", "voca
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """A parameter or buffer of which each rank keeps a part."""
 
     name: str  #: in the module that is placed
     dim: int
     #: Sizes along `dim` that are dealt out one by one (the q, k and v of a fused projection); empty: all of it at once.
-    parts: tuple[int, ...] = ()
+    fused_sizes: tuple[int, ...] = ()
 
-    def most(self, shape: Sequence[int], ways: int, unit: int) -> tuple[int, ...]:
+    def largest_shard_shape(self, shape: Sequence[int], shards: int, unit: int) -> tuple[int, ...]:
         """The shape of what the first rank keeps, which is the largest."""
-        mine = sum(shares(size, ways, unit)[0] for size in self.parts or (shape[self.dim],))
-        return (*shape[: self.dim], mine, *shape[self.dim + 1 :])
+        shard_size = sum(compute_shard_sizes(size, shards, unit)[0] for size in self.fused_sizes or (shape[self.dim],))
+        return (*shape[: self.dim], shard_size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,48 +39,48 @@ class Placement:
     path: str
     cut: Cut
     #: What of it is cut; anything else is whole on every rank.
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[TensorSlice, ...] = ()
     #: Columns that stay together (a head): a rank has a whole number of them.
     unit: int = 1
     #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
-    divide: tuple[str, ...] = ()
+    divided_attributes: tuple[str, ...] = ()
     #: Of a column and its row: whether something between them draws random numbers, which each rank then does by itself.
-    draws: bool = False
+    uses_rng: bool = False
     #: Of a row: parameters of the whole model that act on the columns and stay whole. Their gradients add up over the ranks.
-    partial: tuple[str, ...] = ()
+    partial_gradients: tuple[str, ...] = ()
     #: Of a row: the module in which views ask for all columns and get those that are there; None: none does.
-    fits: str | None = None
+    view_module: str | None = None
     #: Of `stored`: the module while which runs the parameters are whole; the model itself: "".
-    within: str = ""
+    gathered_in: str = ""
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.
     source: Literal["hint", "known", "pair", "universal"] = "universal"
 
 
-def shares(size: int, ways: int, unit: int = 1) -> list[int]:
-    """How `size` rows are dealt out to `ways` ranks, `unit` of them at a time: as evenly as can be, the larger shares first."""
-    base, more = divmod(size // unit, ways)
-    dealt = [unit * (base + (rank < more)) for rank in range(ways)]
-    dealt[-1] += size % unit
-    return dealt
+def compute_shard_sizes(size: int, shards: int, unit: int = 1) -> list[int]:
+    """How `size` rows are dealt out to `shards` ranks, `unit` of them at a time: as evenly as can be, the larger shares first."""
+    base, remainder = divmod(size // unit, shards)
+    sizes = [unit * (base + (rank < remainder)) for rank in range(shards)]
+    sizes[-1] += size % unit
+    return sizes
 
 
-def portion(value: int, rank: int, ways: int, *, width: int, unit: int) -> int:
+def shard_attribute(value: int, rank: int, shards: int, *, width: int, unit: int) -> int:
     """What one rank has of an attribute that is divided: of a width whole units, of a count its share."""
-    return shares(value, ways, unit if value >= width else 1)[rank]
+    return compute_shard_sizes(value, shards, unit if value >= width else 1)[rank]
 
 
-def cut_parameters(placements: Iterable[Placement]) -> dict[str, tuple[Placement, Slice]]:
+def cuts_by_parameter(placements: Iterable[Placement]) -> dict[str, tuple[Placement, TensorSlice]]:
     """Parameters and buffers that are cut, by the name that the model has for them."""
     return {
-        f"{each.path}.{part.name}" if each.path else part.name: (each, part)
-        for each in placements
-        for part in each.slices
+        f"{placement.path}.{tensor_slice.name}" if placement.path else tensor_slice.name: (placement, tensor_slice)
+        for placement in placements
+        for tensor_slice in placement.slices
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uncut:
+class ReplicatedModule:
     """A module that stays whole on every rank of the tensor axis, and why."""
 
     path: str
-    why: str
+    reason: str

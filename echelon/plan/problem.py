@@ -16,11 +16,11 @@ class Problem:
     remedy: str
     severity: Literal["error", "warning"] = "error"
     #: Whether nothing of the model can be cut in this way, so that zero=3 over as many data ranks would do.
-    uncut: bool = False
+    nothing_to_cut: bool = False
     #: Whether data sheets tell what it would take all the same: the engine does not execute it yet.
-    ahead: bool = False
+    not_implemented: bool = False
     #: Fields of the plan, with values that make it executable on the same ranks: where every error has some, the plan falls back by itself.
-    instead: tuple[tuple[str, Any], ...] = ()
+    plan_changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}: {self.rule}; {self.remedy}"

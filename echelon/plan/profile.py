@@ -19,11 +19,11 @@ from echelon.plan.codec import Document
 from echelon.plan.plan import Precision
 
 Phase = Literal["forward", "backward"]
-#: What an optimizer's update of one number reads: see `Rule.reads`.
-Reads = Literal["element", "tensor", "model"]
+#: What an optimizer's update of one number reads: see `OptimizerProfile.update_scope`.
+UpdateScope = Literal["element", "tensor", "model"]
 
 #: Bytes of one element; names as torch prints them without `torch.`.
-WIDTH = {
+DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
@@ -48,7 +48,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ParameterProfile:
     """One tensor that is trained or held fixed; `aliases` are the other names that share it."""
 
     name: str
@@ -65,13 +65,13 @@ class Parameter:
     @property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.elements * WIDTH.get(self.dtype, 4)
+        return self.elements * DTYPE_BYTES.get(self.dtype, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class ModuleProfile:
     """One module path; `blocks.*.up` stands for `count` modules that are alike. Figures are of one of them, children
-    included, for one forward (and `kept`: what its forward leaves for backward)."""
+    included, for one forward (and `saved`: what its forward leaves for backward)."""
 
     path: str
     kind: str
@@ -79,7 +79,7 @@ class Module:
     parameters: int = 0  #: bytes
     flops: Amount = Amount()
     moved: Amount = Amount()
-    kept: Amount = Amount()
+    saved: Amount = Amount()
     output: Amount = Amount()
 
 
@@ -106,20 +106,20 @@ class Operator:
 def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:
     """What the rate of an operator of this kind depends on; a curve's points are at these."""
     if kind == "convolution":
-        samples, inner, outer, kernel, spatial, groups = dims
-        return inner / groups, outer / groups, kernel, spatial, samples
+        samples, in_channels, out_channels, kernel_elements, output_elements, groups = dims
+        return in_channels / groups, out_channels / groups, kernel_elements, output_elements, samples
     return dims[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemorySnapshot:
     """A moment of the step at which the memory may peak: what is alive besides parameters, gradients and optimizer state,
     and how many bytes of gradients are done by then. Only moments that are the peak for some micro-batch are kept."""
 
-    where: str
+    module: str
     phase: Phase
     alive: Amount
-    kept: Amount  #: the part of `alive` that waits for backward
+    saved: Amount  #: the part of `alive` that waits for backward
     gradients: float
     blocks: int = 0  #: tensors of a megabyte or more among `alive`: allocators round each up
     operator: str = ""  #: what runs at that moment, and the bytes it moves: its library may take a workspace
@@ -127,19 +127,19 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class PipelineUnit:
     """One call of a module that a pipeline does not cut in two, in the order of forward's calls: a stage may begin at each."""
 
     path: str
-    work: float  #: about what it costs beside the others
-    crossing: Amount = Amount()  #: bytes that would pass to a stage that begins here, from those before
-    changes: bool = (
+    cost: float  #: about what it costs beside the others
+    boundary_bytes: Amount = Amount()  #: bytes that would pass to a stage that begins here, from those before
+    changes_buffers: bool = (
         False  #: it changes a buffer (running statistics), so that its module must be called on one stage only
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TableProfile:
     """A table of rows that are read by id: a parameter server may hold it."""
 
     path: str  #: of the module (nn.Embedding, nn.EmbeddingBag)
@@ -147,47 +147,47 @@ class Table:
     dim: int
     dtype: str = "float32"
     lookups: Amount = Amount()  #: ids that one forward reads
-    rule: str = ""  #: the optimizer that trains it
+    optimizer: str = ""  #: the optimizer that trains it
     #: Why no server can hold it, with what to do; empty: one can.
-    unfit: str = ""
+    unsupported_reason: str = ""
 
     @property
-    def name(self) -> str:
+    def parameter_name(self) -> str:
         """Of the parameter."""
         return f"{self.path}.weight" if self.path else "weight"
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.dim * WIDTH.get(self.dtype, 4)
+        return self.dim * DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole table."""
         return self.rows * self.row_bytes
 
-    def touched(self, samples: float) -> float:
+    def distinct_rows(self, samples: float) -> float:
         """Rows that so many samples read, each counted once. Ids are taken as drawn evenly, which is the most that it can be."""
         return self.rows * -math.expm1(-self.lookups.at(samples) / self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class OptimizerProfile:
     """What the optimizer costs: its state and what a step makes on the side."""
 
     name: str
-    state: int  #: bytes, over all trainable parameters
-    temporary: int  #: bytes that one unfused step makes besides
-    elements: int  #: trainable elements
+    state_bytes: int  #: bytes, over all trainable parameters
+    temporary_bytes: int  #: bytes that one unfused step makes besides
+    trainable_elements: int  #: trainable elements
     fused: bool = False  #: whether torch has a fused kernel for it
     fused_sharded: bool = False  #: and one that takes sharded parameters
     #: What the update of a number reads: that number's own gradient and state, its whole parameter (a norm, factors), or several parameters.
-    reads: Reads = "element"
-    draws: bool = False  #: whether its step draws random numbers
+    update_scope: UpdateScope = "element"
+    uses_rng: bool = False  #: whether its step draws random numbers
     #: Why it could not be tried; it counts as `reads="model"` then.
-    untried: str = ""
+    untested_reason: str = ""
 
-    def fuses(self, *, sharded: bool) -> bool:
+    def has_fused_kernel(self, *, sharded: bool) -> bool:
         """Whether a plan that asks for fused kernels gets one."""
         return self.fused_sharded if sharded else self.fused
 
@@ -199,51 +199,51 @@ class Profile(Document):
     KIND: ClassVar[str] = "profile"
     VERSION: ClassVar[int] = 9
 
-    model: str  #: fingerprint: see `fingerprint`
+    model: str  #: fingerprint: see `model_fingerprint`
     name: str
     batch: int
     precision: Precision
     device: str  #: kind of device that the operators were traced for: cpu or cuda
-    parameters: tuple[Parameter, ...]
-    modules: tuple[Module, ...]
+    parameters: tuple[ParameterProfile, ...]
+    modules: tuple[ModuleProfile, ...]
     operators: tuple[Operator, ...]
-    moments: tuple[Moment, ...]
-    optimizers: tuple[Rule, ...]
+    moments: tuple[MemorySnapshot, ...]
+    optimizers: tuple[OptimizerProfile, ...]
     buffers: int = 0  #: bytes
-    units: tuple[str, ...] = ()
-    unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
+    fsdp_units: tuple[str, ...] = ()
+    fsdp_unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
     #: Where a pipeline can be cut; empty: nowhere.
-    visits: tuple[Visit, ...] = ()
-    tables: tuple[Table, ...] = ()
+    pipeline_units: tuple[PipelineUnit, ...] = ()
+    tables: tuple[TableProfile, ...] = ()
     #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
-    #: None: not known, for the reason in `uncompared`.
-    coupled: bool | None = False
-    uncompared: str = ""
+    #: None: not known, for the reason in `coupling_unknown_reason`.
+    samples_coupled: bool | None = False
+    coupling_unknown_reason: str = ""
     #: Paths of batch norms, the coupling that `batchnorm=` decides on.
-    norms: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
     #: Why torch cannot shard the parameters over data ranks; empty: it can as far as is known.
-    unsharded: str = ""
+    unshardable_reason: str = ""
     #: Why ranks may run different blocks, and sharded block by block would wait for each other for ever; empty: they do not.
-    unsteady: str = ""
-    clip: bool = False  #: whether gradients are clipped
+    varying_blocks_reason: str = ""
+    clips_gradients: bool = False  #: whether gradients are clipped
     #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = ()
     #: Hash of the traced operators: name, module, phase, shapes of each, in order.
-    graph: str = ""
+    graph_hash: str = ""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: the global batch holds at least one sample")
-        if len(self.units) != len(self.unit_bytes):
-            raise ValueError(f"{len(self.units)} units but {len(self.unit_bytes)} unit_bytes")
+        if len(self.fsdp_units) != len(self.fsdp_unit_bytes):
+            raise ValueError(f"{len(self.fsdp_units)} units but {len(self.fsdp_unit_bytes)} unit_bytes")
         if not self.moments:
             raise ValueError("moments: a step has at least one")
-        if (self.coupled is None) != bool(self.uncompared):
+        if (self.samples_coupled is None) != bool(self.coupling_unknown_reason):
             raise ValueError(
-                f"coupled={self.coupled} and uncompared={self.uncompared!r}: the reason belongs to what is not known"
+                f"coupled={self.samples_coupled} and uncompared={self.coupling_unknown_reason!r}: the reason belongs to what is not known"
             )
 
     @property
@@ -264,15 +264,19 @@ class Profile(Document):
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state."""
-        return sum(rule.state for rule in self.optimizers)
+        return sum(optimizer.state_bytes for optimizer in self.optimizers)
 
     def flops(self, samples: float, phase: Phase | None = None) -> float:
         """FLOPs of one micro-batch of `samples`: forward, backward, or both."""
-        return sum(o.count * o.flops.at(samples) for o in self.operators if phase in (None, o.phase))
+        return sum(
+            operator.count * operator.flops.at(samples)
+            for operator in self.operators
+            if phase in (None, operator.phase)
+        )
 
-    def kept(self, samples: float) -> float:
+    def saved_bytes(self, samples: float) -> float:
         """Bytes that a micro-batch of `samples` keeps for backward."""
-        return max(moment.kept.at(samples) for moment in self.moments)
+        return max(snapshot.saved.at(samples) for snapshot in self.moments)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -281,13 +285,13 @@ def fold_path(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+def model_fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     """Hash of (name, shape, dtype) in the model's order: equal for models that can hold each other's weights."""
     lines = "\n".join(f"{name} {tuple(shape)} torch.{dtype}" for name, shape, dtype in parameters)
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def units(tree: Sequence[tuple[str, str, Mapping[int, int]]]) -> tuple[str, ...]:
+def find_fsdp_units(tree: Sequence[tuple[str, str, Mapping[int, int]]]) -> tuple[str, ...]:
     """The module paths that ZeRO shards as one: the repeated blocks of the outermost lists, root aside (it holds the rest).
 
     `tree` is (path, class name, identity -> bytes of its own parameters) for every path of the model, those of shared modules
@@ -295,30 +299,36 @@ def units(tree: Sequence[tuple[str, str, Mapping[int, int]]]) -> tuple[str, ...]
     One that holds less than a thousandth of the model is left to the root: a collective of its own would cost more than it
     saves. So is one that shares a parameter with what is outside it: gathered in two places it would come apart.
     """
-    weight: Counter[str] = Counter()
-    kinds: Counter[tuple[str, str]] = Counter()
-    for path, kind, own in tree:
-        for prefix in _prefixes(path):
-            weight[prefix] += sum(own.values())
-        kinds[path.rpartition(".")[0], kind] += path.rpartition(".")[2].isdigit()
-    chosen: list[str] = []
-    for path, kind, _ in tree:
-        parent, _, last = path.rpartition(".")
-        if not last.isdigit() or kinds[parent, kind] < 2 or weight[path] * 1000 < max(weight[""], 1):
+    subtree_bytes: Counter[str] = Counter()
+    class_counts: Counter[tuple[str, str]] = Counter()
+    for path, class_name, own_parameters in tree:
+        for prefix in _path_prefixes(path):
+            subtree_bytes[prefix] += sum(own_parameters.values())
+        class_counts[path.rpartition(".")[0], class_name] += path.rpartition(".")[2].isdigit()
+    fsdp_units: list[str] = []
+    for path, class_name, _ in tree:
+        parent, _, child_name = path.rpartition(".")
+        if (
+            not child_name.isdigit()
+            or class_counts[parent, class_name] < 2
+            or subtree_bytes[path] * 1000 < max(subtree_bytes[""], 1)
+        ):
             continue
-        if not any(path.startswith(outer + ".") for outer in chosen):
-            chosen.append(path)
-    uses = Counter(key for _, _, own in tree for key in own)
-    return tuple(path for path in chosen if not _shares(path, tree, uses))
+        if not any(path.startswith(outer + ".") for outer in fsdp_units):
+            fsdp_units.append(path)
+    use_counts = Counter(key for _, _, own_parameters in tree for key in own_parameters)
+    return tuple(path for path in fsdp_units if not _shares_parameters(path, tree, use_counts))
 
 
-def _prefixes(path: str) -> list[str]:
+def _path_prefixes(path: str) -> list[str]:
     """The path and all that it lies in, the root's empty one included."""
     parts = path.split(".") if path else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
-def _shares(unit: str, tree: Sequence[tuple[str, str, Mapping[int, int]]], uses: Counter[int]) -> bool:
+def _shares_parameters(unit: str, tree: Sequence[tuple[str, str, Mapping[int, int]]], use_counts: Counter[int]) -> bool:
     """Whether a parameter of `unit` is also used outside it."""
-    inside = Counter(key for path, _, own in tree if path == unit or path.startswith(unit + ".") for key in own)
-    return any(uses[key] > count for key, count in inside.items())
+    inner_uses = Counter(
+        key for path, _, own_parameters in tree if path == unit or path.startswith(unit + ".") for key in own_parameters
+    )
+    return any(use_counts[key] > count for key, count in inner_uses.items())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 #: Products of weights, and attention where it is one operator. Products of activations (`bmm`: written-out attention) are as large as
 #: the scores and are computed again.
-_PRODUCTS = frozenset({"mm", "addmm", "_int_mm", "convolution"})
+_SAVED_OPERATORS = frozenset({"mm", "addmm", "_int_mm", "convolution"})
 
 
-def keeps(operator: str) -> bool:
+def saves_output(operator: str) -> bool:
     """Whether the output of an operator, by torch's name for it, is kept."""
-    attention = "scaled_dot_product" in operator and "attention" in operator and "backward" not in operator
-    return attention or operator.partition(":")[0] in _PRODUCTS
+    is_attention = "scaled_dot_product" in operator and "attention" in operator and "backward" not in operator
+    return is_attention or operator.partition(":")[0] in _SAVED_OPERATORS

@@ -19,9 +19,9 @@ from typing import Any
 from echelon.errors import DocumentError
 
 #: Larger than any index (a tensor takes about 200 bytes per part), smaller than what exhausts a host's memory.
-LIMIT = 1 << 30
-_TAIL = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
-_TAIL_LENGTH = len(b',\n"sha256": ""}\n') + 64
+MAX_FILE_BYTES = 1 << 30
+_HASH_LINE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
+_HASH_LINE_LENGTH = len(b',\n"sha256": ""}\n') + 64
 
 
 def seal(document: Mapping[str, Any], *, indent: int | None = None) -> bytes:
@@ -34,21 +34,21 @@ def seal(document: Mapping[str, Any], *, indent: int | None = None) -> bytes:
 
 def unseal(data: bytes, source: str) -> dict[str, Any]:
     """The object that `seal` wrote; `source` names the file in errors."""
-    tail = _TAIL.search(data[-_TAIL_LENGTH:])
-    if tail is None:
+    hash_line = _HASH_LINE.search(data[-_HASH_LINE_LENGTH:])
+    if hash_line is None:
         raise DocumentError(f"{source}: does not end in its SHA-256: cut short, edited, or not written by this echelon")
-    body = data[:-_TAIL_LENGTH]
+    body = data[:-_HASH_LINE_LENGTH]
     digest = hashlib.sha256(body).hexdigest()
-    if digest != tail[1].decode():
+    if digest != hash_line[1].decode():
         raise DocumentError(
-            f"{source}: its content hashes to {digest[:12]} and its last line says {tail[1].decode()[:12]}: damaged or edited"
+            f"{source}: its content hashes to {digest[:12]} and its last line says {hash_line[1].decode()[:12]}: damaged or edited"
         )
     return parse_object(body + b"}", source)
 
 
-def format_without_seal(data: bytes) -> Any:
+def read_unsealed_format(data: bytes) -> Any:
     """The "format" of a JSON object that carries no hash, as earlier versions wrote them; None for anything else."""
-    if _TAIL.search(data[-_TAIL_LENGTH:]):
+    if _HASH_LINE.search(data[-_HASH_LINE_LENGTH:]):
         return None
     try:
         return parse_object(data, "").get("format")
@@ -59,7 +59,9 @@ def format_without_seal(data: bytes) -> Any:
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
     """A JSON object, parsed strictly: duplicate keys, NaN and nesting that exhausts the stack are errors."""
     try:
-        plain = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        plain = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant
+        )
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{source}: not valid JSON ({error})") from error
     if not isinstance(plain, dict):
@@ -67,7 +69,7 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
     return plain
 
 
-def read_regular(path: Path, limit: int = LIMIT) -> bytes:
+def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a regular file; symbolic links, pipes and devices are refused."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -80,24 +82,24 @@ def open_regular(path: Path) -> Any:
     """Open a regular file for reading; raises DocumentError for a symbolic link, a pipe or a device, OSError as `open` does."""
     # Not following links keeps a checkpoint from reading outside its folder; not blocking keeps a named pipe from hanging the run.
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
             raise DocumentError(f"{path}: a symbolic link; only regular files are read") from error
         raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise DocumentError(f"{path}: not a regular file")
-    return os.fdopen(handle, "rb")
+    return os.fdopen(descriptor, "rb")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
-    return found
+    return members
 
 
-def _no_constant(text: str) -> Any:
+def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
+class SequenceGather:
     """A module that needs the whole sequence, and those of its arguments that come as parts."""
 
     path: str
     arguments: tuple[str, ...]  #: a number is a position, anything else a name
-    again: bool = False  #: it gives the whole sequence too, which is cut again: no row in it does that
+    returns_sequence: bool = False  #: it gives the whole sequence too, which is cut again: no row in it does that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class SequenceSegment:
     """Blocks one after another. Hidden states are cut before the first and put together behind the last."""
 
-    units: tuple[str, ...]  #: in the order of their calls
+    blocks: tuple[str, ...]  #: in the order of their calls
     argument: str  #: of the blocks that holds the hidden states; what they return first are hidden states again
     dim: int  #: of the hidden states that is the sequence
-    gathers: tuple[Gather, ...]
-    draws: bool  #: whether the blocks draw random numbers, which each rank does by itself for its part
+    gathers: tuple[SequenceGather, ...]
+    uses_rng: bool  #: whether the blocks draw random numbers, which each rank does by itself for its part
     #: Parameters that are whole on every rank but meet a part of the sequence there: their gradients add up over the ranks.
-    partial: tuple[str, ...]
+    partial_gradients: tuple[str, ...]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Reads
+from echelon.plan.profile import UpdateScope
 
 
-def gathered_axes(plan: Plan, reads: Reads, draws: bool) -> tuple[str, ...]:
+def gathered_axes(plan: Plan, reads: UpdateScope, draws: bool) -> tuple[str, ...]:
     """The axes over which an optimizer's tensors are put together for its step; empty: it steps on what each rank holds.
 
         reads               zero 1-3   tp        pp
@@ -18,12 +18,12 @@ def gathered_axes(plan: Plan, reads: Reads, draws: bool) -> tuple[str, ...]:
     """
     if reads == "element" and not draws:
         return ()
-    found = [axis for axis, cut in (("dp", plan.sharded), ("tp", plan.mesh.tp > 1)) if cut]
-    if one_owner(reads, draws) and plan.mesh.pp > 1:
-        found.append("pp")
-    return tuple(found)
+    axes = [axis for axis, cut in (("dp", plan.is_sharded), ("tp", plan.mesh.tp > 1)) if cut]
+    if needs_single_owner(reads, draws) and plan.mesh.pp > 1:
+        axes.append("pp")
+    return tuple(axes)
 
 
-def one_owner(reads: Reads, draws: bool) -> bool:
+def needs_single_owner(reads: UpdateScope, draws: bool) -> bool:
     """Whether one rank must step all of the optimizer's tensors: they depend on each other, or on the order of what is drawn for them."""
     return reads == "model" or draws

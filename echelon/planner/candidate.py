@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
-from echelon.planner.goal import Costs
+from echelon.planner.goal import Objective
 
 #: A plan must be this much better to be preferred to one with fewer processes: forecasts are not finer than that.
-WORTH = 0.02
+MIN_IMPROVEMENT = 0.02
 
 #: Fills in how a plan cuts the model; it looks into the model, which the planner cannot.
-Complete = Callable[[Plan], Plan]
+CompletePlan = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +25,22 @@ class Candidate:
     forecast: Forecast
 
 
-def simplest_first(found: Sequence[Candidate], costs: Costs, top: int) -> tuple[Candidate, ...]:
+def simplest_first(candidates: Sequence[Candidate], objective: Objective, top: int) -> tuple[Candidate, ...]:
     """The `top` of what was found, the best first; among those that cost nearly the same the simplest one is the best."""
-    if costs.goal.kind == "devices":
-        return tuple(found[:top])
-    limit = costs.of(found[0].forecast) * (1 + WORTH)
-    chosen = min((each for each in found if costs.of(each.forecast) <= limit), key=_simplicity)
-    return (chosen, *[each for each in found if each is not chosen][: top - 1])
+    if objective.goal.kind == "devices":
+        return tuple(candidates[:top])
+    limit = objective.cost_of(candidates[0].forecast) * (1 + MIN_IMPROVEMENT)
+    simplest = min(
+        (candidate for candidate in candidates if objective.cost_of(candidate.forecast) <= limit), key=_complexity_key
+    )
+    return (simplest, *[candidate for candidate in candidates if candidate is not simplest][: top - 1])
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, bool, int, bool, int, float, float]:
+def _complexity_key(candidate: Candidate) -> tuple[int, bool, int, bool, int, float, float]:
     plan = candidate.plan
     return (
         plan.ranks,
-        plan.served,
+        plan.uses_servers,
         plan.ranks // plan.mesh.dp,
         plan.recompute != "none",
         plan.zero,

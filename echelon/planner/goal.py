@@ -9,23 +9,23 @@ from typing import Literal, get_args
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
-from echelon.simulator.step import by_sheet, on_ranks
+from echelon.simulator.step import rank_devices, uses_data_sheets
 
-Kind = Literal["fastest", "memory", "cheapest", "devices"]
+GoalKind = Literal["fastest", "memory", "cheapest", "devices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """`devices` needs `within`: seconds in which `steps` steps must be done. `price`: of one device for an hour, whatever the cluster says."""
 
-    kind: Kind = "fastest"
+    kind: GoalKind = "fastest"
     within: float | None = None
     steps: int = 1
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise PlanError(f"goal={self.kind!r}: not one of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(GoalKind):
+            raise PlanError(f"goal={self.kind!r}: not one of {', '.join(get_args(GoalKind))}")
         if self.kind == "devices" and self.within is None:
             raise PlanError(
                 "goal=devices: the fewest devices for what? give the time that there is (--within) and the steps (--steps)"
@@ -50,19 +50,21 @@ class Goal:
             )
 
     @property
-    def limit(self) -> float:
+    def step_limit(self) -> float:
         """Seconds that a step may take."""
         return float("inf") if self.within is None else self.within / self.steps
 
 
-class Costs:
+class Objective:
     """What plans cost on a cluster by a goal: what is to be as small as can be."""
 
     def __init__(self, goal: Goal, cluster: Cluster) -> None:
         self.goal = goal
         # Ranks of a CPU that was measured are processes on one machine, which costs the same however many they are.
-        self._shared = cluster.kind == "cpu" and not by_sheet(cluster)
-        self._hourly = list(accumulate(_prices(goal, cluster), initial=0.0)) if goal.kind == "cheapest" else []
+        self._is_one_machine = cluster.device_kind == "cpu" and not uses_data_sheets(cluster)
+        self._cumulative_hourly_prices = (
+            list(accumulate(_hourly_prices(goal, cluster), initial=0.0)) if goal.kind == "cheapest" else []
+        )
 
     def cost(self, seconds: float, ranks: int, peak: float) -> float:
         """Of a step of so many seconds; grows with each of the three."""
@@ -70,20 +72,26 @@ class Costs:
             return peak
         if self.goal.kind == "devices":
             return ranks
-        return seconds if self.goal.kind == "fastest" else self.money(seconds, ranks)
+        return seconds if self.goal.kind == "fastest" else self.price(seconds, ranks)
 
-    def of(self, forecast: Forecast) -> float:
+    def cost_of(self, forecast: Forecast) -> float:
         """Of a plan."""
-        return self.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.needed)
+        return self.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.required)
 
-    def money(self, seconds: float, ranks: int) -> float:
+    def price(self, seconds: float, ranks: int) -> float:
         """Of a step: what the devices of its ranks cost meanwhile, which are the first of the cluster."""
-        return seconds * self._hourly[-1 if self._shared else min(ranks, len(self._hourly) - 1)] / 3600
+        return (
+            seconds
+            * self._cumulative_hourly_prices[
+                -1 if self._is_one_machine else min(ranks, len(self._cumulative_hourly_prices) - 1)
+            ]
+            / 3600
+        )
 
 
-def _prices(goal: Goal, cluster: Cluster) -> list[float]:
+def _hourly_prices(goal: Goal, cluster: Cluster) -> list[float]:
     """Of each device for an hour; where none is known each is one, and what is cheap takes few device-hours."""
-    devices = on_ranks(cluster)
+    devices = rank_devices(cluster)
     prices = [goal.price or (device.sheet.price if device.sheet else None) for device in devices]
     missing = [device.name for device, price in zip(devices, prices, strict=True) if price is None]
     if missing and len(missing) < len(devices):

@@ -12,23 +12,29 @@ from dataclasses import replace
 from typing import get_args
 
 from echelon.errors import PlanError
-from echelon.plan.check import require
+from echelon.plan.check import require_executable
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
-from echelon.plan.format_units import seconds
+from echelon.plan.format_units import format_seconds
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
-from echelon.plan.stages import bound, find_stages
+from echelon.plan.stages import find_stages, forbidden_stage_starts
 from echelon.planner import measured
-from echelon.planner.candidate import WORTH, Candidate, Complete, simplest_first
-from echelon.planner.goal import Costs, Goal
-from echelon.planner.measured import Machine
-from echelon.planner.space import Space, best, devices_needed, with_servers, with_shares
-from echelon.planner.tp_selection import choose
-from echelon.simulator.step import by_sheet, price
+from echelon.planner.candidate import MIN_IMPROVEMENT, Candidate, CompletePlan, simplest_first
+from echelon.planner.goal import Goal, Objective
+from echelon.planner.measured import MeasuredSpace
+from echelon.planner.space import (
+    DataSheetSpace,
+    devices_needed,
+    search_data_sheets,
+    server_forecasts,
+    uneven_share_forecasts,
+)
+from echelon.planner.tp_selection import replicate_faster_modules
+from echelon.simulator.step import simulate_measured, uses_data_sheets
 
 #: So many reasons are told when all plans are refused.
-_REASONS = 8
+_MAX_REASONS = 8
 
 
 def search(
@@ -37,7 +43,7 @@ def search(
     *,
     top: int = 5,
     ranks: int | None = None,
-    complete: Complete | None = None,
+    complete: CompletePlan | None = None,
     goal: Goal | None = None,
     exhaustive: bool = False,
     beyond: bool = False,
@@ -49,112 +55,145 @@ def search(
     `goal`: what the best is; the fastest where it is not given. `exhaustive`: forecast every plan, also those that cannot be the best.
     `beyond`: axes too that are forecast and not executed yet. `precisions`: other than the job's, None.
     """
-    wanted = goal or Goal()
-    strange = next((each for each in precisions if each not in (None, *get_args(Precision))), None)
-    if strange is not None:
-        raise PlanError(f"precision={strange}: not one of {', '.join(get_args(Precision))}")
+    resolved_goal = goal or Goal()
+    unknown_precision = next(
+        (precision for precision in precisions if precision not in (None, *get_args(Precision))), None
+    )
+    if unknown_precision is not None:
+        raise PlanError(f"precision={unknown_precision}: not one of {', '.join(get_args(Precision))}")
     if "fp8" in precisions and not beyond:
         raise PlanError("precision=fp8: it is forecast and not executed yet; with beyond (--beyond) it is searched too")
-    if set(precisions) != {None} and not by_sheet(cluster):
+    if set(precisions) != {None} and not uses_data_sheets(cluster):
         raise PlanError(
             "precisions are searched on clusters that are known by their data sheets; here give the job's precision"
         )
-    if by_sheet(cluster):
-        space = Space(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
-        return _wide(space, Costs(wanted, cluster), top, complete, exhaustive=exhaustive)
-    costs, machine = Costs(wanted, cluster), Machine(profile, cluster, ranks=ranks, complete=complete)
-    near = WORTH if wanted.kind != "devices" else 0.0
-    found = measured.best(machine, costs, top=top, near=near, exhaustive=exhaustive)
-    if not found.everything:
-        raise _no_plan(machine)
-    if not found.good:
-        if any(candidate.forecast.fits for candidate in found.everything):
-            raise _too_slow(found.everything, wanted)
-        raise _too_large(found.everything, cluster.kind)
-    good = [candidate for _, candidate in found.good]
-    return _sharded(simplest_first(good, costs, top), costs, profile, lambda plan: price(profile, cluster, plan))
+    if uses_data_sheets(cluster):
+        space = DataSheetSpace(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
+        return _search_by_data_sheet(space, Objective(resolved_goal, cluster), top, complete, exhaustive=exhaustive)
+    objective, measured_space = (
+        Objective(resolved_goal, cluster),
+        MeasuredSpace(profile, cluster, ranks=ranks, complete=complete),
+    )
+    tolerance = MIN_IMPROVEMENT if resolved_goal.kind != "devices" else 0.0
+    result = measured.search_measured(measured_space, objective, top=top, tolerance=tolerance, exhaustive=exhaustive)
+    if not result.forecasted:
+        raise _no_executable_plan_error(measured_space)
+    if not result.feasible:
+        if any(candidate.forecast.fits for candidate in result.forecasted):
+            raise _too_slow_error(result.forecasted, resolved_goal)
+        raise _too_large_error(result.forecasted, cluster.device_kind)
+    feasible = [candidate for _, candidate in result.feasible]
+    return _keep_faster_modules_replicated(
+        simplest_first(feasible, objective, top),
+        objective,
+        profile,
+        lambda plan: simulate_measured(profile, cluster, plan),
+    )
 
 
-def _wide(
-    space: Space, costs: Costs, top: int, complete: Complete | None, *, exhaustive: bool
+def _search_by_data_sheet(
+    space: DataSheetSpace, objective: Objective, top: int, complete_plan: CompletePlan | None, *, exhaustive: bool
 ) -> tuple[Candidate, ...]:
     """On a cluster by its data sheets."""
-    wanted, goal = top, costs.goal
-    known: dict[tuple[object, ...], Plan | PlanError] = {}
-    beside = [*with_shares(space, goal), *with_servers(space, goal)]
+    requested, goal = top, objective.goal
+    completed_by_cut: dict[tuple[object, ...], Plan | PlanError] = {}
+    extra_forecasts = [*uneven_share_forecasts(space, goal), *server_forecasts(space, goal)]
     while True:
-        found = best(space, costs, top=wanted, near=WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
-        done, refused = _completed(space, costs, (*found, *beside), complete, known)
+        forecasts = search_data_sheets(
+            space,
+            objective,
+            top=requested,
+            tolerance=MIN_IMPROVEMENT if goal.kind != "devices" else 0.0,
+            exhaustive=exhaustive,
+        )
+        candidates, errors = _complete_candidates(
+            space, objective, (*forecasts, *extra_forecasts), complete_plan, completed_by_cut
+        )
         # What was not looked at costs no less than the last that was found: with the cuts that the model allows plans may cost more than that.
-        if len(found) < wanted or (done and costs.of(done[0].forecast) <= costs.of(found[-1])):
+        if len(forecasts) < requested or (
+            candidates and objective.cost_of(candidates[0].forecast) <= objective.cost_of(forecasts[-1])
+        ):
             break
-        wanted *= 4
-    if not done:
-        raise _nothing(space, goal, refused)
-    return _sharded(simplest_first(done, costs, top), costs, space.profile, space.forecast)
+        requested *= 4
+    if not candidates:
+        raise _no_fit_error(space, goal, errors)
+    return _keep_faster_modules_replicated(
+        simplest_first(candidates, objective, top), objective, space.profile, space.forecast
+    )
 
 
-def _completed(
-    space: Space,
-    costs: Costs,
-    found: Sequence[Forecast],
-    complete: Complete | None,
-    known: dict[tuple[object, ...], Plan | PlanError],
+def _complete_candidates(
+    space: DataSheetSpace,
+    objective: Objective,
+    forecasts: Sequence[Forecast],
+    complete_plan: CompletePlan | None,
+    completed_by_cut: dict[tuple[object, ...], Plan | PlanError],
 ) -> tuple[list[Candidate], list[PlanError]]:
-    """What was found, with its cuts and priced with them, best first; and why others have none. `known`: cuts by what decides them."""
-    done: list[Candidate] = []
-    refused: list[PlanError] = []
-    for forecast in found:
-        if complete is not None and forecast.plan.open:
+    """What was found, with its cuts and priced with them, best first; and why others have none. `completed_by_cut`: cuts by what decides them."""
+    candidates: list[Candidate] = []
+    errors: list[PlanError] = []
+    for forecast in forecasts:
+        if complete_plan is not None and forecast.plan.incomplete:
             try:
-                plan = _cut(space, forecast.plan, complete, known)
+                plan = _complete_cuts(space, forecast.plan, complete_plan, completed_by_cut)
             except PlanError as error:
-                refused.append(error)
+                errors.append(error)
                 continue
             forecast = space.forecast(plan)
-        if forecast.fits and forecast.time.step <= costs.goal.limit:
-            done.append(Candidate(plan=forecast.plan, forecast=forecast))
-    done.sort(key=lambda each: (costs.of(each.forecast), each.forecast.time.step, str(each.plan)))
-    return done, refused
+        if forecast.fits and forecast.time.step <= objective.goal.step_limit:
+            candidates.append(Candidate(plan=forecast.plan, forecast=forecast))
+    candidates.sort(
+        key=lambda candidate: (objective.cost_of(candidate.forecast), candidate.forecast.time.step, str(candidate.plan))
+    )
+    return candidates, errors
 
 
-def _cut(space: Space, plan: Plan, complete: Complete, known: dict[tuple[object, ...], Plan | PlanError]) -> Plan:
+def _complete_cuts(
+    space: DataSheetSpace,
+    plan: Plan,
+    complete_plan: CompletePlan,
+    completed_by_cut: dict[tuple[object, ...], Plan | PlanError],
+) -> Plan:
     """A plan with its cuts, whose stages do not begin between a column and its row, and that can be executed."""
-    kind = plan.mesh.tp, plan.sequence, plan.mesh.pp > 1
-    if kind not in known:
+    cut_key = plan.mesh.tp, plan.sequence, plan.mesh.pp > 1
+    if cut_key not in completed_by_cut:
         try:
-            known[kind] = complete(plan)
+            completed_by_cut[cut_key] = complete_plan(plan)
         except PlanError as error:
-            known[kind] = error
-    like, visits = known[kind], space.profile.visits
-    if isinstance(like, PlanError):
-        raise like
-    plan = replace(plan, placements=like.placements, uncut=like.uncut, segments=like.segments)
-    if set(plan.stages) & bound(plan, visits):
-        stages = find_stages(plan, visits, space.pace(plan))
+            completed_by_cut[cut_key] = error
+    template, pipeline_units = completed_by_cut[cut_key], space.profile.pipeline_units
+    if isinstance(template, PlanError):
+        raise template
+    plan = replace(plan, placements=template.placements, replicated=template.replicated, segments=template.segments)
+    if set(plan.stages) & forbidden_stage_starts(plan, pipeline_units):
+        stages = find_stages(plan, pipeline_units, space.stage_slowdowns(plan))
         if stages is None:
             raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
         plan = replace(plan, stages=stages)
-    if space.refused(plan):
-        require(plan, space.profile, space.quotes.cluster)
+    if space.is_refused(plan):
+        require_executable(plan, space.profile, space.pricer.cluster)
     return plan
 
 
-def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanError:
-    if refused:
-        return refused[0]
-    if goal.limit < math.inf:
-        fastest = best(space, Costs(Goal(), space.cluster), top=1, near=0.0, exhaustive=False)
+def _no_fit_error(space: DataSheetSpace, goal: Goal, errors: Sequence[PlanError]) -> PlanError:
+    if errors:
+        return errors[0]
+    if goal.step_limit < math.inf:
+        fastest = search_data_sheets(space, Objective(Goal(), space.cluster), top=1, tolerance=0.0, exhaustive=False)
         if fastest:
-            return _late(fastest[0], goal)
+            return _deadline_error(fastest[0], goal)
     profile, cluster = space.profile, space.cluster
-    asked = f" of {space.ranks} devices" if space.ranks is not None else f" of {cluster.name} ({space.devices} devices)"
-    needed = devices_needed(profile, cluster, above=space.ranks or space.devices)
+    scope = (
+        f" of {space.ranks} devices"
+        if space.ranks is not None
+        else f" of {cluster.name} ({space.device_count} devices)"
+    )
+    needed_devices = devices_needed(profile, cluster, minimum=space.ranks or space.device_count)
     error = PlanError(
-        f"{profile.name}: {profile.elements:,} parameters fit no plan{asked}; "
+        f"{profile.name}: {profile.elements:,} parameters fit no plan{scope}; "
         + (
-            f"{needed} devices of this kind would hold it"
-            if needed is not None
+            f"{needed_devices} devices of this kind would hold it"
+            if needed_devices is not None
             else "one sample and one block alone fill a device: larger devices, smaller blocks or shorter samples are needed"
         )
     )
@@ -162,64 +201,80 @@ def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanErro
     return error
 
 
-def _late(fastest: Forecast, goal: Goal) -> PlanError:
+def _deadline_error(fastest: Forecast, goal: Goal) -> PlanError:
     error = PlanError(
-        f'no plan is done in time: the fastest, "{fastest.plan}", takes {seconds(fastest.time.step * goal.steps)} for {goal.steps:,} '
-        f"step{'s' * (goal.steps > 1)} and there are {seconds(goal.within or 0)}; give more time, more devices or fewer steps"
+        f'no plan is done in time: the fastest, "{fastest.plan}", takes {format_seconds(fastest.time.step * goal.steps)} for {goal.steps:,} '
+        f"step{'s' * (goal.steps > 1)} and there are {format_seconds(goal.within or 0)}; give more time, more devices or fewer steps"
     )
     error.exit_code = 1
     return error
 
 
-def _too_slow(everything: Sequence[Candidate], goal: Goal) -> PlanError:
-    return _late(min((c.forecast for c in everything if c.forecast.fits), key=lambda each: each.time.step), goal)
+def _too_slow_error(candidates: Sequence[Candidate], goal: Goal) -> PlanError:
+    return _deadline_error(
+        min(
+            (candidate.forecast for candidate in candidates if candidate.forecast.fits),
+            key=lambda forecast: forecast.time.step,
+        ),
+        goal,
+    )
 
 
-def _sharded(
-    found: tuple[Candidate, ...], costs: Costs, profile: Profile, price: Callable[[Plan], Forecast]
+def _keep_faster_modules_replicated(
+    candidates: tuple[Candidate, ...], objective: Objective, profile: Profile, forecast_plan: Callable[[Plan], Forecast]
 ) -> tuple[Candidate, ...]:
     """What was found with all that is faster whole left whole. Bounds are of plans that cut everything, so that this comes after the search."""
-    if costs.goal.kind == "memory" or not any(each.plan.placements for each in found):
-        return found
-    better = [choose(each.plan, profile, price) if each.plan.placements else each.forecast for each in found]
-    made = [Candidate(plan=each.plan, forecast=each) for each in better]
-    return simplest_first(sorted(made, key=lambda each: costs.of(each.forecast)), costs, len(made))
+    if objective.goal.kind == "memory" or not any(each.plan.placements for each in candidates):
+        return candidates
+    better = [
+        replicate_faster_modules(each.plan, profile, forecast_plan) if each.plan.placements else each.forecast
+        for each in candidates
+    ]
+    improved = [Candidate(plan=each.plan, forecast=each) for each in better]
+    return simplest_first(sorted(improved, key=lambda each: objective.cost_of(each.forecast)), objective, len(improved))
 
 
-def _no_plan(machine: Machine) -> PlanError:
+def _no_executable_plan_error(measured_space: MeasuredSpace) -> PlanError:
     """Every plan is refused: why, each reason once however many plans it refuses."""
-    ranks, refused = machine.ranks, [machine.errors(plan) for plan in machine.plans()]
-    reasons = {str(problem): problem for problems in refused for problem in problems}
-    asked = f" of {ranks} ranks" if ranks is not None else ""
-    told = [f"  {reason}" for reason in list(reasons)[:_REASONS]]
-    more = [f"  and {len(reasons) - _REASONS} more"] if len(reasons) > _REASONS else []
-    return PlanError("\n".join([f"no plan{asked} can be executed:", *told, *more]), list(reasons.values()))
+    ranks, problems_by_plan = (
+        measured_space.ranks,
+        [measured_space.errors(plan) for plan in measured_space.data_parallel_plans()],
+    )
+    reasons = {str(problem): problem for problems in problems_by_plan for problem in problems}
+    scope = f" of {ranks} ranks" if ranks is not None else ""
+    shown_reasons = [f"  {reason}" for reason in list(reasons)[:_MAX_REASONS]]
+    omitted_reasons = [f"  and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
+    return PlanError(
+        "\n".join([f"no plan{scope} can be executed:", *shown_reasons, *omitted_reasons]), list(reasons.values())
+    )
 
 
-def _too_large(everything: list[Candidate], kind: str) -> PlanError:
+def _too_large_error(candidates: list[Candidate], device_kind: str) -> PlanError:
     """Nothing fits: what the closest one lacks, and what would help."""
-    closest = min(everything, key=lambda candidate: candidate.forecast.memory.needed / candidate.forecast.capacity)
+    closest = min(candidates, key=lambda candidate: candidate.forecast.memory.required / candidate.forecast.capacity)
     forecast = closest.forecast
     error = PlanError(
-        f'no plan fits: the closest, "{closest.plan}", needs up to {forecast.memory.needed / 1e9:.2f} GB per rank and there are '
-        f"{forecast.capacity / 1e9:.2f} GB: {(forecast.memory.needed - forecast.capacity) / 1e9:.2f} GB are missing (the peak is at "
-        f"{forecast.peak_at}); {_remedy(everything, closest, kind)}"
+        f'no plan fits: the closest, "{closest.plan}", needs up to {forecast.memory.required / 1e9:.2f} GB per rank and there are '
+        f"{forecast.capacity / 1e9:.2f} GB: {(forecast.memory.required - forecast.capacity) / 1e9:.2f} GB are missing (the peak is at "
+        f"{forecast.peak_at}); {_memory_remedy(candidates, closest, device_kind)}"
     )
     error.exit_code = 1
     return error
 
 
-def _remedy(everything: list[Candidate], closest: Candidate, kind: str) -> str:
-    if kind == "cpu":
+def _memory_remedy(candidates: list[Candidate], closest: Candidate, device_kind: str) -> str:
+    if device_kind == "cpu":
         # The ranks of a machine share its memory: more of them do not help.
-        least = min(c.forecast.memory.needed * c.plan.ranks for c in everything)
-        return f"a machine with {least / 0.95 / 1e9:.1f} GB would hold it, or a smaller model"
+        smallest_total = min(candidate.forecast.memory.required * candidate.plan.ranks for candidate in candidates)
+        return f"a machine with {smallest_total / 0.95 / 1e9:.1f} GB would hold it, or a smaller model"
     memory = closest.forecast.memory
     # Parameters, gradients and optimizer state can be sharded over any number of ranks; what a sample needs cannot.
-    fixed = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
-    room = closest.forecast.capacity - fixed
-    if room <= 0:
+    unshardable_bytes = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
+    shardable_capacity = closest.forecast.capacity - unshardable_bytes
+    if shardable_capacity <= 0:
         return "one sample alone fills a device: a smaller model or shorter samples are needed"
     plan = closest.plan
-    state = (closest.forecast.memory.needed - fixed) * (plan.ranks if plan.zero == 3 or plan.mesh.dp == 1 else 1)
-    return f"about {max(math.ceil(state / room), plan.ranks + 1)} devices of this size under zero=3 would hold it"
+    shardable_bytes = (closest.forecast.memory.required - unshardable_bytes) * (
+        plan.ranks if plan.zero == 3 or plan.mesh.dp == 1 else 1
+    )
+    return f"about {max(math.ceil(shardable_bytes / shardable_capacity), plan.ranks + 1)} devices of this size under zero=3 would hold it"

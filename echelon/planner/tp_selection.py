@@ -14,68 +14,77 @@ import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from echelon.plan.forecast import Forecast
-from echelon.plan.placement import Uncut
+from echelon.plan.placement import ReplicatedModule
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fold_path
-from echelon.plan.stages import pairs
+from echelon.plan.stages import column_row_pairs
 
 
-def choose(plan: Plan, profile: Profile, price: Callable[[Plan], Forecast]) -> Forecast:
+def replicate_faster_modules(plan: Plan, profile: Profile, forecast_plan: Callable[[Plan], Forecast]) -> Forecast:
     """The forecast of `plan` with what is faster whole left whole, as far as there is memory for it; as it is where nothing is gained.
 
-    What each group saves is told by `price` without it, and all that is left whole is priced once more together.
+    What each group saves is told by `forecast_plan` without it, and all that is left whole is priced once more together.
     """
-    cut = price(plan)
-    together = groups(plan, profile)
+    baseline = forecast_plan(plan)
+    groups = inseparable_modules(plan, profile)
     # Where the sequence is cut, segments lie between modules that must be cut too.
-    if len(together) < 2 or plan.sequence or not cut.fits:
-        return cut
-    alone = [price(without(plan, group)) for group in together]
-    step, need = cut.time.step, cut.memory.needed
-    left = cheapest(
-        [(each.time.step - step) / step for each in alone],
-        [(each.memory.needed - need) / cut.capacity for each in alone],
-        1 - need / cut.capacity,
+    if len(groups) < 2 or plan.sequence or not baseline.fits:
+        return baseline
+    without_each_group = [forecast_plan(replicate_modules(plan, group)) for group in groups]
+    baseline_seconds, baseline_memory = baseline.time.step, baseline.memory.required
+    replicated_groups = select_to_replicate(
+        [(forecast.time.step - baseline_seconds) / baseline_seconds for forecast in without_each_group],
+        [(forecast.memory.required - baseline_memory) / baseline.capacity for forecast in without_each_group],
+        1 - baseline_memory / baseline.capacity,
     )
-    if not left:
-        return cut
-    found = price(without(plan, set().union(*(together[place] for place in left))))
-    return found if found.fits and found.time.step < step else cut
+    if not replicated_groups:
+        return baseline
+    candidate = forecast_plan(replicate_modules(plan, set().union(*(groups[index] for index in replicated_groups))))
+    return candidate if candidate.fits and candidate.time.step < baseline_seconds else baseline
 
 
-def cheapest(costs: Sequence[float], sizes: Sequence[float], room: float) -> list[int]:
-    """Places of what to leave whole such that the sum of `costs` is least and that of `sizes` is within `room`; one at least is cut."""
-    count = len(costs)
-    answer = milp(
-        numpy.array(costs),
-        integrality=numpy.ones(count),
+def select_to_replicate(
+    time_changes: Sequence[float], memory_changes: Sequence[float], free_memory: float
+) -> list[int]:
+    """Places of what to leave whole such that the sum of `time_changes` is least and that of `memory_changes` is within `free_memory`; one at least is cut."""
+    group_count = len(time_changes)
+    solution = milp(
+        numpy.array(time_changes),
+        integrality=numpy.ones(group_count),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(numpy.array([sizes, [1.0] * count]), -math.inf, [room, count - 1]),
+        constraints=LinearConstraint(
+            numpy.array([memory_changes, [1.0] * group_count]), -math.inf, [free_memory, group_count - 1]
+        ),
     )
-    return [place for place in range(count) if answer.x[place] > 0.5] if answer.success else []
+    return [index for index in range(group_count) if solution.x[index] > 0.5] if solution.success else []
 
 
-def groups(plan: Plan, profile: Profile) -> list[frozenset[str]]:
+def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
     """Folded paths of modules that are cut all or none: a row with its columns, what holds the same parameter, and blocks alike."""
-    cut = {fold_path(each.path) for each in plan.placements}
-    found = [{path} for path in sorted(cut)]
-    bound = [{fold_path(each.path) for each in (*columns, row)} for columns, row in pairs(plan)]
+    cut_paths = {fold_path(placement.path) for placement in plan.placements}
+    module_groups = [{path} for path in sorted(cut_paths)]
+    linked_sets = [
+        {fold_path(placement.path) for placement in (*columns, row)} for columns, row in column_row_pairs(plan)
+    ]
     for parameter in profile.parameters:
         owners = {fold_path(name.rpartition(".")[0]) for name in (parameter.name, *parameter.aliases)}
-        bound.append(owners & cut)
-    for paths in bound:
-        met = [group for group in found if group & paths]
-        if len(met) > 1:
-            found = [group for group in found if group not in met] + [set().union(*met)]
-    return [frozenset(group) for group in found]
+        linked_sets.append(owners & cut_paths)
+    for paths in linked_sets:
+        overlapping = [group for group in module_groups if group & paths]
+        if len(overlapping) > 1:
+            module_groups = [group for group in module_groups if group not in overlapping] + [set().union(*overlapping)]
+    return [frozenset(group) for group in module_groups]
 
 
-def without(plan: Plan, paths: Collection[str]) -> Plan:
+def replicate_modules(plan: Plan, paths: Collection[str]) -> Plan:
     """`plan` with modules of these folded paths whole on every rank."""
-    left = [each for each in plan.placements if fold_path(each.path) in paths]
-    why = f"cut over tp={plan.mesh.tp} it would save less than the ranks would have to say"
+    replicated = [placement for placement in plan.placements if fold_path(placement.path) in paths]
+    reason = f"cut over tp={plan.mesh.tp} it would save less than the ranks would have to say"
     return replace(
         plan,
-        placements=tuple(each for each in plan.placements if each not in left),
-        uncut=(*plan.uncut, *(Uncut(path=each.path, why=why) for each in left)),
+        placements=tuple(placement for placement in plan.placements if placement not in replicated),
+        replicated=(
+            *plan.replicated,
+            *(ReplicatedModule(path=placement.path, reason=reason) for placement in replicated),
+        ),
     )

@@ -12,74 +12,80 @@ from torch.optim import Optimizer
 
 from echelon.errors import EchelonError
 from echelon.job import Job
-from echelon.plan.profile import Amount, Table
-from echelon.profiler.fold_traces import Line
-from echelon.profiler.optimizer_class import made_for
+from echelon.plan.profile import Amount, TableProfile
+from echelon.profiler.fold_traces import BatchSizeFit
+from echelon.profiler.optimizer_class import make_trial_optimizers
 from echelon.profiler.sample_coupling import first_line
-from echelon.trials.op_recorder import Figures, Trace
+from echelon.trials.op_recorder import ModuleTotals, StepTrace
 
-KINDS = (nn.Embedding, nn.EmbeddingBag)
+TABLE_MODULES = (nn.Embedding, nn.EmbeddingBag)
 
 #: Whose numbers servers compute for rows.
-_COMPUTED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW)
-_INSTEAD = "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
+_SERVER_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW)
+_REMEDY = "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
 
 
-def find_tables(job: Job, model: nn.Module, first: Trace, second: Trace) -> tuple[Table, ...]:
+def find_tables(
+    job: Job, model: nn.Module, first_trace: StepTrace, second_trace: StepTrace
+) -> tuple[TableProfile, ...]:
     """Each table of the model, in its order."""
-    line, found = Line(first, second), []
-    whys = unfit(job, model)
-    rules = trained_by(job, model)
+    fit, tables = BatchSizeFit(first_trace, second_trace), []
+    obstacles = find_unservable_tables(job, model)
+    optimizer_names = find_table_optimizers(job, model)
     for path, module in model.named_modules():
-        if type(module) not in KINDS:
+        if type(module) not in TABLE_MODULES:
             continue
-        small, large = (trace.modules.get(path, Figures()).ids for trace in (first, second))
-        rows, dim = module.weight.shape
-        found.append(
-            Table(
+        small_lookups, large_lookups = (
+            trace.module_totals.get(path, ModuleTotals()).lookup_ids for trace in (first_trace, second_trace)
+        )
+        rows, row_size = module.weight.shape
+        tables.append(
+            TableProfile(
                 path=path,
                 rows=rows,
-                dim=dim,
+                dim=row_size,
                 dtype=str(module.weight.dtype).removeprefix("torch."),
-                lookups=line.amount(small, large) if large else Amount(),
-                rule=rules.get(path, ""),
-                unfit=whys.get(path, ""),
+                lookups=fit.fit_amount(small_lookups, large_lookups) if large_lookups else Amount(),
+                optimizer=optimizer_names.get(path, ""),
+                unsupported_reason=obstacles.get(path, ""),
             )
         )
-    return tuple(found)
+    return tuple(tables)
 
 
-def unfit(job: Job, model: nn.Module) -> dict[str, str]:
+def find_unservable_tables(job: Job, model: nn.Module) -> dict[str, str]:
     """By path of the table why no server can hold it, with the remedy."""
-    uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
-    found: dict[str, str] = {}
-    groups = _groups(job, model)
+    use_counts = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    obstacles: dict[str, str] = {}
+    optimizer_groups = _find_optimizer_groups(job, model)
     for path, module in model.named_modules():
-        if type(module) not in KINDS:
+        if type(module) not in TABLE_MODULES:
             continue
-        why = _module_unfit(module, uses)
-        if not why and isinstance(groups, str):
-            why = f"its optimizer could not be looked at ({groups})"
-        elif not why and isinstance(groups, dict):
-            optimizer, group = groups.get(path, (None, {}))
-            why = table_rule(optimizer, group) if optimizer is not None else "no optimizer trains it"
-        if why:
-            found[path] = why
-    return found
+        obstacle = _find_module_obstacle(module, use_counts)
+        if not obstacle and isinstance(optimizer_groups, str):
+            obstacle = f"its optimizer could not be looked at ({optimizer_groups})"
+        elif not obstacle and isinstance(optimizer_groups, dict):
+            optimizer, group = optimizer_groups.get(path, (None, {}))
+            obstacle = find_optimizer_obstacle(optimizer, group) if optimizer is not None else "no optimizer trains it"
+        if obstacle:
+            obstacles[path] = obstacle
+    return obstacles
 
 
-def trained_by(job: Job, model: nn.Module) -> dict[str, str]:
+def find_table_optimizers(job: Job, model: nn.Module) -> dict[str, str]:
     """By path of the table the optimizer that trains it."""
-    groups = _groups(job, model)
+    optimizer_groups = _find_optimizer_groups(job, model)
     return (
-        {} if isinstance(groups, str) else {path: type(optimizer).__name__ for path, (optimizer, _) in groups.items()}
+        {}
+        if isinstance(optimizer_groups, str)
+        else {path: type(optimizer).__name__ for path, (optimizer, _) in optimizer_groups.items()}
     )
 
 
-def _module_unfit(module: nn.Module, uses: Mapping[int, int]) -> str:
+def _find_module_obstacle(module: nn.Module, use_counts: Mapping[int, int]) -> str:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    if uses[id(weight)] > 1:
+    if use_counts[id(weight)] > 1:
         return "its weight is another module's too, which would need all of it; untie them"
     if not weight.requires_grad:
         return "it is not trained: nothing of it is exchanged as it is"
@@ -94,39 +100,46 @@ def _module_unfit(module: nn.Module, uses: Mapping[int, int]) -> str:
     return ""
 
 
-def _groups(job: Job, model: nn.Module) -> dict[str, tuple[Optimizer, Mapping[str, Any]]] | str:
+def _find_optimizer_groups(job: Job, model: nn.Module) -> dict[str, tuple[Optimizer, Mapping[str, Any]]] | str:
     """By path of the table its optimizer and group, on stand-ins; or why that cannot be told."""
-    standins = {
+    placeholders = {
         name: nn.Parameter(torch.empty_like(value, device="meta"))
         for name, value in model.named_parameters()
         if value.requires_grad
     }
     try:
-        made = made_for(job, standins)
+        optimizers = make_trial_optimizers(job, placeholders)
     except EchelonError:
         raise
     except Exception as error:  # a user's own, which wants parameters with numbers
         return f"{type(error).__name__}: {first_line(error)}"
-    of = {id(value): (each, group) for each in made for group in each.param_groups for value in group["params"]}
-    names = {
+    groups_by_parameter = {
+        id(value): (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+    paths_by_parameter = {
         (f"{path}.weight" if path else "weight"): path
         for path, module in model.named_modules()
-        if type(module) in KINDS
+        if type(module) in TABLE_MODULES
     }
     return {
-        path: of[id(standins[name])] for name, path in names.items() if name in standins and id(standins[name]) in of
+        path: groups_by_parameter[id(placeholders[name])]
+        for name, path in paths_by_parameter.items()
+        if name in placeholders and id(placeholders[name]) in groups_by_parameter
     }
 
 
-def table_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+def find_optimizer_obstacle(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     """Why a server cannot train rows as this optimizer would, with the remedy; empty: it can, to the last digit.
 
     A row that no sample of a step uses has a gradient of zero there. What moves it all the same (momentum, Adam's averages, weight decay)
     servers make up for when the row is next read.
     """
-    kind = type(optimizer)
-    if kind not in _COMPUTED:
-        return f"no server computes {kind.__name__}; {_INSTEAD}"
+    optimizer_class = type(optimizer)
+    if optimizer_class not in _SERVER_OPTIMIZERS:
+        return f"no server computes {optimizer_class.__name__}; {_REMEDY}"
     if group.get("amsgrad"):
         return "amsgrad= is not done by servers; leave it out"
     return "maximize= is not done by servers; negate the loss" if group.get("maximize") else ""

@@ -4,116 +4,137 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echelon.plan.profile import Amount, Module, Moment, Operator, fold_path
-from echelon.trials.op_recorder import Call, Figures, Trace
+from echelon.plan.profile import Amount, MemorySnapshot, ModuleProfile, Operator, fold_path
+from echelon.trials.op_recorder import ModuleTotals, OpCall, StepTrace
 
 #: Micro-batches and shares of the gradients at which a moment may be the peak; a moment that never is, is dropped.
-_SIZES = tuple(2**k for k in range(17))
-_SHARES = (0.0, 0.25, 0.5, 1.0)
+_MICRO_BATCH_SIZES = tuple(2**k for k in range(17))
+_GRADIENT_SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
-class Line:
+class BatchSizeFit:
     """Turns the figures of two batch sizes into a fixed part and a part per sample."""
 
-    def __init__(self, first: Trace, second: Trace) -> None:
-        self.a, self.b = first.samples, second.samples
+    def __init__(self, small_trace: StepTrace, large_trace: StepTrace) -> None:
+        self.small_samples, self.large_samples = small_trace.num_samples, large_trace.num_samples
         # Where operators differ between sizes there is no telling the fixed part: all of it counts per sample.
-        self.aligned = [(c.name, c.path) for c in first.calls] == [(c.name, c.path) for c in second.calls]
+        self.is_aligned = [(op_call.name, op_call.path) for op_call in small_trace.calls] == [
+            (op_call.name, op_call.path) for op_call in large_trace.calls
+        ]
 
-    def amount(self, small: float, large: float) -> Amount:
-        if not self.aligned:
-            return Amount(0.0, large / self.b)
-        slope = (large - small) / (self.b - self.a)
-        fixed = small - slope * self.a
+    def fit_amount(self, small: float, large: float) -> Amount:
+        if not self.is_aligned:
+            return Amount(0.0, large / self.large_samples)
+        slope = (large - small) / (self.large_samples - self.small_samples)
+        fixed = small - slope * self.small_samples
         return Amount(0.0 if abs(fixed) < 1e-6 * max(large, 1.0) else fixed, slope)
 
 
-def _pairs(first: Trace, second: Trace, line: Line) -> Iterable[tuple[Call, Call]]:
-    return zip(first.calls if line.aligned else second.calls, second.calls, strict=True)
+def _pair_op_calls(
+    small_trace: StepTrace, large_trace: StepTrace, fit: BatchSizeFit
+) -> Iterable[tuple[OpCall, OpCall]]:
+    return zip(small_trace.calls if fit.is_aligned else large_trace.calls, large_trace.calls, strict=True)
 
 
-def fold_operators(first: Trace, second: Trace) -> tuple[Operator, ...]:
+def fold_operators(small_trace: StepTrace, large_trace: StepTrace) -> tuple[Operator, ...]:
     """The operators of a step, alike ones counted."""
-    line = Line(first, second)
+    fit = BatchSizeFit(small_trace, large_trace)
     counts: dict[Operator, int] = {}
-    for small, large in _pairs(first, second, line):
+    for small, large in _pair_op_calls(small_trace, large_trace, fit):
         operator = Operator(
             name=large.name,
             kind=large.kind,  # type: ignore[arg-type]
             phase=large.phase,
             module=fold_path(large.path),
             dtype=large.dtype,
-            dims=tuple(line.amount(a, b) for a, b in zip(small.dims, large.dims, strict=True)),
-            flops=line.amount(small.flops, large.flops),
-            moved=line.amount(small.moved, large.moved),
+            dims=tuple(
+                fit.fit_amount(small_dim, large_dim)
+                for small_dim, large_dim in zip(small.dims, large.dims, strict=True)
+            ),
+            flops=fit.fit_amount(small.flops, large.flops),
+            moved=fit.fit_amount(small.moved_bytes, large.moved_bytes),
         )
         counts[operator] = counts.get(operator, 0) + 1
     return tuple(
-        Operator(**{name: getattr(o, name) for name in Operator.__dataclass_fields__ if name != "count"}, count=count)
-        for o, count in counts.items()
+        Operator(
+            **{name: getattr(counted_operator, name) for name in Operator.__dataclass_fields__ if name != "count"},
+            count=count,
+        )
+        for counted_operator, count in counts.items()
     )
 
 
-def fold_modules(first: Trace, second: Trace, tree: dict[str, tuple[str, int]]) -> tuple[Module, ...]:
+def fold_modules(
+    small_trace: StepTrace, large_trace: StepTrace, tree: dict[str, tuple[str, int]]
+) -> tuple[ModuleProfile, ...]:
     """The modules that ran, in the model's order. Modules of one folded path that are not alike keep their own paths."""
-    line = Line(first, second)
-    single: dict[str, Module] = {}
-    for path, (kind, size) in tree.items():
-        small, large = first.modules.get(path), second.modules.get(path)
+    fit = BatchSizeFit(small_trace, large_trace)
+    modules_by_path: dict[str, ModuleProfile] = {}
+    for path, (class_name, parameter_bytes) in tree.items():
+        small, large = small_trace.module_totals.get(path), large_trace.module_totals.get(path)
         if large is None:
             continue
-        small = small or Figures()
-        single[path] = Module(
+        small = small or ModuleTotals()
+        modules_by_path[path] = ModuleProfile(
             path=path,
-            kind=kind,
-            parameters=size,
-            flops=line.amount(small.flops, large.flops),
-            moved=line.amount(small.moved, large.moved),
-            kept=line.amount(small.kept, large.kept),
-            output=line.amount(small.output, large.output),
+            kind=class_name,
+            parameters=parameter_bytes,
+            flops=fit.fit_amount(small.flops, large.flops),
+            moved=fit.fit_amount(small.moved_bytes, large.moved_bytes),
+            saved=fit.fit_amount(small.saved_bytes, large.saved_bytes),
+            output=fit.fit_amount(small.output_bytes, large.output_bytes),
         )
-    families: dict[str, list[Module]] = {}
-    for path, module in single.items():
-        families.setdefault(fold_path(path), []).append(module)
+    modules_by_folded_path: dict[str, list[ModuleProfile]] = {}
+    for path, module in modules_by_path.items():
+        modules_by_folded_path.setdefault(fold_path(path), []).append(module)
     folded = []
-    for path, members in families.items():
+    for path, members in modules_by_folded_path.items():
         if len({_without_path(member) for member in members}) == 1:
-            folded.append(_renamed(members[0], path if len(members) > 1 else members[0].path, len(members)))
+            folded.append(_with_path(members[0], path if len(members) > 1 else members[0].path, len(members)))
         else:
             folded.extend(members)
     return tuple(folded)
 
 
-def peaks(first: Trace, second: Trace) -> tuple[Moment, ...]:
+def find_peak_moments(small_trace: StepTrace, large_trace: StepTrace) -> tuple[MemorySnapshot, ...]:
     """The moments that are the peak of memory for some micro-batch, in the order of the step."""
-    line = Line(first, second)
-    moments: dict[Moment, None] = {}
-    for small, large in _pairs(first, second, line):
-        moment = Moment(
-            where=f"{fold_path(large.path) or 'loss'} {large.name}",
+    fit = BatchSizeFit(small_trace, large_trace)
+    moments: dict[MemorySnapshot, None] = {}
+    for small, large in _pair_op_calls(small_trace, large_trace, fit):
+        moment = MemorySnapshot(
+            module=f"{fold_path(large.path) or 'loss'} {large.name}",
             phase=large.phase,
-            alive=line.amount(small.alive, large.alive),
-            kept=line.amount(small.kept, large.kept),
-            gradients=large.gradients,
-            blocks=large.blocks,
+            alive=fit.fit_amount(small.alive_bytes, large.alive_bytes),
+            saved=fit.fit_amount(small.saved_bytes, large.saved_bytes),
+            gradients=large.gradient_bytes,
+            blocks=large.large_storages,
             operator=large.name,
-            moved=line.amount(small.moved, large.moved),
+            moved=fit.fit_amount(small.moved_bytes, large.moved_bytes),
         )
         moments.setdefault(moment)
-    best = set()
-    for size in _SIZES:
-        best.add(max(moments, key=lambda m: m.kept.at(size)))
+    peak_moments = set()
+    for samples in _MICRO_BATCH_SIZES:
+        peak_moments.add(max(moments, key=lambda candidate: candidate.saved.at(samples)))
         # Convolutions may take a workspace as large as what they move.
-        best.add(max(moments, key=lambda m: m.alive.at(size) + ("conv" in m.operator) * m.moved.at(size)))
-        for share in _SHARES:
-            best.add(max(moments, key=lambda m: m.alive.at(size) + share * m.gradients))
-    return tuple(moment for moment in moments if moment in best)
+        peak_moments.add(
+            max(
+                moments,
+                key=lambda candidate: (
+                    candidate.alive.at(samples) + ("conv" in candidate.operator) * candidate.moved.at(samples)
+                ),
+            )
+        )
+        for share in _GRADIENT_SHARES:
+            peak_moments.add(
+                max(moments, key=lambda candidate: candidate.alive.at(samples) + share * candidate.gradients)
+            )
+    return tuple(moment for moment in moments if moment in peak_moments)
 
 
-def _without_path(module: Module) -> Module:
-    return _renamed(module, "", 1)
+def _without_path(module: ModuleProfile) -> ModuleProfile:
+    return _with_path(module, "", 1)
 
 
-def _renamed(module: Module, path: str, count: int) -> Module:
-    values = {name: getattr(module, name) for name in Module.__dataclass_fields__}
-    return Module(**(values | {"path": path, "count": count}))
+def _with_path(module: ModuleProfile, path: str, count: int) -> ModuleProfile:
+    values = {name: getattr(module, name) for name in ModuleProfile.__dataclass_fields__}
+    return ModuleProfile(**(values | {"path": path, "count": count}))

@@ -11,92 +11,116 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Amount
-from echelon.plan.profile import Visit as Planned
-from echelon.profiler.fake_model import Ghost, Returned
-from echelon.profiler.module_calls import Value, Visit, crossing, unit_paths
-from echelon.profiler.repeated_blocks import Run, shortened, stretch_visits
+from echelon.plan.profile import PipelineUnit as Planned
+from echelon.profiler.fake_model import CallOutput, FakeModel
+from echelon.profiler.module_calls import UnitCall, UnitOutput, find_crossing_values, list_unit_paths
+from echelon.profiler.repeated_blocks import RepeatedBlocks, extend_pipeline_units, shortened_model
 from echelon.tree import tree_leaves
-from echelon.trials.example_batch import Example
-from echelon.trials.random_extremes import ENDS, draws_at
-from echelon.trials.shape_model import built
+from echelon.trials.example_batch import ExampleBatches
+from echelon.trials.random_extremes import UNIFORM_EXTREMES, uniform_draws_fixed_at
+from echelon.trials.shape_model import build_fake_model
 
 #: Samples of the two batches that tell a fixed part from a part per sample.
-_SIZES = (2, 4)
+_BATCH_SIZES = (2, 4)
 
 
-def chain(job: Job, example: Example | None = None, run: Run | None = None) -> tuple[Planned, ...]:
+def find_pipeline_units(
+    job: Job, example: ExampleBatches | None = None, repeated_blocks: RepeatedBlocks | None = None
+) -> tuple[Planned, ...]:
     """Nothing is computed. Empty: the model cannot be cut into stages. Whatever its code says to tensors without numbers is raised.
-    `run`: blocks that are known to be treated alike."""
-    example = example or Example(job)
+    `repeated_blocks`: blocks that are known to be treated alike."""
+    example = example or ExampleBatches(job)
 
     def loss(model: nn.Module, batch: Any) -> Any:
         return call_loss(job, call_model(job, model, batch), batch, model)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = built(job).train()
-    if run is not None:
-        with shortened(model, run):
-            few = _visited(model, example, loss)
-        found = stretch_visits(few, run) if few else ()
-        if found is not None:
-            return found
-    return _visited(model, example, loss)
+        model = build_fake_model(job).train()
+    if repeated_blocks is not None:
+        with shortened_model(model, repeated_blocks):
+            short_units = _trace_pipeline_units(model, example, loss)
+        all_units = extend_pipeline_units(short_units, repeated_blocks) if short_units else ()
+        if all_units is not None:
+            return all_units
+    return _trace_pipeline_units(model, example, loss)
 
 
-def _visited(model: nn.Module, example: Example, loss: Callable[[nn.Module, Any], Any]) -> tuple[Planned, ...]:
-    ghost = Ghost(model, torch.device("cpu"))
-    visits = ghost.visits(loss, example.batch(_SIZES[0]))
-    paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
-    small, large = (ghost.returned(loss, example.batch(size), paths, training=True, visits=visits) for size in _SIZES)
-    if not len(visits) == len(small) == len(large):
+def _trace_pipeline_units(
+    model: nn.Module, example: ExampleBatches, loss: Callable[[nn.Module, Any], Any]
+) -> tuple[Planned, ...]:
+    fake_model = FakeModel(model, torch.device("cpu"))
+    unit_calls = fake_model.trace_calls(loss, example.batch(_BATCH_SIZES[0]))
+    paths = list(dict.fromkeys(unit_call.path for unit_call in unit_calls if unit_call.path))
+    small_outputs, large_outputs = (
+        fake_model.compute_outputs(loss, example.batch(size), paths, training=True, unit_calls=unit_calls)
+        for size in _BATCH_SIZES
+    )
+    if not len(unit_calls) == len(small_outputs) == len(large_outputs):
         return ()  # which units are called depends on the batch
-    if not _steady(ghost, example, loss, [visit.path for visit in visits if visit.path]):
+    if not _has_stable_calls(fake_model, example, loss, [unit_call.path for unit_call in unit_calls if unit_call.path]):
         return ()
     return tuple(
         Planned(
-            path=visit.path,
-            work=_work(model, visit),
-            crossing=_passing(crossing(visits, place), small, large),
-            changes=visit.changes,
+            path=unit_call.path,
+            cost=_estimate_work(model, unit_call),
+            boundary_bytes=_fit_crossing_bytes(
+                find_crossing_values(unit_calls, call_index), small_outputs, large_outputs
+            ),
+            changes_buffers=unit_call.changes_buffers,
         )
-        for place, visit in enumerate(visits[:-1])
+        for call_index, unit_call in enumerate(unit_calls[:-1])
     )
 
 
-def _steady(ghost: Ghost, example: Example, loss: Callable[[nn.Module, Any], Any], expected: Sequence[str]) -> bool:
+def _has_stable_calls(
+    fake_model: FakeModel, example: ExampleBatches, loss: Callable[[nn.Module, Any], Any], expected_paths: Sequence[str]
+) -> bool:
     """Whether forward calls the same units whatever random numbers it draws, and for other samples where batches hold more than tensors."""
-    units = [path for path in unit_paths(ghost.model) if not any(_around(each, path) for each in expected)]
-    paths = list(dict.fromkeys([*expected, *units]))
-    others = [leaf for leaf in tree_leaves(example.batch(1)) if not isinstance(leaf, Tensor | None)]
-    batch = example.batch(_SIZES[0])
+    other_units = [
+        path
+        for path in list_unit_paths(fake_model.model)
+        if not any(_is_nested(expected_path, path) for expected_path in expected_paths)
+    ]
+    paths = list(dict.fromkeys([*expected_paths, *other_units]))
+    non_tensor_leaves = [leaf for leaf in tree_leaves(example.batch(1)) if not isinstance(leaf, Tensor | None)]
+    batch = example.batch(_BATCH_SIZES[0])
     try:
-        for end in ENDS:
-            with draws_at(end):
-                if ghost.calls(loss, batch, paths) != expected:
+        for extreme in UNIFORM_EXTREMES:
+            with uniform_draws_fixed_at(extreme):
+                if fake_model.list_unit_calls(loss, batch, paths) != expected_paths:
                     return False
-        starts = range(_SIZES[0], len(example.samples), _SIZES[0]) if others else ()
-        return all(ghost.calls(loss, example.batch(_SIZES[0], first=start), paths) == expected for start in starts)
+        starts = range(_BATCH_SIZES[0], len(example.samples), _BATCH_SIZES[0]) if non_tensor_leaves else ()
+        return all(
+            fake_model.list_unit_calls(loss, example.batch(_BATCH_SIZES[0], first_sample=start), paths)
+            == expected_paths
+            for start in starts
+        )
     except Exception:  # whatever a user's forward does with such numbers
         return False
 
 
-def _around(inner: str, outer: str) -> bool:
-    return f"{inner}.".startswith(f"{outer}.") or f"{outer}.".startswith(f"{inner}.")
+def _is_nested(first: str, second: str) -> bool:
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
-def _work(model: nn.Module, visit: Visit) -> float:
+def _estimate_work(model: nn.Module, unit_call: UnitCall) -> float:
     """About what a unit costs: its products, and a little for each parameter where there are none."""
-    return visit.flops + 2.0 * sum(value.numel() for value in model.get_submodule(visit.path).parameters())
+    return unit_call.flops + 2.0 * sum(value.numel() for value in model.get_submodule(unit_call.path).parameters())
 
 
-def _passing(values: Sequence[Value], small: Sequence[Returned], large: Sequence[Returned]) -> Amount:
-    few, many = (sum(_bytes(found[visit], place) for visit, place in values) for found in (small, large))
-    slope = (many - few) / (_SIZES[1] - _SIZES[0])
-    return Amount(few - slope * _SIZES[0], slope)
+def _fit_crossing_bytes(
+    values: Sequence[UnitOutput], small_outputs: Sequence[CallOutput], large_outputs: Sequence[CallOutput]
+) -> Amount:
+    small_bytes, large_bytes = (
+        sum(_output_bytes(outputs[call_index], output_index) for call_index, output_index in values)
+        for outputs in (small_outputs, large_outputs)
+    )
+    slope = (large_bytes - small_bytes) / (_BATCH_SIZES[1] - _BATCH_SIZES[0])
+    return Amount(small_bytes - slope * _BATCH_SIZES[0], slope)
 
 
-def _bytes(found: Returned, place: int) -> float:
-    value = found.leaves[found.tensors[place]]
+def _output_bytes(outputs: CallOutput, output_index: int) -> float:
+    value = outputs.leaves[outputs.tensor_indices[output_index]]
     assert isinstance(value, Tensor)
     try:
         return float(value.numel() * value.element_size())

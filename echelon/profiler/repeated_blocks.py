@@ -1,7 +1,7 @@
 """Blocks that are alike: few of them are traced, and the trace is stretched to as many as there are.
 
 Nothing is guessed. Blocks count as alike where their classes, attributes, parameters and buffers are, where forward calls each of them
-once, one after another, with arguments of the same shapes and values, and does the same between any two of them (`alike_in_forward` looks
+once, one after another, with arguments of the same shapes and values, and does the same between any two of them (`is_uniform_in_forward` looks
 at all of them, with the insides of all but the first left out). Where the traced ones turn out not to grow evenly all are traced.
 """
 
@@ -16,312 +16,388 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from echelon.plan.profile import Visit, units
-from echelon.profiler.module_calls import intercepted
-from echelon.trials.module_tree import module_tree
-from echelon.trials.op_recorder import Call, Figures, Trace
+from echelon.plan.profile import PipelineUnit, find_fsdp_units
+from echelon.profiler.module_calls import intercept_unit_calls
+from echelon.trials.module_tree import list_modules
+from echelon.trials.op_recorder import ModuleTotals, OpCall, StepTrace
 
 #: Blocks that are traced: the first and the last, and two between them that tell what each further one adds.
-TRACED = 4
+TRACED_BLOCKS = 4
 #: From so many blocks on it is worth it.
-_WORTH = 8
+_MIN_BLOCKS = 8
 #: Parts of a module's state that say nothing of what it computes, or that are looked at by themselves.
-_ASIDE = {"_parameters", "_buffers", "_modules", "training"}
+_IGNORED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}
 #: How far two sums of bytes may lie apart, in parts of the larger, and be the same.
-_SAME = 1e-9
+_RELATIVE_TOLERANCE = 1e-9
 
 
-class _UnevenError(Exception):
+class _UnevenBlocksError(Exception):
     """The traced blocks do not tell of the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RepeatedBlocks:
     """`count` blocks alike, the children of the list at `path`."""
 
     path: str
     count: int
 
     @property
-    def more(self) -> int:
+    def num_untraced(self) -> int:
         """Blocks that are not traced."""
-        return self.count - TRACED
+        return self.count - TRACED_BLOCKS
 
-    def block(self, number: int) -> str:
+    def block_path(self, index: int) -> str:
         """The path of a block."""
-        return f"{self.path}.{number}" if self.path else str(number)
+        return f"{self.path}.{index}" if self.path else str(index)
 
 
-def find(model: nn.Module) -> Run | None:
+def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
     """The longest list of blocks alike, if it is long enough."""
-    paths = units(module_tree(model))
-    best: Run | None = None
+    paths = find_fsdp_units(list_modules(model))
+    longest: RepeatedBlocks | None = None
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
-        holder = model.get_submodule(parent)
-        names = list(holder._modules)
-        inner = [f"{parent}.{name}" if parent else name for name in names]
-        if not isinstance(holder, nn.ModuleList | nn.Sequential) or len(names) < _WORTH or not set(inner) <= set(paths):
+        block_list = model.get_submodule(parent)
+        child_names = list(block_list._modules)
+        child_paths = [f"{parent}.{name}" if parent else name for name in child_names]
+        if (
+            not isinstance(block_list, nn.ModuleList | nn.Sequential)
+            or len(child_names) < _MIN_BLOCKS
+            or not set(child_paths) <= set(paths)
+        ):
             continue
-        marks = [_mark(child) for child in holder.children()]
-        if len(marks) == len(names) and all(mark is not None and _alike(mark, marks[0]) for mark in marks):
-            best = max((best, Run(parent, len(names))), key=lambda run: run.count if run else 0)
-    return best
+        signatures = [_compute_module_signature(child) for child in block_list.children()]
+        if len(signatures) == len(child_names) and all(
+            signature is not None and _safe_equal(signature, signatures[0]) for signature in signatures
+        ):
+            longest = max(
+                (longest, RepeatedBlocks(parent, len(child_names))), key=lambda blocks: blocks.count if blocks else 0
+            )
+    return longest
 
 
-def _mark(module: nn.Module) -> Any:
+def _compute_module_signature(module: nn.Module) -> Any:
     """What decides what a module computes; None: not told."""
-    state = {name: value for name, value in vars(module).items() if name not in _ASIDE}
-    hooks = [name for name, value in state.items() if "hook" in name and isinstance(value, dict) and value]
+    attributes = {name: value for name, value in vars(module).items() if name not in _IGNORED_ATTRIBUTES}
+    hooks = [name for name, value in attributes.items() if "hook" in name and isinstance(value, dict) and value]
     if hooks:
         return None
-    plain = {name: _plain(value) for name, value in state.items()}
-    inner = {name: _mark(child) for name, child in module.named_children()}
-    if None in inner.values():
+    attribute_signatures = {name: _attribute_signature(value) for name, value in attributes.items()}
+    child_signatures = {name: _compute_module_signature(child) for name, child in module.named_children()}
+    if None in child_signatures.values():
         return None
-    held = [
-        [(name, _plain(value), getattr(value, "requires_grad", None)) for name, value in slots.items()]
-        for slots in (module._parameters, module._buffers)
+    tensor_signatures = [
+        [
+            (name, _attribute_signature(value), getattr(value, "requires_grad", None))
+            for name, value in named_tensors.items()
+        ]
+        for named_tensors in (module._parameters, module._buffers)
     ]
-    return type(module), plain, held, inner
+    return type(module), attribute_signatures, tensor_signatures, child_signatures
 
 
-def _plain(value: Any) -> Any:
+def _attribute_signature(value: Any) -> Any:
     """A tensor by its shape; anything else by itself, so that objects of their own are never alike."""
     return (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, Tensor) else value
 
 
 @contextmanager
-def shortened(model: nn.Module, run: Run) -> Iterator[None]:
+def shortened_model(model: nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
     """Inside, the list holds the first few blocks only."""
-    holder = model.get_submodule(run.path)
-    before = dict(holder._modules)
+    block_list = model.get_submodule(blocks.path)
+    original_modules = dict(block_list._modules)
     try:
-        for name in list(before)[TRACED:]:
-            del holder._modules[name]
+        for name in list(original_modules)[TRACED_BLOCKS:]:
+            del block_list._modules[name]
         yield
     finally:
-        holder._modules.clear()
-        holder._modules.update(before)
+        block_list._modules.clear()
+        block_list._modules.update(original_modules)
 
 
-def alike_in_forward(model: nn.Module, run: Run, step: Callable[[], Any]) -> bool:
-    """Whether `step()`, which computes the loss, treats all blocks alike, and what comes before and after them as with few blocks."""
-    whole = _glue(model, run, run.count, step)
-    with shortened(model, run):
-        few = _glue(model, run, TRACED, step)
-    if whole is None or few is None or not all(_alike(whole[at], few[at]) for at in (0, 1, -1)):
+def is_uniform_in_forward(model: nn.Module, blocks: RepeatedBlocks, run_step: Callable[[], Any]) -> bool:
+    """Whether `run_step()`, which computes the loss, treats all blocks alike, and what comes before and after them as with few blocks."""
+    full_glue = _record_glue(model, blocks, blocks.count, run_step)
+    with shortened_model(model, blocks):
+        short_glue = _record_glue(model, blocks, TRACED_BLOCKS, run_step)
+    if (
+        full_glue is None
+        or short_glue is None
+        or not all(_safe_equal(full_glue[index], short_glue[index]) for index in (0, 1, -1))
+    ):
         return False
-    between = whole[1:-1]
-    return all(_alike(each, between[0]) for each in between) and all(_alike(each, between[0]) for each in few[1:-1])
+    inner_glue = full_glue[1:-1]
+    return all(_safe_equal(segment, inner_glue[0]) for segment in inner_glue) and all(
+        _safe_equal(segment, inner_glue[0]) for segment in short_glue[1:-1]
+    )
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _safe_equal(first: Any, second: Any) -> bool:
     """Whether two notes are the same; what cannot be compared is not."""
     try:
-        return bool(one == other)
+        return bool(first == second)
     except Exception:  # a value with an equality of its own
         return False
 
 
-def _glue(model: nn.Module, run: Run, count: int, step: Callable[[], Any]) -> list[Any] | None:
+def _record_glue(
+    model: nn.Module, blocks: RepeatedBlocks, num_blocks: int, run_step: Callable[[], Any]
+) -> list[Any] | None:
     """What is computed before the first block, between any two, and after the last, with what each block is given; None where blocks are
     not called once each in their order."""
-    notes, called, given = _Notes(), list[int](), list[Any]()
-    paths = [run.block(number) for number in range(count)]
+    recorder, called_indices, first_output = _GlueRecorder(), list[int](), list[Any]()
+    paths = [blocks.block_path(index) for index in range(num_blocks)]
 
-    def around(path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        number = paths.index(path)
-        notes.cut(tree_map(_shape, (args, dict(kwargs))))
-        called.append(number)
-        if not given:
-            notes.silent = True
-            given.append(forward(*args, **kwargs))
-            notes.silent = False
-        return tree_map(_fresh, given[0])
+    def handle_call(path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        index = paths.index(path)
+        recorder.end_segment(tree_map(_leaf_signature, (args, dict(kwargs))))
+        called_indices.append(index)
+        if not first_output:
+            recorder.is_paused = True
+            first_output.append(forward(*args, **kwargs))
+            recorder.is_paused = False
+        return tree_map(_copy_leaf, first_output[0])
 
-    with intercepted(model, paths, around), notes:
-        step()
-    notes.cut(None)
-    return notes.parts if called == list(range(count)) else None
+    with intercept_unit_calls(model, paths, handle_call), recorder:
+        run_step()
+    recorder.end_segment(None)
+    return recorder.segments if called_indices == list(range(num_blocks)) else None
 
 
-class _Notes(TorchDispatchMode):
+class _GlueRecorder(TorchDispatchMode):
     """Operators with the shapes that they read, cut into parts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[Any] = []
-        self.silent = False
-        self._now: list[Any] = []
+        self.segments: list[Any] = []
+        self.is_paused = False
+        self._current_ops: list[Any] = []
 
-    def cut(self, given: Any) -> None:
-        self.parts.append((self._now, given))
-        self._now = []
+    def end_segment(self, block_inputs: Any) -> None:
+        self.segments.append((self._current_ops, block_inputs))
+        self._current_ops = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.silent:
-            self._now.append((str(func), tree_map(_shape, (args, kwargs or {}))))
+        if not self.is_paused:
+            self._current_ops.append((str(func), tree_map(_leaf_signature, (args, kwargs or {}))))
         return func(*args, **(kwargs or {}))
 
 
-def _shape(leaf: Any) -> Any:
+def _leaf_signature(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _fresh(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     """A tensor of the same form that nothing is known of."""
     if not isinstance(leaf, Tensor):
         return leaf
-    made = leaf.detach().clone()
-    return made.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
+    copied = leaf.detach().clone()
+    return copied.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else copied
 
 
-def stretch(trace: Trace, run: Run) -> Trace:
+def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     """The trace of a model with few blocks as that of all; raises where its blocks do not grow evenly."""
-    forward, backward = (_ranges(trace.calls, run, phase) for phase in ("forward", "backward"))
-    ahead = _growth(trace.calls, run, forward[1], forward[2], (1, 2))
-    back = _growth(trace.calls, run, backward[2], backward[1], (2, 1))
-    made: list[Call] = []
-    shift = _ZERO
-    for place, call in enumerate(trace.calls):
-        made.append(_moved(call, shift, run, run.more))
-        for (begin, end), growth, sign in ((forward[2], ahead, 1), (backward[2], back, -1)):
-            if place != end - 1:
+    forward_ranges, backward_ranges = (
+        _find_block_ranges(trace.calls, blocks, phase) for phase in ("forward", "backward")
+    )
+    forward_growth = _compute_block_growth(trace.calls, blocks, forward_ranges[1], forward_ranges[2], (1, 2))
+    backward_growth = _compute_block_growth(trace.calls, blocks, backward_ranges[2], backward_ranges[1], (2, 1))
+    extended_calls: list[OpCall] = []
+    shift = _ZERO_COUNTERS
+    for call_index, op_call in enumerate(trace.calls):
+        extended_calls.append(_shift_op_call(op_call, shift, blocks, blocks.num_untraced))
+        for (begin, end), growth, direction in (
+            (forward_ranges[2], forward_growth, 1),
+            (backward_ranges[2], backward_growth, -1),
+        ):
+            if call_index != end - 1:
                 continue
-            first = run.more if sign < 0 else 0
-            for number in range(1, run.more + 1):
-                step = _add(shift, growth, number)
-                made += [_moved(each, step, run, first + sign * number, own=True) for each in trace.calls[begin:end]]
-            shift = _add(shift, growth, run.more)
-    return replace(trace, calls=made, modules=_figures(trace, run, forward[2], ahead))
+            first_offset = blocks.num_untraced if direction < 0 else 0
+            for added in range(1, blocks.num_untraced + 1):
+                block_shift = _add_growth(shift, growth, added)
+                extended_calls += [
+                    _shift_op_call(block_call, block_shift, blocks, first_offset + direction * added, is_inserted=True)
+                    for block_call in trace.calls[begin:end]
+                ]
+            shift = _add_growth(shift, growth, blocks.num_untraced)
+    return replace(
+        trace,
+        calls=extended_calls,
+        module_totals=_extend_module_totals(trace, blocks, forward_ranges[2], forward_growth),
+    )
 
 
 #: What grows: bytes alive, bytes kept, bytes of gradients, blocks of memory.
-_State = tuple[float, float, float, float]
-_ZERO: _State = (0.0, 0.0, 0.0, 0.0)
+_MemoryCounters = tuple[float, float, float, float]
+_ZERO_COUNTERS: _MemoryCounters = (0.0, 0.0, 0.0, 0.0)
 
 
-def _state(call: Call) -> _State:
-    return call.alive, call.kept, call.gradients, call.blocks
+def _read_counters(op_call: OpCall) -> _MemoryCounters:
+    return op_call.alive_bytes, op_call.saved_bytes, op_call.gradient_bytes, op_call.large_storages
 
 
-def _add(state: _State, growth: _State, times: int) -> _State:
-    a, b, c, d = (x + times * y for x, y in zip(state, growth, strict=True))
-    return a, b, c, d
+def _add_growth(counters: _MemoryCounters, growth: _MemoryCounters, times: int) -> _MemoryCounters:
+    alive_bytes, saved_bytes, gradient_bytes, large_storages = (
+        counter + times * increment for counter, increment in zip(counters, growth, strict=True)
+    )
+    return alive_bytes, saved_bytes, gradient_bytes, large_storages
 
 
-def _number(path: str, run: Run) -> int | None:
+def _find_block_index(path: str, blocks: RepeatedBlocks) -> int | None:
     """Which block of the run a module lies in."""
-    inner = path[len(run.path) + 1 :] if run.path else path
-    if run.path and not path.startswith(run.path + "."):
+    path_in_list = path[len(blocks.path) + 1 :] if blocks.path else path
+    if blocks.path and not path.startswith(blocks.path + "."):
         return None
-    head = inner.partition(".")[0]
-    return int(head) if head.isdigit() else None
+    block_name = path_in_list.partition(".")[0]
+    return int(block_name) if block_name.isdigit() else None
 
 
-def _renamed(path: str, run: Run, number: int) -> str:
-    inner = path[len(run.path) + 1 :] if run.path else path
-    _, dot, rest = inner.partition(".")
-    return run.block(number) + dot + rest
+def _rename_block(path: str, blocks: RepeatedBlocks, index: int) -> str:
+    path_in_list = path[len(blocks.path) + 1 :] if blocks.path else path
+    _, dot, suffix = path_in_list.partition(".")
+    return blocks.block_path(index) + dot + suffix
 
 
-def _ranges(calls: list[Call], run: Run, phase: str) -> list[tuple[int, int]]:
+def _find_block_ranges(op_calls: list[OpCall], blocks: RepeatedBlocks, phase: str) -> list[tuple[int, int]]:
     """For each traced block, from its first call to the first of the next one that comes."""
-    begins: dict[int, int] = {}
-    last = max((place for place, call in enumerate(calls) if call.phase == phase), default=-1) + 1
-    for place, call in enumerate(calls):
-        number = _number(call.path, run) if call.phase == phase else None
-        if number is not None:
-            begins.setdefault(number, place)
-    order = list(range(TRACED)) if phase == "forward" else list(reversed(range(TRACED)))
-    if list(begins) != order:
-        raise _UnevenError
-    ends = [*[begins[number] for number in order[1:]], last]
-    found = dict(zip(order, zip((begins[number] for number in order), ends, strict=True), strict=True))
-    return [found[number] for number in range(TRACED)]
+    first_calls: dict[int, int] = {}
+    phase_end = (
+        max((call_index for call_index, op_call in enumerate(op_calls) if op_call.phase == phase), default=-1) + 1
+    )
+    for call_index, op_call in enumerate(op_calls):
+        block_index = _find_block_index(op_call.path, blocks) if op_call.phase == phase else None
+        if block_index is not None:
+            first_calls.setdefault(block_index, call_index)
+    order = list(range(TRACED_BLOCKS)) if phase == "forward" else list(reversed(range(TRACED_BLOCKS)))
+    if list(first_calls) != order:
+        raise _UnevenBlocksError
+    ends = [*[first_calls[block_index] for block_index in order[1:]], phase_end]
+    ranges = dict(zip(order, zip((first_calls[block_index] for block_index in order), ends, strict=True), strict=True))
+    return [ranges[block_index] for block_index in range(TRACED_BLOCKS)]
 
 
-def _growth(
-    calls: list[Call], run: Run, one: tuple[int, int], next_: tuple[int, int], numbers: tuple[int, int]
-) -> _State:
+def _compute_block_growth(
+    op_calls: list[OpCall],
+    blocks: RepeatedBlocks,
+    first_range: tuple[int, int],
+    second_range: tuple[int, int],
+    block_indices: tuple[int, int],
+) -> _MemoryCounters:
     """What one block more adds; the calls of two blocks must be the same but for that."""
-    before, after = calls[slice(*one)], calls[slice(*next_)]
-    if len(before) != len(after):
-        raise _UnevenError
+    first_calls, second_calls = op_calls[slice(*first_range)], op_calls[slice(*second_range)]
+    if len(first_calls) != len(second_calls):
+        raise _UnevenBlocksError
     growths = []
-    for a, b in zip(before, after, strict=True):
-        if _aside(a, run, numbers[0]) != _aside(b, run, numbers[1]):
-            raise _UnevenError
-        growths.append(tuple(y - x for x, y in zip(_state(a), _state(b), strict=True)))
-    first = growths[0]
-    large = max(max(abs(x) for x in _state(call)) for call in after)
-    if any(abs(x - y) > _SAME * large for growth in growths for x, y in zip(growth, first, strict=True)):
-        raise _UnevenError
-    return first[0], first[1], first[2], first[3]
-
-
-def _aside(call: Call, run: Run, number: int) -> Call:
-    """A call without what grows, and without the number of its block."""
-    path = _renamed(call.path, run, 0) if _number(call.path, run) == number else call.path
-    return replace(call, path=path, alive=0.0, kept=0.0, gradients=0.0, blocks=0)
-
-
-def _moved(call: Call, shift: _State, run: Run, by: int, *, own: bool = False) -> Call:
-    """A call where more blocks are under way. `own`: of a block that is put in; else the last traced block becomes the last of all, and
-    in backward the one before it too."""
-    number = _number(call.path, run)
-    path = call.path
-    late = TRACED - 1 if call.phase == "forward" else TRACED - 2
-    if number is not None and (own or number >= late):
-        path = _renamed(call.path, run, number + by)
-    alive, kept, gradients, blocks = (x + y for x, y in zip(_state(call), shift, strict=True))
-    return replace(call, path=path, alive=alive, kept=kept, gradients=gradients, blocks=int(blocks))
-
-
-def _figures(trace: Trace, run: Run, forward: tuple[int, int], growth: _State) -> dict[str, Figures]:
-    """Figures of modules: each further block has those of a middle one, and what is around them that much more."""
-    calls = trace.calls[slice(*forward)]
-    flops, moved = sum(call.flops for call in calls), sum(call.moved for call in calls)
-    found: dict[str, Figures] = {}
-    for path, figures in trace.modules.items():
-        number = _number(path, run)
-        if number is None:
-            around = not path or run.path == path or run.path.startswith(path + ".")
-            found[path] = (
-                replace(
-                    figures,
-                    flops=figures.flops + run.more * flops,
-                    moved=figures.moved + run.more * moved,
-                    kept=figures.kept + run.more * growth[1],
+    for first_call, second_call in zip(first_calls, second_calls, strict=True):
+        if _normalize_op_call(first_call, blocks, block_indices[0]) != _normalize_op_call(
+            second_call, blocks, block_indices[1]
+        ):
+            raise _UnevenBlocksError
+        growths.append(
+            tuple(
+                second_value - first_value
+                for first_value, second_value in zip(
+                    _read_counters(first_call), _read_counters(second_call), strict=True
                 )
-                if around
-                else figures
+            )
+        )
+    first_growth = growths[0]
+    largest_counter = max(max(abs(first_value) for first_value in _read_counters(op_call)) for op_call in second_calls)
+    if any(
+        abs(first_value - second_value) > _RELATIVE_TOLERANCE * largest_counter
+        for growth in growths
+        for first_value, second_value in zip(growth, first_growth, strict=True)
+    ):
+        raise _UnevenBlocksError
+    return first_growth[0], first_growth[1], first_growth[2], first_growth[3]
+
+
+def _normalize_op_call(op_call: OpCall, blocks: RepeatedBlocks, block_index: int) -> OpCall:
+    """A call without what grows, and without the number of its block."""
+    path = (
+        _rename_block(op_call.path, blocks, 0)
+        if _find_block_index(op_call.path, blocks) == block_index
+        else op_call.path
+    )
+    return replace(op_call, path=path, alive_bytes=0.0, saved_bytes=0.0, gradient_bytes=0.0, large_storages=0)
+
+
+def _shift_op_call(
+    op_call: OpCall, shift: _MemoryCounters, blocks: RepeatedBlocks, offset: int, *, is_inserted: bool = False
+) -> OpCall:
+    """A call where more blocks are under way. `is_inserted`: of a block that is put in; else the last traced block becomes the last of all, and
+    in backward the one before it too."""
+    block_index = _find_block_index(op_call.path, blocks)
+    path = op_call.path
+    first_shifted_block = TRACED_BLOCKS - 1 if op_call.phase == "forward" else TRACED_BLOCKS - 2
+    if block_index is not None and (is_inserted or block_index >= first_shifted_block):
+        path = _rename_block(op_call.path, blocks, block_index + offset)
+    alive, saved, gradient_bytes, large_storages = (
+        counter + increment for counter, increment in zip(_read_counters(op_call), shift, strict=True)
+    )
+    return replace(
+        op_call,
+        path=path,
+        alive_bytes=alive,
+        saved_bytes=saved,
+        gradient_bytes=gradient_bytes,
+        large_storages=int(large_storages),
+    )
+
+
+def _extend_module_totals(
+    trace: StepTrace, blocks: RepeatedBlocks, forward_range: tuple[int, int], growth: _MemoryCounters
+) -> dict[str, ModuleTotals]:
+    """Figures of modules: each further block has those of a middle one, and what is around them that much more."""
+    op_calls = trace.calls[slice(*forward_range)]
+    flops, moved_bytes = sum(op_call.flops for op_call in op_calls), sum(op_call.moved_bytes for op_call in op_calls)
+    extended: dict[str, ModuleTotals] = {}
+    for path, totals in trace.module_totals.items():
+        block_index = _find_block_index(path, blocks)
+        if block_index is None:
+            is_enclosing = not path or blocks.path == path or blocks.path.startswith(path + ".")
+            extended[path] = (
+                replace(
+                    totals,
+                    flops=totals.flops + blocks.num_untraced * flops,
+                    moved_bytes=totals.moved_bytes + blocks.num_untraced * moved_bytes,
+                    saved_bytes=totals.saved_bytes + blocks.num_untraced * growth[1],
+                )
+                if is_enclosing
+                else totals
             )
             continue
-        found[_renamed(path, run, number + (run.more if number == TRACED - 1 else 0))] = figures
-        if number == TRACED - 2:
-            found |= {_renamed(path, run, number + more): figures for more in range(1, run.more + 1)}
-    return found
+        extended[
+            _rename_block(path, blocks, block_index + (blocks.num_untraced if block_index == TRACED_BLOCKS - 1 else 0))
+        ] = totals
+        if block_index == TRACED_BLOCKS - 2:
+            extended |= {
+                _rename_block(path, blocks, block_index + offset): totals
+                for offset in range(1, blocks.num_untraced + 1)
+            }
+    return extended
 
 
-def stretched(traces: list[Trace], run: Run) -> list[Trace] | None:
+def extend_traces(traces: list[StepTrace], blocks: RepeatedBlocks) -> list[StepTrace] | None:
     """The traces of all blocks; None where those that were traced do not tell of the others."""
     try:
-        return [stretch(trace, run) for trace in traces]
-    except _UnevenError:
+        return [extend_trace(trace, blocks) for trace in traces]
+    except _UnevenBlocksError:
         return None
 
 
-def stretch_visits(visits: tuple[Visit, ...], run: Run) -> tuple[Visit, ...] | None:
+def extend_pipeline_units(units: tuple[PipelineUnit, ...], blocks: RepeatedBlocks) -> tuple[PipelineUnit, ...] | None:
     """Visits of all blocks by those of few; None where blocks differ."""
-    places = [place for place, visit in enumerate(visits) if _number(visit.path, run) is not None]
-    blocks = [visits[place] for place in places]
-    if [visit.path for visit in blocks] != [run.block(n) for n in range(TRACED)] or places != list(
-        range(places[0], places[0] + TRACED)
-    ):
+    block_positions = [
+        position for position, unit in enumerate(units) if _find_block_index(unit.path, blocks) is not None
+    ]
+    block_units = [units[position] for position in block_positions]
+    if [unit.path for unit in block_units] != [
+        blocks.block_path(index) for index in range(TRACED_BLOCKS)
+    ] or block_positions != list(range(block_positions[0], block_positions[0] + TRACED_BLOCKS)):
         return None
-    if replace(blocks[2], path=blocks[1].path) != blocks[1]:
+    if replace(block_units[2], path=block_units[1].path) != block_units[1]:
         return None
-    more = tuple(replace(blocks[2], path=run.block(n)) for n in range(2, run.count - 1))
-    last = replace(blocks[3], path=run.block(run.count - 1))
-    return (*visits[: places[2]], *more, last, *visits[places[3] + 1 :])
+    middle_units = tuple(replace(block_units[2], path=blocks.block_path(index)) for index in range(2, blocks.count - 1))
+    last_unit = replace(block_units[3], path=blocks.block_path(blocks.count - 1))
+    return (*units[: block_positions[2]], *middle_units, last_unit, *units[block_positions[3] + 1 :])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from echelon.server.local_servers import Servers
     from echelon.server.protocol.specs import Dense, Init, Rule, Table
 
-_HOMES = {
+_EXPORTS = {
     "Servers": "local_servers",
     "connect": "client.client",
     "Client": "client.client",
@@ -32,8 +32,8 @@ __all__ = ["Servers", "connect", "Client", "Table", "Dense", "Rule", "Init"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"echelon.server.{_HOMES[name]}"), name)
+    if name in _EXPORTS:
+        return getattr(import_module(f"echelon.server.{_EXPORTS[name]}"), name)
     raise AttributeError(f"module 'echelon.server' has no attribute {name!r}")
 
 

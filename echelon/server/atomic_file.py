@@ -11,32 +11,32 @@ from typing import Any
 from echelon.errors import DocumentError
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def write(path: Path, document: Mapping[str, Any]) -> None:
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Replace a JSON document."""
     write_bytes(path, json.dumps(document, separators=(",", ":")).encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file: written to a temporary, synced, renamed, the folder synced."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
+    temporary_path = path.with_name(path.name + ".new")
+    with open(temporary_path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    os.replace(temporary_path, path)
+    fsync_folder(path.parent)
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The document, or None where none was ever written."""
     try:
         text = path.read_text()

@@ -10,14 +10,14 @@ from typing import Any
 from echelon.errors import EchelonError, ServerError
 from echelon.server import atomic_file
 from echelon.server.controller import SERVER_LEASE, Controller
-from echelon.server.log import Say, say
+from echelon.server.log import EventLogger, log_event
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import Action, Close, Manifest, Note, Persist, Send
+from echelon.server.protocol.actions import Action, Close, LogEvent, Persist, Send, WriteManifest
 from echelon.server.protocol.auth import WORKER
-from echelon.server.protocol.event_loop import Connection, Loop, split
+from echelon.server.protocol.event_loop import Connection, EventLoop, parse_address
 
 #: Blocks of one dense parameter: a slip of the pen must not take all servers' memory.
-LARGEST = 1 << 24
+MAX_DENSE_BLOCKS = 1 << 24
 
 
 class ControllerProcess:
@@ -39,83 +39,83 @@ class ControllerProcess:
         settings: Mapping[str, Any] | None = None,
         lease: float = SERVER_LEASE,
         restore: Path | None = None,
-        again: bool = False,
-        say: Say = say,
+        is_restart: bool = False,
+        log: EventLogger = log_event,
     ) -> None:
         from echelon.server.store import shard_checkpoint
 
-        self._say = say
+        self._log_event = log
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "controller.json"
+        self._document_path = folder / "controller.json"
         # One life at a time: what a dying one still writes is read by the next, or never written.
-        self._lock = open(folder / "controller.lock", "w")  # noqa: SIM115 (held until the process ends)
-        _lock(self._lock, folder)
-        document = atomic_file.read(self._file)
-        restored = None
-        if restore is not None and document is not None and not again:
+        self._lock_file = open(folder / "controller.lock", "w")  # noqa: SIM115 (held until the process ends)
+        _lock_folder(self._lock_file, folder)
+        document = atomic_file.read_json(self._document_path)
+        restored_state = None
+        if restore is not None and document is not None and not is_restart:
             raise ServerError(
                 f"{folder}: holds a job already, which goes on where it was and is not begun from {restore}; leave out restore to go on "
                 "with it, or give a new folder"
             )
         if restore is not None and document is None:
-            manifest = shard_checkpoint.verify(
+            manifest = shard_checkpoint.verify_checkpoint(
                 restore
             )  # before anyone connects: later, a shard that cannot be read is lost
             shards = int(manifest["shards"])
-            restored = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
-        self.core = Controller(
+            restored_state = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
+        self.controller = Controller(
             document,
-            shards=shards,
+            num_shards=shards,
             replicas=replicas,
             expect=expect,
             settings=settings,
             now=time.monotonic(),
             lease=lease,
-            restore=restored,
+            restore=restored_state,
         )
-        if document is not None and not again:
-            _require_same(folder, self.core, {"shards": shards, "replicas": replicas, **(settings or {})})
-        self.loop = Loop(self, secret)
-        self.address = self.loop.listen(*split(bind))
+        if document is not None and not is_restart:
+            _check_same_settings(folder, self.controller, {"shards": shards, "replicas": replicas, **(settings or {})})
+        self.loop = EventLoop(self, secret)
+        self.address = self.loop.listen(*parse_address(bind))
         self._peers: dict[Any, Connection] = {}
-        self._next = 0
+        self._last_peer_id = 0
 
     def run(self) -> None:
         """Until told to end."""
         self.loop.run()
 
-    def opened(self, connection: Connection) -> None:
-        self._next += 1
-        connection.tag = self._next
-        self._peers[self._next] = connection
+    def on_open(self, connection: Connection) -> None:
+        self._last_peer_id += 1
+        connection.tag = self._last_peer_id
+        self._peers[self._last_peer_id] = connection
 
-    def received(self, connection: Connection, frame: wire.Frame) -> None:
-        if connection.role == WORKER and frame.kind not in _WORKERS:
+    def on_frame(self, connection: Connection, frame: wire.Frame) -> None:
+        if connection.role == WORKER and frame.kind not in _WORKER_REQUESTS:
             self.loop.close(connection)
             return
-        if frame.kind == wire.DECLARE and not self._declarable(connection, frame):
+        if frame.kind == wire.DECLARE and not self._check_declaration(connection, frame):
             return
-        if frame.kind == wire.CHECKPOINT and not self._writable(connection, frame):
+        if frame.kind == wire.CHECKPOINT and not self._check_checkpoint_target(connection, frame):
             return
-        self._do(self.core.on_frame(time.monotonic(), connection.tag, frame))
+        self._perform(self.controller.on_frame(time.monotonic(), connection.tag, frame))
 
-    def closed(self, connection: Connection) -> None:
+    def on_close(self, connection: Connection) -> None:
         if connection.tag is not None:
             self._peers.pop(connection.tag, None)
-            self._do(self.core.on_lost(time.monotonic(), connection.tag))
+            self._perform(self.controller.on_peer_lost(time.monotonic(), connection.tag))
 
-    def tick(self, now: float) -> None:
-        self._do(self.core.on_tick(now))
+    def on_tick(self, now: float) -> None:
+        self._perform(self.controller.on_tick(now))
 
-    def _declarable(self, connection: Connection, frame: wire.Frame) -> bool:
+    def _check_declaration(self, connection: Connection, frame: wire.Frame) -> bool:
         """A spec that no server could take must not reach the document."""
         from echelon.server.protocol.specs import Dense, spec_from_plain
 
         try:
             spec = spec_from_plain(frame.meta["spec"], "spec")
-            if isinstance(spec, Dense) and spec.blocks > LARGEST:
+            if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
                 raise ServerError(
-                    f"{spec.name}.size: {spec.size}; servers hold at most {LARGEST} blocks of one parameter"
+                    f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of one parameter"
                 )
         except EchelonError as error:
             refusal = {"error": type(error).__name__, "message": str(error)}
@@ -123,27 +123,27 @@ class ControllerProcess:
             refusal = {"error": "ServerError", "message": f"DECLARE: {type(error).__name__}: {error}"}
         else:
             return True
-        self.loop.send(connection, wire.encode(wire.REFUSED, frame.request, refusal))
+        self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, refusal))
         return False
 
-    def _writable(self, connection: Connection, frame: wire.Frame) -> bool:
+    def _check_checkpoint_target(self, connection: Connection, frame: wire.Frame) -> bool:
         """Nothing but a checkpoint may be replaced by one."""
         from echelon.server.store import shard_checkpoint
 
         try:
-            shard_checkpoint.require_room(Path(str(frame.meta["path"])))
+            shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
         except (EchelonError, KeyError, OSError, ValueError) as error:
             refusal = {"error": "CheckpointError", "message": str(error)}
-            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request, refusal))
+            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, refusal))
             return False
         return True
 
-    def _complete(self, action: Manifest) -> str | None:
+    def _complete_checkpoint(self, action: WriteManifest) -> str | None:
         """Make a whole checkpoint of what servers wrote; why that cannot be done."""
         from echelon.server.store import shard_checkpoint
 
         try:
-            shard_checkpoint.complete(Path(action.path), action.document)
+            shard_checkpoint.complete_checkpoint(Path(action.path), action.document)
         except (EchelonError, OSError) as error:
             return (
                 f"{action.path}: the checkpoint cannot be completed ({error}); "
@@ -151,45 +151,47 @@ class ControllerProcess:
             )
         return None
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                connection = self._peers.get(action.whom)
+                connection = self._peers.get(action.peer)
                 if connection is not None:
-                    self.loop.send(connection, wire.encode(action.kind, action.request, action.meta, action.arrays))
+                    self.loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
             elif isinstance(action, Persist):
                 try:
-                    atomic_file.write(self._file, action.document)
+                    atomic_file.write_json(self._document_path, action.document)
                 except OSError as error:
                     # Nobody may hear of what is not on the disk.
                     raise ServerError(
-                        f"{self._file}: cannot be written ({error}); the controller ends, make room there and start it again"
+                        f"{self._document_path}: cannot be written ({error}); the controller ends, make room there and start it again"
                     ) from error
-            elif isinstance(action, Manifest):
-                self._do(self.core.on_manifest(self._complete(action)))
+            elif isinstance(action, WriteManifest):
+                self._perform(self.controller.on_manifest(self._complete_checkpoint(action)))
             elif isinstance(action, Close):
-                connection = self._peers.get(action.whom)
+                connection = self._peers.get(action.peer)
                 if connection is not None:
                     self.loop.close(connection)
-            elif isinstance(action, Note):
-                self._say(action.event, action.details)
+            elif isinstance(action, LogEvent):
+                self._log_event(action.event, action.details)
 
 
-def _require_same(folder: Path, core: Controller, given: Mapping[str, Any]) -> None:
+def _check_same_settings(folder: Path, controller: Controller, requested: Mapping[str, Any]) -> None:
     """A job has its settings for life: others are refused, and both sides are said."""
-    found = {"shards": core.map.shards, "replicas": core.replicas, **core.settings}
-    differing = [name for name in given if given[name] != found.get(name)]
+    existing = {"shards": controller.map.num_shards, "replicas": controller.replicas, **controller.settings}
+    differing = [name for name in requested if requested[name] != existing.get(name)]
     if differing:
-        there, here = (", ".join(f"{name}={side.get(name)}" for name in differing) for side in (found, given))
+        existing_text, requested_text = (
+            ", ".join(f"{name}={settings.get(name)}" for name in differing) for settings in (existing, requested)
+        )
         raise ServerError(
-            f"{folder}: holds a job already, with {there}, and {here} is asked for; ask for what it has, or give a new folder"
+            f"{folder}: holds a job already, with {existing_text}, and {requested_text} is asked for; ask for what it has, or give a new folder"
         )
 
 
-def _lock(file: Any, folder: Path, patience: float = 5.0) -> None:
+def _lock_folder(file: Any, folder: Path, timeout: float = 5.0) -> None:
     import fcntl
 
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,12 +205,12 @@ def _lock(file: Any, folder: Path, patience: float = 5.0) -> None:
 
 
 #: What a worker may ask of the controller.
-_WORKERS = {
+_WORKER_REQUESTS = {
     wire.JOIN,
     wire.WATCH,
     wire.DECLARE,
     wire.STATUS,
-    wire.BEAT,
+    wire.HEARTBEAT,
     wire.LEAVE,
     wire.CHECKPOINT,
     wire.EXPIRE,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 #: What a server says while its loops are compiled.
-COMPILING = "compiling"
+COMPILING_EVENT = "compiling"
 
-Say = Callable[[str, Mapping[str, Any]], None]
+EventLogger = Callable[[str, Mapping[str, Any]], None]
 
 
-def say(event: str, details: Mapping[str, Any]) -> None:
+def log_event(event: str, details: Mapping[str, Any]) -> None:
     """One line of JSON to the standard error."""
     sys.stderr.write(json.dumps({"at": round(time.time(), 3), "event": event, **details}) + "\n")
     sys.stderr.flush()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class NodeResources:
     """A node of the cluster, and what it has in all."""
 
     id: str
@@ -15,30 +15,38 @@ class Node:
     memory: float
 
 
-def choose(
-    nodes: Sequence[Node], taken: Mapping[str, int], *, cpus: float = 0.0, memory: float = 0.0, avoid: str | None = None
+def choose_node(
+    nodes: Sequence[NodeResources],
+    servers_per_node: Mapping[str, int],
+    *,
+    cpus: float = 0.0,
+    memory: float = 0.0,
+    avoid: str | None = None,
 ) -> str | None:
     """The node for one more server: that with the fewest of ours, then the largest; None where it fits on none.
 
     `avoid`: one that does not answer; only if there is no other.
     """
-    fitting = [
+    candidates = [
         node
         for node in nodes
-        if node.cpus >= cpus * (taken.get(node.id, 0) + 1) and node.memory >= memory * (taken.get(node.id, 0) + 1)
+        if node.cpus >= cpus * (servers_per_node.get(node.id, 0) + 1)
+        and node.memory >= memory * (servers_per_node.get(node.id, 0) + 1)
     ]
     best = min(
-        fitting,
-        key=lambda node: (node.id == avoid, taken.get(node.id, 0), -node.cpus, -node.memory, node.id),
+        candidates,
+        key=lambda node: (node.id == avoid, servers_per_node.get(node.id, 0), -node.cpus, -node.memory, node.id),
         default=None,
     )
     return None if best is None else best.id
 
 
-def crowded(nodes: Sequence[Node], taken: Mapping[str, int], *, cpus: float = 0.0, memory: float = 0.0) -> str | None:
+def find_crowded_node(
+    nodes: Sequence[NodeResources], servers_per_node: Mapping[str, int], *, cpus: float = 0.0, memory: float = 0.0
+) -> str | None:
     """A node with at least two servers more than another that has room for one: after a lost node came back, or a new one came."""
-    best = choose(nodes, taken, cpus=cpus, memory=memory)
-    most = max(taken, key=lambda node: (taken[node], node), default=None)
-    if best is None or most is None or taken[most] < taken.get(best, 0) + 2:
+    target = choose_node(nodes, servers_per_node, cpus=cpus, memory=memory)
+    fullest = max(servers_per_node, key=lambda node: (servers_per_node[node], node), default=None)
+    if target is None or fullest is None or servers_per_node[fullest] < servers_per_node.get(target, 0) + 2:
         return None
-    return most
+    return fullest

@@ -23,38 +23,38 @@ from typing import Any
 from echelon.errors import EchelonError, LaunchError, ServerError
 from echelon.server.client.client import Client
 from echelon.server.controller import SERVER_LEASE
-from echelon.server.local_servers import require_sense
-from echelon.server.log import say
-from echelon.server.node_placement import Node, choose, crowded
+from echelon.server.local_servers import check_server_options
+from echelon.server.log import log_event
+from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import make_secret
-from echelon.server.ray_actors import Result, Seat, Work, Worker
-from echelon.server.status import ask, request
+from echelon.server.ray_actors import Result, ServerActor, Worker, WorkerActor
+from echelon.server.status import fetch_status, send_request
 
 #: Seconds until all servers must be in the map: cold nodes compile first.
-PATIENCE = 300.0
+START_TIMEOUT = 300.0
 #: Seconds that an actor may wait for the node that was chosen for it; then it may go to any.
-PLACE = 60.0
+PLACEMENT_TIMEOUT = 60.0
 #: Seconds between looks at the servers' spread over nodes and at those that hang.
-LOOK = 2.0
+HEALTH_CHECK_INTERVAL = 2.0
 #: A server that the controller has not heard for so long is replaced, even if Ray says that it lives (a stopped process).
-SILENT = 15.0
+SILENT_SERVER_TIMEOUT = 15.0
 #: Starts in a row that fail until no more are tried.
-FAILURES = 5
+MAX_START_FAILURES = 5
 
 
-class Member:
+class ServerHandle:
     """An actor of ours, from when it is asked for."""
 
     def __init__(self, name: str, actor: Any, node: str | None) -> None:
         self.name, self.actor, self.node = name, actor, node
-        self.seated = actor.where.remote()
-        self.began: Any = None
-        self.stays = actor.stay.remote()
-        self.asked = self.heard = time.monotonic()
+        self.location_ref = actor.where.remote()
+        self.address_ref: Any = None
+        self.end_ref = actor.stay.remote()
+        self.requested_at = self.last_heard = time.monotonic()
         self.pid: int | None = None
         self.address: str | None = None
-        self.joined = self.leaving = self.unreachable = False
+        self.has_joined = self.is_leaving = self.is_unreachable = False
 
 
 class RayServers:
@@ -81,29 +81,35 @@ class RayServers:
         secret: bytes | None = None,
         cpus: float = 1.0,
         cluster: str | None = None,
-        patience: float = PATIENCE,
+        timeout: float = START_TIMEOUT,
     ) -> None:
-        require_sense(n, replicas, staleness=staleness, aggregate=aggregate, memory=memory)
+        check_server_options(n, replicas, staleness=staleness, aggregate=aggregate, memory=memory)
         self._ray = ray = _require_ray()
         if ray.util.client.ray.is_connected():
             raise ServerError(
                 "ray:// leads into the cluster from outside, where servers cannot be called; run this on a node (`ray job submit`)"
             )
-        self._own_ray = not ray.is_initialized()
-        if self._own_ray:
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
             ray.init(address=cluster)
         self.secret = secret or make_secret()
-        self._own = folder is None
+        self._owns_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="echelon-servers-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._wanted, self._cpus, self._memory, self._spill, self._patience = n, cpus, memory, spill, patience
-        self.servers: dict[str, Member] = {}
-        self._started = self._failures = 0
-        self._failure: EchelonError | None = None
+        self._target_servers, self._cpus, self._memory, self._spill, self._start_timeout = (
+            n,
+            cpus,
+            memory,
+            spill,
+            timeout,
+        )
+        self.servers: dict[str, ServerHandle] = {}
+        self._start_count = self._failed_starts = 0
+        self._fatal_error: EchelonError | None = None
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._drains: threading.Thread | None = None
-        self._seat = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=4)(Seat)
+        self._drain_thread: threading.Thread | None = None
+        self._actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=4)(ServerActor)
         self._config: dict[str, Any] = {
             "folder": self.folder.resolve(),
             "shards": shards,
@@ -113,14 +119,14 @@ class RayServers:
             "lease": lease,
             "restore": None if restore is None else Path(restore).resolve(),
         }
-        self._watch = threading.Thread(target=self._tend, name="echelon-ray", daemon=True)
+        self._supervisor = threading.Thread(target=self._supervise, name="echelon-ray", daemon=True)
         try:
-            self.controller = self._place_controller({})
+            self.controller = self._start_controller({})
             self.address = str(self.controller.address)
             for _ in range(n):
-                self._launch()
-            self._watch.start()
-            self.wait(patience)
+                self._start_server()
+            self._supervisor.start()
+            self.wait_until_ready(timeout)
         except BaseException:
             self.close()
             raise
@@ -129,36 +135,36 @@ class RayServers:
 
     def status(self) -> dict[str, Any]:
         """The controller's report, and of each server of ours its node and process."""
-        self._check()
-        report = ask(self.address, self.secret)
+        self._raise_if_failed()
+        report = fetch_status(self.address, self.secret)
         with self._lock:
             for name, entry in report["servers"].items():
-                member = self.servers.get(name)
-                if member is not None:
-                    entry |= {"node": member.node, "pid": member.pid}
+                handle = self.servers.get(name)
+                if handle is not None:
+                    entry |= {"node": handle.node, "pid": handle.pid}
         return report
 
     def start(self) -> str:
         """One more server; it joins by itself. Its name."""
         with self._lock:
-            self._wanted += 1
-            return self._launch().name
+            self._target_servers += 1
+            return self._start_server().name
 
     def stop(self, name: str) -> None:
         """One server fewer: its shards move to the others, then it ends."""
         with self._lock:
-            if name not in self.servers or self.servers[name].leaving:
+            if name not in self.servers or self.servers[name].is_leaving:
                 names = ", ".join(sorted(self.servers)) or "none"
                 raise ServerError(f"{name}: no server of that name is here; there are {names}")
-            self._wanted -= 1
-            member = self.servers[name]
-            member.leaving = True
+            self._target_servers -= 1
+            handle = self.servers[name]
+            handle.is_leaving = True
         try:
-            self._drain(member)
+            self._drain_and_kill(handle)
         except BaseException:
             with self._lock:
-                self._wanted += 1
-                member.leaving = False
+                self._target_servers += 1
+                handle.is_leaving = False
             raise
 
     def run(
@@ -168,95 +174,95 @@ class RayServers:
         *,
         cpus: float = 1.0,
         gpus: float = 0.0,
-        lives: int = 4,
+        max_attempts: int = 4,
         **options: Any,
     ) -> list[Result]:
         """Run `function(client, worker)` in `count` processes over the nodes; what they return, in order.
 
-        A worker whose process or node dies is started anew elsewhere, at most `lives` times in all, under a new incarnation: each push is
+        A worker whose process or node dies is started anew elsewhere, at most `max_attempts` times in all, under a new incarnation: each push is
         applied once, but the function begins again; `client.step` says where the others are. An error of the function ends all of them
         and is raised here. `options` go to `connect` (window, patience).
         """
-        if count < 1 or lives < 1:
-            raise ServerError(f"count={count}, lives={lives}; at least one worker with one life is needed")
+        if count < 1 or max_attempts < 1:
+            raise ServerError(f"count={count}, lives={max_attempts}; at least one worker with one life is needed")
         ray = self._ray
-        make = ray.remote(max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")(Work)
-        under_way: dict[Any, tuple[int, int, Any]] = {}
+        actor_class = ray.remote(max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")(WorkerActor)
+        running: dict[Any, tuple[int, int, Any]] = {}
         results: dict[int, Result] = {}
 
-        def begin(number: int, life: int) -> None:
-            actor = make.options(num_cpus=cpus, num_gpus=gpus).remote()
-            under_way[actor.run.remote(function, (number, count, life), self.address, self.secret, options)] = (
+        def start_worker(number: int, attempt: int) -> None:
+            actor = actor_class.options(num_cpus=cpus, num_gpus=gpus).remote()
+            running[actor.run.remote(function, (number, count, attempt), self.address, self.secret, options)] = (
                 number,
-                life,
+                attempt,
                 actor,
             )
 
         try:
             for number in range(count):
-                begin(number, 0)
-            while under_way:
-                self._check()
-                done, _ = ray.wait(list(under_way), timeout=0.5)
-                for each in done:
-                    number, life, actor = under_way[each]
+                start_worker(number, 0)
+            while running:
+                self._raise_if_failed()
+                done, _ = ray.wait(list(running), timeout=0.5)
+                for ref in done:
+                    number, attempt, actor = running[ref]
                     try:
-                        results[number] = ray.get(each)
+                        results[number] = ray.get(ref)
                     except ray.exceptions.RayTaskError:
                         raise
                     except ray.exceptions.RayError as error:
-                        say("worker lost", {"worker": number, "life": life, "why": _brief(error)})
-                        if life + 1 >= lives:
+                        log_event("worker lost", {"worker": number, "life": attempt, "why": _summarize_error(error)})
+                        if attempt + 1 >= max_attempts:
                             raise LaunchError(
-                                f"worker {number} was lost {lives} times, the last time so: {_brief(error)}; see Ray's logs of that node"
+                                f"worker {number} was lost {max_attempts} times, the last time so: {_summarize_error(error)}; see Ray's logs of that node"
                             ) from None
                         ray.kill(actor)  # it may only be out of reach
-                        begin(number, life + 1)
-                    del under_way[each]
+                        start_worker(number, attempt + 1)
+                    del running[ref]
                     ray.kill(actor)
         finally:
-            for _, _, actor in under_way.values():
+            for _, _, actor in running.values():
                 if ray.is_initialized():  # else the call would connect again
                     ray.kill(actor)
         return [results[number] for number in range(count)]
 
-    def wait(self, patience: float = PATIENCE) -> None:
+    def wait_until_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Until every server is in the map and every shard has a head."""
-        deadline = time.monotonic() + patience
-        found: dict[str, Any] = {}
+        deadline = time.monotonic() + timeout
+        status: dict[str, Any] = {}
         while True:
-            self._check()
+            self._raise_if_failed()
             with contextlib.suppress(ServerError):
-                found = ask(self.address, self.secret)
+                status = fetch_status(self.address, self.secret)
             with self._lock:
-                up = sum(name in found.get("servers", ()) for name in self.servers)
-            if found and up >= self._wanted and not found["unplaced"]:
+                joined_servers = sum(name in status.get("servers", ()) for name in self.servers)
+            if status and joined_servers >= self._target_servers and not status["unplaced"]:
                 return
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{up} of {self._wanted} servers came up within {patience:g} s; each asks for {self._needs()}; see `ray status`"
+                    f"{joined_servers} of {self._target_servers} servers came up within {timeout:g} s; each asks for {self._server_resources()}; see `ray status`"
                 )
             time.sleep(0.05)
 
-    def stay(self) -> None:
+    def serve_forever(self) -> None:
         """Until they cannot be kept running, and why; for who has nothing else to do."""
         while True:
-            self._check()
+            self._raise_if_failed()
             time.sleep(0.2)
 
     def close(self) -> None:
         """End all of them."""
         self._closing.set()
-        for thread in (self._watch, self._drains):
+        for thread in (self._supervisor, self._drain_thread):
             if thread is not None and thread.is_alive():
                 thread.join(timeout=10.0)
         if self._ray.is_initialized():
             with self._lock:
-                for member in (*self.servers.values(), *([self.controller] if hasattr(self, "controller") else ())):
-                    self._kill(member)
-            if self._own_ray:
+                for handle in (*self.servers.values(), *([self.controller] if hasattr(self, "controller") else ())):
+                    self._kill(handle)
+            if self._owns_ray:
                 self._ray.shutdown()
-        if self._own:
+        if self._owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> RayServers:
@@ -267,199 +273,235 @@ class RayServers:
 
     # Placing
 
-    def _place_controller(self, more: Mapping[str, Any]) -> Member:
+    def _start_controller(self, overrides: Mapping[str, Any]) -> ServerHandle:
         """On this node, where its folder is: if the node is lost, so is whoever would go on."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = self._ray.get_runtime_context().get_node_id()
-        strategy = NodeAffinitySchedulingStrategy(here, soft=False)
-        member = Member("the controller", self._seat.options(num_cpus=0, scheduling_strategy=strategy).remote(), here)
-        member.began = member.actor.begin.remote("controller", {**self._config, **more}, self.secret)
+        node = self._ray.get_runtime_context().get_node_id()
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        handle = ServerHandle(
+            "the controller", self._actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote(), node
+        )
+        handle.address_ref = handle.actor.begin.remote("controller", {**self._config, **overrides}, self.secret)
         try:
-            member.address = self._ray.get(member.began, timeout=self._patience)
+            handle.address = self._ray.get(handle.address_ref, timeout=self._start_timeout)
         except self._ray.exceptions.RayError as error:
-            self._kill(member)
-            raise LaunchError(f"the controller could not be started: {_brief(error)}") from None
-        return member
+            self._kill(handle)
+            raise LaunchError(f"the controller could not be started: {_summarize_error(error)}") from None
+        return handle
 
-    def _nodes(self) -> list[Node]:
+    def _alive_nodes(self) -> list[NodeResources]:
         return [
-            Node(id=each["NodeID"], cpus=each["Resources"].get("CPU", 0.0), memory=each["Resources"].get("memory", 0.0))
-            for each in self._ray.nodes()
-            if each["Alive"]
+            NodeResources(
+                id=node["NodeID"], cpus=node["Resources"].get("CPU", 0.0), memory=node["Resources"].get("memory", 0.0)
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
         ]
 
-    def _taken(self) -> Counter[str]:
-        return Counter(each.node for each in self.servers.values() if each.node is not None and not each.leaving)
+    def _count_servers_per_node(self) -> Counter[str]:
+        return Counter(
+            handle.node for handle in self.servers.values() if handle.node is not None and not handle.is_leaving
+        )
 
-    def _needs(self) -> dict[str, float]:
+    def _server_resources(self) -> dict[str, float]:
         return {"cpus": self._cpus, "memory": float(self._memory or 0)}
 
-    def _launch(self, *, anywhere: bool = False, avoid: str | None = None) -> Member:
+    def _start_server(self, *, anywhere: bool = False, avoid: str | None = None) -> ServerHandle:
         """A new, empty server. Where none has room, or the chosen node none free, Ray finds a place or grows the cluster."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with self._lock:
-            self._started += 1
-            name = f"s{self._started}"
-            node = None if anywhere else choose(self._nodes(), self._taken(), avoid=avoid, **self._needs())
+            self._start_count += 1
+            name = f"s{self._start_count}"
+            node = (
+                None
+                if anywhere
+                else choose_node(
+                    self._alive_nodes(), self._count_servers_per_node(), avoid=avoid, **self._server_resources()
+                )
+            )
             strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
             options = {"num_cpus": self._cpus, "scheduling_strategy": strategy}
             if self._memory:
                 options["memory"] = self._memory
-            member = self.servers[name] = Member(name, self._seat.options(**options).remote(), node)
+            handle = self.servers[name] = ServerHandle(name, self._actor_class.options(**options).remote(), node)
             config = {
                 "controller": self.address,
                 "name": name,
                 "memory": self._memory,
                 "spill": None if self._spill is None else self._spill / name,
             }
-            member.began = member.actor.begin.remote("server", config, self.secret)
-            return member
+            handle.address_ref = handle.actor.begin.remote("server", config, self.secret)
+            return handle
 
-    def _kill(self, member: Member) -> None:
+    def _kill(self, handle: ServerHandle) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
-            self._ray.kill(member.actor)
+            self._ray.kill(handle.actor)
 
     # Watching
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _raise_if_failed(self) -> None:
+        if self._fatal_error is not None:
+            raise self._fatal_error
         if self._closing.is_set():
             raise ServerError("the servers are closed; what runs with them must end before")
 
-    def _tend(self) -> None:
+    def _supervise(self) -> None:
         """Until closed: what died is replaced, what is crowded is spread."""
-        looked = time.monotonic()
+        last_check = time.monotonic()
         while not self._closing.is_set():
             try:
                 with self._lock:
-                    members = [self.controller, *self.servers.values()]
-                done, _ = self._ray.wait([each.stays for each in members], timeout=0.25)
-                for member in members:
-                    if member.stays in done:
-                        self._lost(member, self._why(member))
-                self._settle([each for each in members if each is self.controller or each.name in self.servers])
-                if time.monotonic() - looked >= LOOK:
-                    self._look()
-                    looked = time.monotonic()
+                    handles = [self.controller, *self.servers.values()]
+                done, _ = self._ray.wait([candidate.end_ref for candidate in handles], timeout=0.25)
+                for handle in handles:
+                    if handle.end_ref in done:
+                        self._replace_lost(handle, self._end_reason(handle))
+                self._update_placements(
+                    [
+                        candidate
+                        for candidate in handles
+                        if candidate is self.controller or candidate.name in self.servers
+                    ]
+                )
+                if time.monotonic() - last_check >= HEALTH_CHECK_INTERVAL:
+                    self._check_health()
+                    last_check = time.monotonic()
             except Exception as error:
                 if not self._closing.is_set():
-                    self._failure = LaunchError(f"the servers on Ray are not watched any more: {_brief(error)}")
+                    self._fatal_error = LaunchError(
+                        f"the servers on Ray are not watched any more: {_summarize_error(error)}"
+                    )
                 return
 
-    def _why(self, member: Member) -> str:
+    def _end_reason(self, handle: ServerHandle) -> str:
         try:
-            return str(self._ray.get(member.stays))
+            return str(self._ray.get(handle.end_ref))
         except self._ray.exceptions.RayError as error:
-            member.unreachable = isinstance(error, self._ray.exceptions.ActorUnavailableError)
-            return _brief(error)
+            handle.is_unreachable = isinstance(error, self._ray.exceptions.ActorUnavailableError)
+            return _summarize_error(error)
 
-    def _settle(self, members: Sequence[Member]) -> None:
+    def _update_placements(self, handles: Sequence[ServerHandle]) -> None:
         """Take note of who has a place now, and who waits for one in vain."""
-        new = [each for each in members if each.pid is None]
-        done = set(self._ray.wait([each.seated for each in new], num_returns=len(new), timeout=0)[0]) if new else set()
-        for member in new:
-            if member.seated in done:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    member.node, _, member.pid = self._ray.get(member.seated)
-                    member.heard = time.monotonic()
-            elif member.node is not None and time.monotonic() - member.asked > PLACE:
-                say("no room", {"server": member.name, "node": member.node})
-                with self._lock:
-                    if self.servers.pop(member.name, None) is not None:
-                        self._kill(member)
-                        self._launch(anywhere=True)
-        begun = [each for each in members if each.address is None and each.pid is not None]
-        done = (
-            set(self._ray.wait([each.began for each in begun], num_returns=len(begun), timeout=0)[0])
-            if begun
+        unplaced = [candidate for candidate in handles if candidate.pid is None]
+        ready_refs = (
+            set(
+                self._ray.wait(
+                    [candidate.location_ref for candidate in unplaced], num_returns=len(unplaced), timeout=0
+                )[0]
+            )
+            if unplaced
             else set()
         )
-        for member in begun:
-            if member.began in done:
+        for handle in unplaced:
+            if handle.location_ref in ready_refs:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    handle.node, _, handle.pid = self._ray.get(handle.location_ref)
+                    handle.last_heard = time.monotonic()
+            elif handle.node is not None and time.monotonic() - handle.requested_at > PLACEMENT_TIMEOUT:
+                log_event("no room", {"server": handle.name, "node": handle.node})
+                with self._lock:
+                    if self.servers.pop(handle.name, None) is not None:
+                        self._kill(handle)
+                        self._start_server(anywhere=True)
+        starting = [candidate for candidate in handles if candidate.address is None and candidate.pid is not None]
+        ready_refs = (
+            set(
+                self._ray.wait([candidate.address_ref for candidate in starting], num_returns=len(starting), timeout=0)[
+                    0
+                ]
+            )
+            if starting
+            else set()
+        )
+        for handle in starting:
+            if handle.address_ref in ready_refs:
                 try:
-                    member.address = self._ray.get(member.began)
+                    handle.address = self._ray.get(handle.address_ref)
                 except self._ray.exceptions.RayError as error:
-                    self._lost(member, _brief(error))
+                    self._replace_lost(handle, _summarize_error(error))
 
-    def _lost(self, member: Member, why: str) -> None:
-        if self._closing.is_set() or (member is not self.controller and member.name not in self.servers):
+    def _replace_lost(self, handle: ServerHandle, reason: str) -> None:
+        if self._closing.is_set() or (handle is not self.controller and handle.name not in self.servers):
             return
-        say("lost", {"server": member.name, "node": member.node, "why": why})
-        self._kill(member)
-        if member is self.controller:
-            self._again()
+        log_event("lost", {"server": handle.name, "node": handle.node, "why": reason})
+        self._kill(handle)
+        if handle is self.controller:
+            self._restart_controller()
             return
         with self._lock:
-            if self.servers.pop(member.name, None) is None:
+            if self.servers.pop(handle.name, None) is None:
                 return
-            self._failures = 0 if member.joined else self._failures + 1
-            if self._failures >= FAILURES:
-                raise LaunchError(f"{self._failures} servers in a row could not be started; the last one: {why}")
-            if sum(not each.leaving for each in self.servers.values()) < self._wanted:
+            self._failed_starts = 0 if handle.has_joined else self._failed_starts + 1
+            if self._failed_starts >= MAX_START_FAILURES:
+                raise LaunchError(
+                    f"{self._failed_starts} servers in a row could not be started; the last one: {reason}"
+                )
+            if sum(not candidate.is_leaving for candidate in self.servers.values()) < self._target_servers:
                 # Where a process died the next may live; a node that does not answer Ray may take long to be given up.
-                self._launch(avoid=member.node if member.unreachable else None)
+                self._start_server(avoid=handle.node if handle.is_unreachable else None)
 
-    def _again(self) -> None:
+    def _restart_controller(self) -> None:
         """The controller, from its file, at the same address: everyone else calls there until it answers."""
-        for left in reversed(range(FAILURES)):
+        for attempts_left in reversed(range(MAX_START_FAILURES)):
             try:
-                self.controller = self._place_controller({"bind": self.address, "again": True})
+                self.controller = self._start_controller({"bind": self.address, "again": True})
                 return
             except LaunchError:
-                if not left or self._closing.wait(1.0):
+                if not attempts_left or self._closing.wait(1.0):
                     raise
 
-    def _look(self) -> None:
+    def _check_health(self) -> None:
         """Servers that hang, and nodes that have too many while others have none."""
         try:
-            report = ask(self.address, self.secret)
+            report = fetch_status(self.address, self.secret)
         except ServerError:
             return
-        now, silent = time.monotonic(), []
+        now, silent_handles = time.monotonic(), []
         with self._lock:
-            for name, member in self.servers.items():
+            for name, handle in self.servers.items():
                 if report["servers"].get(name, {}).get("here"):
-                    member.heard, member.joined = now, True
-                elif member.joined and not member.leaving and now - member.heard > SILENT:
-                    silent.append(member)
-        for member in silent:
-            self._lost(member, f"the controller has not heard it for {SILENT:g} s")
+                    handle.last_heard, handle.has_joined = now, True
+                elif handle.has_joined and not handle.is_leaving and now - handle.last_heard > SILENT_SERVER_TIMEOUT:
+                    silent_handles.append(handle)
+        for handle in silent_handles:
+            self._replace_lost(handle, f"the controller has not heard it for {SILENT_SERVER_TIMEOUT:g} s")
         if not (report["unplaced"] or report["owed"] or report["learning"] or report["lost"]):
-            self._spread()
+            self._rebalance_nodes()
 
-    def _spread(self) -> None:
+    def _rebalance_nodes(self) -> None:
         """A server of a crowded node gives way to a new one elsewhere: that joins first, then there is one too many, and it is drained."""
         with self._lock:
-            staying = [each for each in self.servers.values() if not each.leaving]
-            if len(staying) < len(self.servers) or not all(each.joined for each in staying):
+            remaining = [handle for handle in self.servers.values() if not handle.is_leaving]
+            if len(remaining) < len(self.servers) or not all(handle.has_joined for handle in remaining):
                 return
-            taken = self._taken()
-            if len(staying) > self._wanted:
-                old = max(staying, key=lambda each: taken[each.node or ""])
-                old.leaving = True
-                self._drains = threading.Thread(target=self._leave, args=(old,), name="echelon-drain", daemon=True)
-                self._drains.start()
-            elif crowded(self._nodes(), taken, **self._needs()):
-                say("spreading", {"servers": dict(taken), "to": self._launch().node})
+            servers_per_node = self._count_servers_per_node()
+            if len(remaining) > self._target_servers:
+                leaving_handle = max(remaining, key=lambda handle: servers_per_node[handle.node or ""])
+                leaving_handle.is_leaving = True
+                self._drain_thread = threading.Thread(
+                    target=self._drain_in_background, args=(leaving_handle,), name="echelon-drain", daemon=True
+                )
+                self._drain_thread.start()
+            elif find_crowded_node(self._alive_nodes(), servers_per_node, **self._server_resources()):
+                log_event("spreading", {"servers": dict(servers_per_node), "to": self._start_server().node})
 
-    def _leave(self, member: Member) -> None:
+    def _drain_in_background(self, handle: ServerHandle) -> None:
         try:
-            self._drain(member)
+            self._drain_and_kill(handle)
         except ServerError as error:
-            member.leaving = False
-            say("not drained", {"server": member.name, "why": str(error)})
+            handle.is_leaving = False
+            log_event("not drained", {"server": handle.name, "why": str(error)})
 
-    def _drain(self, member: Member) -> None:
-        request(self.address, self.secret, wire.DRAIN, {"server": member.name}, patience=3600.0)
+    def _drain_and_kill(self, handle: ServerHandle) -> None:
+        send_request(self.address, self.secret, wire.DRAIN, {"server": handle.name}, timeout=3600.0)
         with self._lock:
-            self.servers.pop(member.name, None)
-            self._kill(member)
+            self.servers.pop(handle.name, None)
+            self._kill(handle)
 
 
-def _brief(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """What Ray says, without its pages."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return (f"{type(error).__name__}: " + (" ... ".join([lines[0], lines[-1]] if len(lines) > 1 else lines)))[:600]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from echelon.errors import EchelonError
 from echelon.server.controller_process import ControllerProcess
-from echelon.server.log import say
+from echelon.server.log import log_event
 from echelon.server.protocol.auth import parse_secret
 from echelon.server.server_process import ServerProcess
 
@@ -41,14 +41,14 @@ def main() -> int:
         sys.stdout.flush()
         loop = process.loop
 
-        def ended() -> None:
+        def stop_at_end_of_input() -> None:
             if not os.read(0, 4096):
                 loop.running = False
 
-        loop.watch(0, ended)
+        loop.watch(0, stop_at_end_of_input)
         process.run()
     except EchelonError as error:
-        say("failed", {"why": str(error)})
+        log_event("failed", {"why": str(error)})
         return 1
     return 0
 

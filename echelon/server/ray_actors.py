@@ -24,31 +24,31 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """Which of the workers a function runs as. `life` counts how often it was started anew after it was lost."""
+    """Which of the workers a function runs as. `attempt` counts how often it was started anew after it was lost."""
 
     number: int
     count: int
-    life: int
+    attempt: int
     node: str
 
 
-class Seat:
+class ServerActor:
     """What an actor runs: a server or the controller, in a thread beside Ray's own."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
-        self._why = ""
+        self._end_reason = ""
 
-    def where(self) -> tuple[str, str, int]:
+    def locate(self) -> tuple[str, str, int]:
         """Node, its address as Ray knows it, process."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
-    def begin(self, role: str, config: dict[str, Any], secret: bytes) -> str:
+    def start(self, role: str, config: dict[str, Any], secret: bytes) -> str:
         """Start; the address. The secret comes by this call, which Ray sends to this process alone and keeps nowhere."""
-        _rise()
-        node, ip, _ = self.where()
+        _raise_priority()
+        node, ip, _ = self.locate()
         config.setdefault("bind", f"[{ip}]:0" if ":" in ip else f"{ip}:0")
         process: ControllerProcess | ServerProcess
         if role == "controller":
@@ -61,26 +61,26 @@ class Seat:
     def _run(self, process: ControllerProcess | ServerProcess) -> None:
         try:
             process.run()
-            self._why = "it ended"
+            self._end_reason = "it ended"
         except EchelonError as error:
-            self._why = str(error)
+            self._end_reason = str(error)
         except BaseException:
-            self._why = traceback.format_exc()
+            self._end_reason = traceback.format_exc()
         self._ended.set()
 
-    def stay(self) -> str:
+    def wait_until_ended(self) -> str:
         """Answers when it ends, with why; Ray answers when the process or its node dies."""
         self._ended.wait()
-        return self._why
+        return self._end_reason
 
 
-class Work:
+class WorkerActor:
     """What a worker's actor runs."""
 
     def run(
         self,
         function: Callable[[Client, Worker], Result],
-        number: tuple[int, int, int],
+        worker_number: tuple[int, int, int],
         address: str,
         secret: bytes,
         options: Mapping[str, Any],
@@ -88,14 +88,14 @@ class Work:
         """The function, with a client that is connected; its pushes are acknowledged when this returns."""
         import ray
 
-        _rise()
+        _raise_priority()
         node = ray.get_runtime_context().get_node_id()
-        worker = Worker(number=number[0], count=number[1], life=number[2], node=node)
+        worker = Worker(number=worker_number[0], count=worker_number[1], attempt=worker_number[2], node=node)
         with connect(address, secret=secret, worker=str(worker.number), host=node, **options) as client:
             return function(client, worker)
 
 
-def _rise() -> None:
+def _raise_priority() -> None:
     """As high a priority as the node's own process: Ray's workers run at nice 15, and whoever starves there loses its lease."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, ServerError
-from echelon.server.log import COMPILING, Say, say
+from echelon.server.log import COMPILING_EVENT, EventLogger, log_event
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, Note, Send
-from echelon.server.protocol.auth import SERVER, SecretError, Unproved, greet
-from echelon.server.protocol.event_loop import Connection, Loop, here, split
-from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, LogEvent, Send
+from echelon.server.protocol.auth import SERVER, HandshakeAborted, SecretError, authenticate
+from echelon.server.protocol.event_loop import Connection, EventLoop, host_name, parse_address
+from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.replica import Replica
-from echelon.server.replica.dedup import FAR
-from echelon.server.replica.shard_state import Part
+from echelon.server.replica.dedup import INFINITE_CLOCK
+from echelon.server.replica.shard_state import SnapshotPart
 
-BEAT = 0.15
-REPORT = 1.0
-RETRY = 0.05
+HEARTBEAT_INTERVAL = 0.15
+REPORT_INTERVAL = 1.0
+RETRY_INTERVAL = 0.05
 #: Signs of life of whoever compiles, at most so often.
-SIGN = 0.2
+COMPILE_LOG_INTERVAL = 0.2
 #: A loop that has not turned for so long is not alive, whatever its threads say.
-STUCK = 10.0
+MAX_LOOP_STALL = 10.0
 
 
 class ServerProcess:
@@ -42,317 +42,337 @@ class ServerProcess:
         name: str | None = None,
         memory: int | None = None,
         spill: Path | None = None,
-        say: Say = say,
+        log: EventLogger = log_event,
     ) -> None:
-        from echelon.server.kernels.jit_warmup import warm
+        from echelon.server.kernels.jit_warmup import warm_up
 
-        self._secret, self._controller, self._say = secret, controller, say
+        self._secret, self._controller_address, self._log_event = secret, controller, log
         self.name, self.incarnation = name, 0
         self._memory, self._spill = memory, spill
-        self.loop = Loop(self, secret, sharing=True)
-        address = self.loop.listen(*split(bind))
+        self.loop = EventLoop(self, secret, allow_shm=True)
+        address = self.loop.listen(*parse_address(bind))
         # Bound to all interfaces: others need a name to call.
-        self.address = f"{advertise}:{split(address)[1]}" if advertise else address
-        self.host = host or here()
+        self.address = f"{advertise}:{parse_address(address)[1]}" if advertise else address
+        self.host = host or host_name()
         self.replica: Replica | None = None
         self._store: Any = None
-        self._peers: dict[Any, Connection] = {}
-        self._links: dict[str, Connection] = {}
-        self._retry: dict[str, float] = {}
-        self._control: Connection | None = None
-        self._joined = False
+        self._peer_connections: dict[Any, Connection] = {}
+        self._link_connections: dict[str, Connection] = {}
+        self._retry_at: dict[str, float] = {}
+        self._controller_connection: Connection | None = None
+        self._has_joined = False
         #: Why the controller is not ours to join.
-        self._barred: SecretError | None = None
-        self._next = 0
-        self._beat = self._reported = 0.0
-        self._last: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
-        self._turned = time.monotonic()
-        self._writer: Any = None
-        self._told = 0.0
-        warm(self._compiling)
+        self._authentication_error: SecretError | None = None
+        self._last_peer_id = 0
+        self._last_heartbeat = self._last_report = 0.0
+        self._last_counters: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
+        self._last_progress = time.monotonic()
+        self._checkpoint_writer: Any = None
+        self._last_compile_log = 0.0
+        warm_up(self._log_compile_progress)
 
     def run(self) -> None:
         """Until told to end, or until this replica cannot go on as one."""
-        threading.Thread(target=self._beats, name="echelon-beats", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="echelon-beats", daemon=True).start()
         self.loop.run()
 
-    def _compiling(self, share: float) -> None:
+    def _log_compile_progress(self, share: float) -> None:
         """A sign of life of whoever compiles: whoever waits for this server reads it."""
-        if time.monotonic() - self._told >= SIGN:
-            self._told = time.monotonic()
-            self._say(COMPILING, {"share": round(share, 3)})
+        if time.monotonic() - self._last_compile_log >= COMPILE_LOG_INTERVAL:
+            self._last_compile_log = time.monotonic()
+            self._log_event(COMPILING_EVENT, {"share": round(share, 3)})
 
-    def _alive(self) -> None:
+    def _mark_alive(self) -> None:
         """Busy, not stuck."""
-        self._turned = time.monotonic()
+        self._last_progress = time.monotonic()
 
-    def _beats(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Signs of life from a thread: a long snapshot or a large frame is no death. A stopped process stops this too."""
         import socket
 
         while True:
             try:
-                with socket.create_connection(split(self._controller), timeout=2.0) as connection:
-                    greet(connection, self._secret, SERVER)
-                    self._barred = None
+                with socket.create_connection(parse_address(self._controller_address), timeout=2.0) as connection:
+                    authenticate(connection, self._secret, SERVER)
+                    self._authentication_error = None
                     while True:
-                        time.sleep(BEAT)
-                        if self._joined and time.monotonic() - self._turned < STUCK:
+                        time.sleep(HEARTBEAT_INTERVAL)
+                        if self._has_joined and time.monotonic() - self._last_progress < MAX_LOOP_STALL:
                             meta = {"server": self.name, "incarnation": self.incarnation}
-                            wire.send(connection, wire.encode(wire.BEAT, 0, meta))
-            except Unproved:
-                time.sleep(RETRY)
+                            wire.send(connection, wire.encode(wire.HEARTBEAT, 0, meta))
+            except HandshakeAborted:
+                time.sleep(RETRY_INTERVAL)
             except SecretError as error:
-                self._barred = error
-                time.sleep(RETRY)
+                self._authentication_error = error
+                time.sleep(RETRY_INTERVAL)
             except (OSError, EchelonError):
-                time.sleep(RETRY)
+                time.sleep(RETRY_INTERVAL)
 
     # The loop calls
 
-    def opened(self, connection: Connection) -> None:
+    def on_open(self, connection: Connection) -> None:
         now = time.monotonic()
-        if connection is self._control:
-            life = self.incarnation or None
-            meta = {"role": "server", "id": self.name, "incarnation": life, "address": self.address, "host": self.host}
+        if connection is self._controller_connection:
+            incarnation = self.incarnation or None
+            meta = {
+                "role": "server",
+                "id": self.name,
+                "incarnation": incarnation,
+                "address": self.address,
+                "host": self.host,
+            }
             self.loop.send(connection, wire.encode(wire.JOIN, 1, meta))
         elif isinstance(connection.tag, str):
             if self.replica is not None:
-                self._do(self.replica.on_link(now, connection.tag))
+                self._perform(self.replica.on_link_up(now, connection.tag))
         else:
-            self._next += 1
-            connection.tag = self._next
-            self._peers[self._next] = connection
+            self._last_peer_id += 1
+            connection.tag = self._last_peer_id
+            self._peer_connections[self._last_peer_id] = connection
 
-    def received(self, connection: Connection, frame: wire.Frame) -> None:
+    def on_frame(self, connection: Connection, frame: wire.Frame) -> None:
         now = time.monotonic()
-        if connection is self._control:
-            self._heard(now, frame)
+        if connection is self._controller_connection:
+            self._on_controller_frame(now, frame)
         elif self.replica is None:
             self.loop.close(connection)
         elif isinstance(connection.tag, str):
-            self._do(self.replica.on_answer(now, connection.tag, frame))
-        elif connection.role == SERVER or frame.kind in _DATA:
-            self._do(self.replica.on_frame(now, connection.tag, frame))
+            self._perform(self.replica.on_link_frame(now, connection.tag, frame))
+        elif connection.role == SERVER or frame.kind in _WORKER_REQUESTS:
+            self._perform(self.replica.on_frame(now, connection.tag, frame))
         else:
             self.loop.close(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def on_close(self, connection: Connection) -> None:
         now, tag = time.monotonic(), connection.tag
-        if connection is self._control:
-            self._control = None
-            self._joined = False
+        if connection is self._controller_connection:
+            self._controller_connection = None
+            self._has_joined = False
         elif isinstance(tag, str):
-            if self._links.get(tag) is connection:
-                del self._links[tag]
+            if self._link_connections.get(tag) is connection:
+                del self._link_connections[tag]
                 if self.replica is not None:
-                    self._do(self.replica.on_link_lost(now, tag))
+                    self._perform(self.replica.on_link_lost(now, tag))
         elif tag is not None:
-            self._peers.pop(tag, None)
+            self._peer_connections.pop(tag, None)
             if self.replica is not None:
-                self._do(self.replica.on_peer_lost(now, tag))
+                self._perform(self.replica.on_peer_lost(now, tag))
 
-    def tick(self, now: float) -> None:
-        self._turned = now
-        if self._barred is not None and self.replica is None:
-            raise SecretError(f"controller {self._controller}: {self._barred}")
-        if self._control is None and self._retry.get("", 0.0) <= now:
-            self._retry[""] = now + RETRY
-            self._control = self.loop.connect(self._controller, SERVER, None)
+    def on_tick(self, now: float) -> None:
+        self._last_progress = now
+        if self._authentication_error is not None and self.replica is None:
+            raise SecretError(f"controller {self._controller_address}: {self._authentication_error}")
+        if self._controller_connection is None and self._retry_at.get("", 0.0) <= now:
+            self._retry_at[""] = now + RETRY_INTERVAL
+            self._controller_connection = self.loop.connect(self._controller_address, SERVER, None)
         if self.replica is not None:
-            self._do(self.replica.on_tick(now))
-            self._call(now)
-            while self.replica is not None and self.replica.loading and time.monotonic() - now < 0.2:
-                self._do(self.replica.on_load(now))
-        if self._joined and self._control is not None and now - self._beat >= BEAT and self.replica is not None:
-            self._beat = now
+            self._perform(self.replica.on_tick(now))
+            self._connect_links(now)
+            while self.replica is not None and self.replica.shards_to_load and time.monotonic() - now < 0.2:
+                self._perform(self.replica.load_next_shard(now))
+        if (
+            self._has_joined
+            and self._controller_connection is not None
+            and now - self._last_heartbeat >= HEARTBEAT_INTERVAL
+            and self.replica is not None
+        ):
+            self._last_heartbeat = now
             meta: dict[str, Any] = {"version": self.replica.map.version}
-            cut = self.replica.cut_off(now)
-            if cut:
-                meta["cut"] = cut
-            if now - self._reported >= REPORT:
-                self._reported = now
-                meta["report"] = self._report(now)
-            self.loop.send(self._control, wire.encode(wire.BEAT, 0, meta))
+            unreachable = self.replica.unreachable_replicas(now)
+            if unreachable:
+                meta["cut"] = unreachable
+            if now - self._last_report >= REPORT_INTERVAL:
+                self._last_report = now
+                meta["report"] = self._make_report(now)
+            self.loop.send(self._controller_connection, wire.encode(wire.HEARTBEAT, 0, meta))
 
     # The controller
 
-    def _heard(self, now: float, frame: wire.Frame) -> None:
+    def _on_controller_frame(self, now: float, frame: wire.Frame) -> None:
         meta = frame.meta
-        if self.replica is not None and self._joined:
-            self.replica.confirmed = now
+        if self.replica is not None and self._has_joined:
+            self.replica.controller_heard_at = now
         if frame.kind == wire.MAP:
             self.name, self.incarnation = str(meta["id"]), int(meta["incarnation"])
-            new = Map.from_document(meta["map"])
+            new_map = ShardMap.from_document(meta["map"])
             if self.replica is None:
-                self._begin(new.shards)
+                self._create_replica(new_map.num_shards)
             assert self.replica is not None
-            self._joined = True
-            self.replica.wished, self.replica.confirmed = int(meta["settings"]["replicas"]), now
-            self._do(self.replica.on_map(now, new, meta["specs"]))
-            self._do(self.replica.on_controller(now))
-        elif frame.kind == wire.REFUSED and not self._joined:
+            self._has_joined = True
+            self.replica.target_replicas, self.replica.controller_heard_at = int(meta["settings"]["replicas"]), now
+            self._perform(self.replica.on_map(now, new_map, meta["specs"]))
+            self._perform(self.replica.on_controller_connected(now))
+        elif frame.kind == wire.REFUSED and not self._has_joined:
             if meta["error"] != "Out":
                 raise ServerError(f"the controller refuses this server: {meta['message']}")
-            self._anew()
-        elif frame.kind == wire.GRANT and self.replica is not None and self._joined:
-            new = Map.from_document(meta["map"])
-            seat = new.servers.get(self.name or "")
-            if seat is None or seat.incarnation != self.incarnation:
-                self._anew()
+            self._rejoin_as_new()
+        elif frame.kind == wire.MAP_UPDATE and self.replica is not None and self._has_joined:
+            new_map = ShardMap.from_document(meta["map"])
+            entry = new_map.servers.get(self.name or "")
+            if entry is None or entry.incarnation != self.incarnation:
+                self._rejoin_as_new()
             else:
-                self._do(self.replica.on_map(now, new, meta["specs"]))
+                self._perform(self.replica.on_map(now, new_map, meta["specs"]))
         elif frame.kind == wire.CHECKPOINT and self.replica is not None:
-            self._write(meta)
-        elif frame.kind == wire.DECLARE and self._control is not None and self.replica is not None:
-            answer = {"of": meta["of"], "error": self._unable(meta["spec"])}
-            self.loop.send(self._control, wire.encode(wire.DONE, 0, answer))
+            self._write_checkpoint(meta)
+        elif frame.kind == wire.DECLARE and self._controller_connection is not None and self.replica is not None:
+            answer = {"of": meta["of"], "error": self._declaration_error(meta["spec"])}
+            self.loop.send(self._controller_connection, wire.encode(wire.DONE, 0, answer))
         elif self.replica is not None:
-            self._do(self.replica.on_control(now, frame))
+            self._perform(self.replica.on_controller_frame(now, frame))
 
-    def _begin(self, shards: int) -> None:
+    def _create_replica(self, num_shards: int) -> None:
         from echelon.server.protocol.specs import spec_from_plain
         from echelon.server.store import shard_checkpoint
-        from echelon.server.store.store import Store
+        from echelon.server.store.store import ParameterStore
 
-        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill, alive=self._alive)
+        self._store = store = ParameterStore(
+            num_shards=num_shards, memory=self._memory, spill=self._spill, keep_alive=self._mark_alive
+        )
         self.replica = Replica(
             name=self.name or "",
             incarnation=self.incarnation,
             store=store,
-            shards=shards,
-            load=lambda folder, shard: shard_checkpoint.load(Path(folder), shard),
-            declare=lambda spec: self._declare(store, spec_from_plain(spec)),
+            num_shards=num_shards,
+            load_shard=lambda folder, shard: shard_checkpoint.load_shard(Path(folder), shard),
+            declare_spec=lambda spec: self._declare(store, spec_from_plain(spec)),
         )
 
     def _declare(self, store: Any, spec: Any) -> None:
-        from echelon.server.kernels.jit_cache import watching
-        from echelon.server.kernels.jit_warmup import ready
+        from echelon.server.kernels.jit_cache import watch_compilation
+        from echelon.server.kernels.jit_warmup import warm_up_table
 
-        with watching(self._alive):
-            ready(spec.dtype, spec.rule.every)
+        with watch_compilation(self._mark_alive):
+            warm_up_table(spec.dtype, spec.rule.every)
         store.declare(spec)
 
-    def _unable(self, spec: dict[str, Any]) -> str | None:
+    def _declaration_error(self, spec: dict[str, Any]) -> str | None:
         """Why this server could not hold what is to be declared, beside all that it holds."""
         from echelon.server.protocol.specs import spec_from_plain
-        from echelon.server.store.store import Store
+        from echelon.server.store.store import ParameterStore
 
         try:
-            trial = Store(shards=self._store.shards, memory=self._memory, spill=self._spill)
+            trial = ParameterStore(num_shards=self._store.shards, memory=self._memory, spill=self._spill)
             self._declare(trial, spec_from_plain(spec))
             trial.close()
         except (EchelonError, OSError, MemoryError, ValueError, OverflowError) as error:
             return str(error) or type(error).__name__
         return None
 
-    def _anew(self) -> None:
+    def _rejoin_as_new(self) -> None:
         """We were taken for dead: what we hold is worth nothing any more. Join as a new server."""
-        self._say("out", {"server": self.name, "incarnation": self.incarnation})
-        self.replica, self.incarnation, self._joined = None, 0, False
-        for connection in [*self._peers.values(), *self._links.values()]:
+        self._log_event("out", {"server": self.name, "incarnation": self.incarnation})
+        self.replica, self.incarnation, self._has_joined = None, 0, False
+        for connection in [*self._peer_connections.values(), *self._link_connections.values()]:
             self.loop.close(connection)
         if self._store is not None:
             self._store.close()
             self._store = None
-        if self._control is not None:
-            self.loop.close(self._control)
+        if self._controller_connection is not None:
+            self.loop.close(self._controller_connection)
 
-    def _write(self, meta: dict[str, Any]) -> None:
-        from echelon.server.store.shard_checkpoint import Writer
+    def _write_checkpoint(self, meta: dict[str, Any]) -> None:
+        from echelon.server.store.shard_checkpoint import CheckpointWriter
 
-        if self._writer is None:
-            self._writer = Writer(self.loop)
+        if self._checkpoint_writer is None:
+            self._checkpoint_writer = CheckpointWriter(self.loop)
         replica = self.replica
         assert replica is not None
 
-        def written(details: dict[str, Any]) -> None:
-            if self._control is not None:
-                self.loop.send(self._control, wire.encode(wire.WRITTEN, 0, details))
+        def report_written(details: dict[str, Any]) -> None:
+            if self._controller_connection is not None:
+                self.loop.send(self._controller_connection, wire.encode(wire.CHECKPOINT_WRITTEN, 0, details))
 
-        self._writer.write(
+        self._checkpoint_writer.write(
             int(meta["id"]),
             Path(meta["path"]),
             [int(shard) for shard in meta["shards"]],
-            lambda shard: copied(replica, shard) if replica is self.replica else None,
-            written,
+            lambda shard: snapshot_if_ready(replica, shard) if replica is self.replica else None,
+            report_written,
         )
 
     # Doing
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                connection = self._whom(action.to, action.whom)
+                connection = self._connection_to(action.channel, action.peer)
                 if connection is not None:
-                    self.loop.send(connection, wire.encode(action.kind, action.request, action.meta, action.arrays))
+                    self.loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
             elif isinstance(action, Close):
-                connection = self._whom(action.to, action.whom)
+                connection = self._connection_to(action.channel, action.peer)
                 if connection is not None:
                     self.loop.close(connection)
-            elif isinstance(action, Note):
-                self._say(action.event, action.details)
+            elif isinstance(action, LogEvent):
+                self._log_event(action.event, action.details)
 
-    def _whom(self, to: str, whom: Any) -> Connection | None:
-        if to == PEER:
-            return self._peers.get(whom)
-        if to == LINK:
-            return self._links.get(whom)
-        assert to == CONTROL
-        return self._control if self._joined else None
+    def _connection_to(self, channel: str, peer: Any) -> Connection | None:
+        if channel == PEER:
+            return self._peer_connections.get(peer)
+        if channel == LINK:
+            return self._link_connections.get(peer)
+        assert channel == CONTROL
+        return self._controller_connection if self._has_joined else None
 
-    def _call(self, now: float) -> None:
+    def _connect_links(self, now: float) -> None:
         """Connections to the replicas of what we head."""
         assert self.replica is not None
         for server in self.replica.links:
-            if server not in self._links and self._retry.get(server, 0.0) <= now:
-                self._retry[server] = now + RETRY
+            if server not in self._link_connections and self._retry_at.get(server, 0.0) <= now:
+                self._retry_at[server] = now + RETRY_INTERVAL
                 address = self.replica.map.servers[server].address
-                connection = self.loop.connect(address, SERVER, server, sharing=True)
+                connection = self.loop.connect(address, SERVER, server, allow_shm=True)
                 if connection is not None:
-                    self._links[server] = connection
+                    self._link_connections[server] = connection
 
-    def _report(self, now: float) -> dict[str, Any]:
+    def _make_report(self, now: float) -> dict[str, Any]:
         """What `echelon server status` shows of this server."""
         replica = self.replica
         assert replica is not None
         stats = replica.state.store.stats()
-        before, counts, sent, got = self._last
-        span = max(now - before, 1e-3)
+        last_time, last_counts, last_sent, last_received = self._last_counters
+        seconds = max(now - last_time, 1e-3)
         # One that joined anew counts from zero.
-        rates = {key: round(max(0, value - counts.get(key, 0)) / span, 1) for key, value in replica.counts.items()}
-        self._last = (now, dict(replica.counts), self.loop.sent, self.loop.got)
-        floor = replica.floor()[replica.headed]
-        floor = floor[floor != FAR]
-        live = replica._live
-        most = int(replica.state.windows.clock[live].max()) if live else 0
+        rates = {
+            key: round(max(0, value - last_counts.get(key, 0)) / seconds, 1) for key, value in replica.counters.items()
+        }
+        self._last_counters = (now, dict(replica.counters), self.loop.bytes_sent, self.loop.bytes_received)
+        min_clocks = replica.min_clock()[replica.is_head]
+        min_clocks = min_clocks[min_clocks != INFINITE_CLOCK]
+        live_slots = replica._live_slots
+        max_clock = int(replica.state.dedup.clocks[live_slots].max()) if live_slots else 0
         return {
             "rows": int(stats["rows"].sum()),
             "bytes": int(stats["bytes"]),
             "memory": int(stats["memory"]),
             "tables": {
-                name: {"rows": int(each["rows"]), "bytes": int(each["bytes"])} for name, each in stats["tables"].items()
+                name: {"rows": int(table_stats["rows"]), "bytes": int(table_stats["bytes"])}
+                for name, table_stats in stats["tables"].items()
             },
             "lsn": int(replica.state.lsn.max()),
-            "clock": [int(floor.min()) if len(floor) else 0, max(most, 0)],
+            "clock": [int(min_clocks.min()) if len(min_clocks) else 0, max(max_clock, 0)],
             "lag": {
                 server: {
-                    "entries": link.made - link.got,
-                    "shards": int(((link.backup | link.required) & ~link.synced).sum()) + len(link.todo),
-                    "up": link.up,
+                    "entries": link.last_number - link.last_acked,
+                    "shards": int(((link.is_backup | link.is_required) & ~link.is_synced).sum())
+                    + len(link.snapshot_queue),
+                    "up": link.is_up,
                 }
                 for server, link in replica.links.items()
             },
-            "waiting": {"pushes": len(replica._pushes), "pulls": len(replica._pulls)},
+            "waiting": {"pushes": len(replica._waiting_pushes), "pulls": len(replica._waiting_reads)},
             "rates": rates
-            | {"sent": round((self.loop.sent - sent) / span), "received": round((self.loop.got - got) / span)},
+            | {
+                "sent": round((self.loop.bytes_sent - last_sent) / seconds),
+                "received": round((self.loop.bytes_received - last_received) / seconds),
+            },
         }
 
 
-def copied(replica: Replica, shard: int) -> list[Part] | None:
+def snapshot_if_ready(replica: Replica, shard: int) -> list[SnapshotPart] | None:
     """A shard for a checkpoint, where this head serves it: one that is still to be read out of an older checkpoint is empty here."""
-    return replica.state.snapshot(shard) if replica.ready[shard] else None
+    return replica.state.snapshot(shard) if replica.is_ready[shard] else None
 
 
 #: What a worker or an administrator may ask of a server.
-_DATA = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}
+_WORKER_REQUESTS = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}

@@ -16,7 +16,7 @@ _FILE = Path(__file__).with_name("fitted.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedConstants:
     """What each means and its unit: `fitted.json`."""
 
     product: float
@@ -43,45 +43,49 @@ class Fitted:
 
 
 @cache
-def fitted() -> Fitted:
+def load_constants() -> FittedConstants:
     """The constants as they stand in the file."""
-    return Fitted(**{field.name: float(_plain()[field.name]["value"]) for field in fields(Fitted)})
+    return FittedConstants(
+        **{field.name: float(_read_entries()[field.name]["value"]) for field in fields(FittedConstants)}
+    )
 
 
-def bounds() -> dict[str, tuple[float, float]]:
+def constant_bounds() -> dict[str, tuple[float, float]]:
     """The physical range of each constant."""
     return {
-        field.name: (float(_plain()[field.name]["low"]), float(_plain()[field.name]["high"]))
-        for field in fields(Fitted)
+        field.name: (float(_read_entries()[field.name]["low"]), float(_read_entries()[field.name]["high"]))
+        for field in fields(FittedConstants)
     }
 
 
-def chosen(name: str) -> float:
+def fit_setting(name: str) -> float:
     """A figure of the fit itself that was chosen by how well it did, and counts among the constants therefore."""
-    return float(_plain()[name]["value"])
+    return float(_read_entries()[name]["value"])
 
 
 @cache
-def digest() -> str:
+def constants_digest() -> str:
     """Tells one set of constants from another."""
-    return hashlib.sha256(repr(fitted()).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(load_constants()).encode()).hexdigest()[:8]
 
 
-def rounded(constants: Fitted) -> Fitted:
+def round_constants(constants: FittedConstants) -> FittedConstants:
     """With as many digits as the file has."""
-    return Fitted(**{field.name: float(f"{getattr(constants, field.name):.4g}") for field in fields(Fitted)})
+    return FittedConstants(
+        **{field.name: float(f"{getattr(constants, field.name):.4g}") for field in fields(FittedConstants)}
+    )
 
 
-def written(constants: Fitted) -> str:
+def format_constants_file(constants: FittedConstants) -> str:
     """The file with other values."""
-    values = asdict(rounded(constants))
+    values = asdict(round_constants(constants))
     lines = [
-        f"  {json.dumps(name)}: {json.dumps(each | {'value': values.get(name, each['value'])})}"
-        for name, each in _plain().items()
+        f"  {json.dumps(name)}: {json.dumps(entry | {'value': values.get(name, entry['value'])})}"
+        for name, entry in _read_entries().items()
     ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _plain() -> dict[str, dict[str, Any]]:
-    plain: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return plain
+def _read_entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return entries

@@ -6,65 +6,72 @@ from collections.abc import Iterable
 
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.simulator.node_load import Load
-from echelon.simulator.recomputation import forward_in_blocks
+from echelon.simulator.node_load import NodeLoad
+from echelon.simulator.recomputation import block_forward_operators
 
 #: Seconds that the host takes to issue a stretch of the step, and that the device takes to execute it.
-Stretch = tuple[float, float]
+LaunchSegment = tuple[float, float]
 
 
-def held_up(stretches: Iterable[Stretch]) -> float:
+def host_stall_seconds(segments: Iterable[LaunchSegment]) -> float:
     """How much longer a step takes than the device works: no operator starts before it was issued, nor before the one before it has ended.
 
     The longest path: the host up to some stretch, the device from there on.
     """
-    stretches = list(stretches)
-    longest = device = sum(seconds for _, seconds in stretches)
-    issued, left = 0.0, device
-    for host, seconds in stretches:
-        issued, left = issued + host, left - seconds
-        longest = max(longest, issued + left)
-    return longest - device
+    segments = list(segments)
+    critical_path = device_seconds = sum(segment_device_seconds for _, segment_device_seconds in segments)
+    issued, device_left = 0.0, device_seconds
+    for host_seconds, segment_device_seconds in segments:
+        issued, device_left = issued + host_seconds, device_left - segment_device_seconds
+        critical_path = max(critical_path, issued + device_left)
+    return critical_path - device_seconds
 
 
-def issuing(whole: Profile, profile: Profile, plan: Plan, load: Load) -> tuple[float, float]:
-    """Seconds of the host for one micro-batch's forward and backward of a part of the `whole` model."""
+def pass_issue_seconds(full_profile: Profile, rank_profile: Profile, plan: Plan, load: NodeLoad) -> tuple[float, float]:
+    """Seconds of the host for one micro-batch's forward and backward of a part of the `full_profile` model."""
     forward, backward = (
-        sum(each.count for each in profile.operators if each.phase == phase) for phase in ("forward", "backward")
+        sum(operator.count for operator in rank_profile.operators if operator.phase == phase)
+        for phase in ("forward", "backward")
     )
-    inner = sum(each.count for each in forward_in_blocks(whole, profile)) if plan.recompute != "none" else 0
-    within, again = (
-        _per_call(profile, load, f"host {what} {{}} {plan.recompute}") if inner else 0.0
-        for what in ("forward", "again")
+    block_operators = (
+        sum(operator.count for operator in block_forward_operators(full_profile, rank_profile))
+        if plan.recompute != "none"
+        else 0
+    )
+    block_forward_seconds, recompute_seconds = (
+        _seconds_per_operator(rank_profile, load, f"host {pass_name} {{}} {plan.recompute}") if block_operators else 0.0
+        for pass_name in ("forward", "again")
     )
     return (
-        (forward - inner) * _per_call(profile, load, "host forward {}") + inner * within,
-        backward * _per_call(profile, load, "host backward {}") + inner * again,
+        (forward - block_operators) * _seconds_per_operator(rank_profile, load, "host forward {}")
+        + block_operators * block_forward_seconds,
+        backward * _seconds_per_operator(rank_profile, load, "host backward {}") + block_operators * recompute_seconds,
     )
 
 
-def adding_up(profile: Profile, load: Load) -> float:
+def accumulation_issue_seconds(profile: Profile, load: NodeLoad) -> float:
     """Seconds of the host to add a micro-batch's gradients to those before it."""
-    return sum(each.trainable for each in profile.parameters) * _seconds(load, "host adding")
+    return sum(parameter.trainable for parameter in profile.parameters) * _host_seconds(load, "host adding")
 
 
-def updating(profile: Profile, load: Load, *, fused: bool) -> float:
+def optimizer_issue_seconds(profile: Profile, load: NodeLoad, *, fused: bool) -> float:
     """Seconds of the host for the optimizer's step."""
-    name = "host optimizer" + (":fused" if fused else "")
-    return sum(each.trainable for each in profile.parameters) * _seconds(load, name)
+    operation = "host optimizer" + (":fused" if fused else "")
+    return sum(parameter.trainable for parameter in profile.parameters) * _host_seconds(load, operation)
 
 
-def _per_call(profile: Profile, load: Load, what: str) -> float:
+def _seconds_per_operator(profile: Profile, load: NodeLoad, operation_template: str) -> float:
     """Seconds of the host for one operator: products and convolutions come with operators of their own around them."""
     counts = {
-        kind: sum(each.count for each in profile.operators if each.kind == kind) for kind in ("matmul", "convolution")
+        kind: sum(operator.count for operator in profile.operators if operator.kind == kind)
+        for kind in ("matmul", "convolution")
     }
     total = sum(counts.values())
     if not total:
         return load.device.overhead
-    return sum(count * _seconds(load, what.format(kind)) for kind, count in counts.items()) / total
+    return sum(count * _host_seconds(load, operation_template.format(kind)) for kind, count in counts.items()) / total
 
 
-def _seconds(load: Load, what: str) -> float:
-    curve = load.device.curve(what, "float32", ranks=load.ranks)
-    return 1 / curve.rate((1.0,)) if curve else load.device.overhead
+def _host_seconds(load: NodeLoad, operation: str) -> float:
+    curve = load.device.nearest_curve(operation, "float32", ranks=load.ranks)
+    return 1 / curve.rate_at((1.0,)) if curve else load.device.overhead

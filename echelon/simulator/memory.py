@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from echelon.plan.cluster import rounded
-from echelon.plan.forecast import Memory
+from echelon.plan.cluster import allocated_bytes
+from echelon.plan.forecast import MemoryForecast
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Moment, Profile
-from echelon.simulator.node_load import Load
+from echelon.plan.profile import MemorySnapshot, Profile
+from echelon.simulator.node_load import NodeLoad
 from echelon.simulator.whole_tensor_cost import owner_bytes
 
 #: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
-_SPREAD = {False: 0.08, True: 0.12}
+_RELATIVE_ERROR = {False: 0.08, True: 0.12}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PersistentMemory:
     """Bytes that stay from step to step, and what a step adds at its moments."""
 
     parameters: float
@@ -24,109 +24,143 @@ class Held:
     optimizer: float
     buckets: float
     #: What each byte of gradient that is done adds at a moment of backward; below zero where it frees more than it takes.
-    growing: float
+    gradient_growth: float
     #: Gathered parameters and messages under way.
-    passing: float
+    in_transit: float
 
 
-def memory(
-    profile: Profile, plan: Plan, load: Load, waiting: float = 0.0, freed: float = 0.0, *, whole: Profile | None = None
-) -> tuple[Memory, str]:
-    """(memory, where it peaks). `waiting`: bytes that are kept beside the micro-batch at work; `freed`: that were given back before;
-    `whole`: the model of which `profile` is a rank's part."""
+def forecast_memory(
+    profile: Profile,
+    plan: Plan,
+    load: NodeLoad,
+    in_flight_bytes: float = 0.0,
+    freed_bytes: float = 0.0,
+    *,
+    full_profile: Profile | None = None,
+) -> tuple[MemoryForecast, str]:
+    """(memory, where it peaks). `in_flight_bytes`: bytes that are kept beside the micro-batch at work; `freed_bytes`: that were given back before;
+    `full_profile`: the model of which `profile` is a rank's part."""
     device = load.device
-    held = _held(profile, plan, load)
-    owning, gathering = owner_bytes(whole or profile, profile, plan)
-    held = replace(held, optimizer=held.optimizer + owning)
-    moment, samples = _peak(profile, load, held), load.largest
-    alive = moment.alive.at(samples) + waiting + _workspace(moment, load)
-    kept = min(moment.kept.at(samples) + waiting, alive)
-    gradients = held.gradients + held.growing * moment.gradients
-    where = f"{moment.where} ({moment.phase})"
-    end = held.gradients + held.growing * profile.gradient_bytes
-    extra = _optimizer_extra(profile, plan) + gathering
-    if end + extra > gradients + alive:
-        alive, kept, where, gradients = extra, 0.0, "optimizer step", end
-    large = sum(parameter.bytes >= 2**20 for parameter in profile.parameters)
+    persistent = _persistent_memory(profile, plan, load)
+    owner_state_bytes, owner_step_bytes = owner_bytes(full_profile or profile, profile, plan)
+    persistent = replace(persistent, optimizer=persistent.optimizer + owner_state_bytes)
+    snapshot, samples = _peak_snapshot(profile, load, persistent), load.largest_micro_batch
+    alive_bytes = snapshot.alive.at(samples) + in_flight_bytes + _workspace_bytes(snapshot, load)
+    saved_bytes = min(snapshot.saved.at(samples) + in_flight_bytes, alive_bytes)
+    gradients = persistent.gradients + persistent.gradient_growth * snapshot.gradients
+    peak_location = f"{snapshot.module} ({snapshot.phase})"
+    final_gradients = persistent.gradients + persistent.gradient_growth * profile.gradient_bytes
+    optimizer_step_bytes = _optimizer_temporary_bytes(profile, plan) + owner_step_bytes
+    if final_gradients + optimizer_step_bytes > gradients + alive_bytes:
+        alive_bytes, saved_bytes, peak_location, gradients = (
+            optimizer_step_bytes,
+            0.0,
+            "optimizer step",
+            final_gradients,
+        )
+    large_tensors = sum(parameter.bytes >= 2**20 for parameter in profile.parameters)
 
-    def taken(size: float, blocks: float) -> float:
-        return rounded(size, blocks, device.grain)
+    def allocated(size: float, blocks: float) -> float:
+        return allocated_bytes(size, blocks, device.block_padding)
 
     if gradients < 0:  # gathered parameters that are gone by then
-        held = replace(held, parameters=held.parameters + gradients)
+        persistent = replace(persistent, parameters=persistent.parameters + gradients)
         gradients = 0.0
-    parameters = taken(held.parameters + profile.buffers, large)
-    optimizer = taken(held.optimizer, large * (held.optimizer / max(held.parameters, 1.0)))
-    gradients = taken(gradients, large)
-    activations = taken(kept, moment.blocks)
-    loose = taken(alive - kept, moment.blocks) + taken(held.passing, large)
+    parameters = allocated(persistent.parameters + profile.buffers, large_tensors)
+    optimizer = allocated(
+        persistent.optimizer, large_tensors * (persistent.optimizer / max(persistent.parameters, 1.0))
+    )
+    gradients = allocated(gradients, large_tensors)
+    activations = allocated(saved_bytes, snapshot.blocks)
+    transient = allocated(alive_bytes - saved_bytes, snapshot.blocks) + allocated(persistent.in_transit, large_tensors)
     # Activations are taken in one order and given back in the other, unless several micro-batches are under way; what comes and goes
     # otherwise leaves gaps between blocks.
-    freed += activations if waiting else 0.0
-    gathered = parameters - profile.bytes / plan.mesh.dp if plan.sharded else 0.0
-    unreturned = device.retained * (loose + gradients + max(gathered, 0.0) + freed)
-    temporary = loose + unreturned + device.workspace
-    buckets = taken(held.buckets, large)
-    peak = parameters + gradients + optimizer + activations + temporary + buckets
-    spread = _SPREAD[plan.sharded]
+    freed_bytes += activations if in_flight_bytes else 0.0
+    gathered_bytes = parameters - profile.bytes / plan.mesh.dp if plan.is_sharded else 0.0
+    retained_bytes = device.retained * (transient + gradients + max(gathered_bytes, 0.0) + freed_bytes)
+    temporary = transient + retained_bytes + device.workspace
+    bucket_bytes = allocated(persistent.buckets, large_tensors)
+    peak = parameters + gradients + optimizer + activations + temporary + bucket_bytes
+    relative_error = _RELATIVE_ERROR[plan.is_sharded]
     if plan.precision not in (None, profile.precision):
-        spread = 0.5
-    return Memory(
+        relative_error = 0.5
+    return MemoryForecast(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         temporary=temporary,
-        buckets=buckets,
+        buckets=bucket_bytes,
         framework=device.framework,
-        low=peak * (1 - spread),
-        high=peak * (1 + spread),
-    ), where
+        low=peak * (1 - relative_error),
+        high=peak * (1 + relative_error),
+    ), peak_location
 
 
-def _held(profile: Profile, plan: Plan, load: Load) -> Held:
-    dp, several = plan.mesh.dp, len(load.micros) > 1
-    size, gradients, state = float(profile.bytes), float(profile.gradient_bytes), float(profile.state_bytes)
+def _persistent_memory(profile: Profile, plan: Plan, load: NodeLoad) -> PersistentMemory:
+    dp, accumulates = plan.mesh.dp, len(load.micro_batch_sizes) > 1
+    parameter_bytes, gradient_bytes, state_bytes = (
+        float(profile.bytes),
+        float(profile.gradient_bytes),
+        float(profile.state_bytes),
+    )
     if dp == 1:
-        return Held(size, gradients if several else 0.0, state, 0.0, 0.0 if several else 1.0, 0.0)
+        return PersistentMemory(
+            parameter_bytes, gradient_bytes if accumulates else 0.0, state_bytes, 0.0, 0.0 if accumulates else 1.0, 0.0
+        )
     if plan.zero == 0:
         # Gradients live in the buckets from the first micro-batch on.
-        return Held(size, gradients, state, 0.0, 0.0, 0.0)
-    largest = float(max(profile.unit_bytes, default=0)) if not plan.whole else 0.0
-    root = size - (sum(profile.unit_bytes) if not plan.whole else 0)
+        return PersistentMemory(parameter_bytes, gradient_bytes, state_bytes, 0.0, 0.0, 0.0)
+    largest_unit = float(max(profile.fsdp_unit_bytes, default=0)) if not plan.shard_as_one else 0.0
+    root_bytes = parameter_bytes - (sum(profile.fsdp_unit_bytes) if not plan.shard_as_one else 0)
     # Of the unit at work: its gradients as computed and as sent, those of the unit before still under way, its parameters' message.
-    passing = 4 * max(largest, 0.0 if largest else root)
+    in_transit = 4 * max(largest_unit, 0.0 if largest_unit else root_bytes)
     if plan.zero == 3:
         # The root's own parameters, and those of the unit at work and of the one fetched ahead.
-        passing += root + 2 * largest
-        return Held(size / dp, gradients / dp if several else 0.0, state / dp, 0.0, 0.0 if several else 1 / dp, passing)
-    full = several and (plan.zero == 1 or plan.keep_gradients)
-    if several:
-        kept = gradients if full else gradients / dp
-        return Held(size + size / dp, kept, state / dp, 0.0, 0.0, passing)
+        in_transit += root_bytes + 2 * largest_unit
+        return PersistentMemory(
+            parameter_bytes / dp,
+            gradient_bytes / dp if accumulates else 0.0,
+            state_bytes / dp,
+            0.0,
+            0.0 if accumulates else 1 / dp,
+            in_transit,
+        )
+    keeps_full_gradients = accumulates and (plan.zero == 1 or plan.keep_gradients)
+    if accumulates:
+        kept_gradients = gradient_bytes if keeps_full_gradients else gradient_bytes / dp
+        return PersistentMemory(
+            parameter_bytes + parameter_bytes / dp, kept_gradients, state_bytes / dp, 0.0, 0.0, in_transit
+        )
     # Units give up their gathered parameters as their gradients are done: the peak is where backward begins.
-    return Held(size + size / dp, 0.0, state / dp, 0.0, 1 / dp - 1, passing)
+    return PersistentMemory(parameter_bytes + parameter_bytes / dp, 0.0, state_bytes / dp, 0.0, 1 / dp - 1, in_transit)
 
 
-def _peak(profile: Profile, load: Load, held: Held) -> Moment:
-    def size(moment: Moment) -> float:
-        alive = moment.alive.at(load.largest) + _workspace(moment, load)
-        kept = min(moment.kept.at(load.largest), alive)
-        return kept + (1 + load.device.retained) * (alive - kept + held.growing * moment.gradients)
+def _peak_snapshot(profile: Profile, load: NodeLoad, persistent: PersistentMemory) -> MemorySnapshot:
+    def estimated_bytes(snapshot: MemorySnapshot) -> float:
+        alive_bytes = snapshot.alive.at(load.largest_micro_batch) + _workspace_bytes(snapshot, load)
+        saved_bytes = min(snapshot.saved.at(load.largest_micro_batch), alive_bytes)
+        return saved_bytes + (1 + load.device.retained) * (
+            alive_bytes - saved_bytes + persistent.gradient_growth * snapshot.gradients
+        )
 
-    return max(profile.moments, key=size)
+    return max(profile.moments, key=estimated_bytes)
 
 
-def _workspace(moment: Moment, load: Load) -> float:
+def _workspace_bytes(snapshot: MemorySnapshot, load: NodeLoad) -> float:
     """Bytes that the operator's library takes while it runs."""
-    moved = moment.moved.at(load.largest)
-    curve = load.device.curve(f"workspace {moment.operator}", "float32") or load.device.curve(
-        f"workspace {moment.operator}", "bfloat16"
+    moved = snapshot.moved.at(load.largest_micro_batch)
+    curve = load.device.nearest_curve(f"workspace {snapshot.operator}", "float32") or load.device.nearest_curve(
+        f"workspace {snapshot.operator}", "bfloat16"
     )
-    return moved * curve.rate((moved,)) if curve is not None and moved else 0.0
+    return moved * curve.rate_at((moved,)) if curve is not None and moved else 0.0
 
 
-def _optimizer_extra(profile: Profile, plan: Plan) -> float:
-    share = 1 / plan.mesh.dp if plan.zero else 1.0
-    plain = [rule for rule in profile.optimizers if not (plan.fused and rule.fuses(sharded=plan.sharded))]
-    return share * sum(rule.temporary for rule in plain)
+def _optimizer_temporary_bytes(profile: Profile, plan: Plan) -> float:
+    shard_fraction = 1 / plan.mesh.dp if plan.zero else 1.0
+    unfused = [
+        optimizer
+        for optimizer in profile.optimizers
+        if not (plan.fused and optimizer.has_fused_kernel(sharded=plan.is_sharded))
+    ]
+    return shard_fraction * sum(optimizer.temporary_bytes for optimizer in unfused)

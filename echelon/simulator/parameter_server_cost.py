@@ -9,213 +9,253 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from echelon.plan.batch_split import sizes
+from echelon.plan.batch_split import local_batch_sizes
 from echelon.plan.cluster import Cluster
-from echelon.plan.forecast import Forecast, Time
-from echelon.plan.format_units import seconds, size
-from echelon.plan.parameter_server import choose
+from echelon.plan.forecast import Forecast, TimeForecast
+from echelon.plan.format_units import format_bytes, format_seconds
+from echelon.plan.parameter_server import choose_served_tables
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Moment, Operator, Profile, Rule, Table, fold_path
+from echelon.plan.profile import Amount, MemorySnapshot, Operator, OptimizerProfile, Profile, TableProfile, fold_path
 
 #: CPU seconds of a server for one row of 64 floats: read, and trained by Adagrad (a table of 10 million rows, one core; docs/server.md).
-_READ, _WRITE = 0.10e-6, 0.25e-6
+_READ_SECONDS_PER_ROW, _WRITE_SECONDS_PER_ROW = 0.10e-6, 0.25e-6
 #: CPU seconds of both ends for one byte on a loopback, where no link was measured: 93 ms for 256 MB.
-_WIRE = 0.35e-9
+_LOOPBACK_SECONDS_PER_BYTE = 0.35e-9
 #: What one frame there and back costs besides: two system calls at each end, the loop of the server, Python around them.
-_FRAME = 0.3e-3
+_FRAME_SECONDS = 0.3e-3
 #: Bytes of a row besides its numbers: its id in the index, twice because that is half full, its number and its log number.
-_INDEX = 40
+_INDEX_BYTES_PER_ROW = 40
 #: Bytes of a server process without a row.
-_PROCESS = 150e6
+_SERVER_PROCESS_BYTES = 150e6
 #: Bytes of state for each number of a table whose rule the profile does not have: Adam's.
-_STATE = 8.0
+_DEFAULT_STATE_BYTES = 8.0
 #: How far the server's part of a step may lie from this: nothing of it was fitted to runs.
-_SPREAD = 0.5
+_RELATIVE_ERROR = 0.5
 
 
-def with_tables(plan: Plan, profile: Profile) -> Plan:
+def fill_served_tables(plan: Plan, profile: Profile) -> Plan:
     """`plan` with the tables that its servers hold, where it leaves them open."""
-    return replace(plan, tables=choose(plan, profile)) if plan.served and not plan.tables else plan
+    return replace(plan, tables=choose_served_tables(plan, profile)) if plan.uses_servers and not plan.tables else plan
 
 
-def of_ranks(plan: Plan) -> Plan:
+def without_servers(plan: Plan) -> Plan:
     """What is left of a plan when its servers are taken away."""
-    plain = Plan()
-    names = ("exchange", "dense", "staleness", "servers", "replicas", "rows", "tables")
-    return replace(plan, **{name: getattr(plain, name) for name in names})
+    default_plan = Plan()
+    server_fields = ("exchange", "dense", "staleness", "servers", "replicas", "rows", "tables")
+    return replace(plan, **{name: getattr(default_plan, name) for name in server_fields})
 
 
-def lean(profile: Profile, plan: Plan) -> Profile:
+def without_served_tables(profile: Profile, plan: Plan) -> Profile:
     """The profile of what the ranks still hold and compute. Rows come in place of tables: as many as a micro-batch reads."""
-    tables = served(profile, plan)
-    names, folded = {each.name for each in tables}, {fold_path(each.path): each for each in tables}
-    gone = sum(each.bytes for each in tables)
-    units = [
-        (path, held - sum(each.bytes for each in tables if each.path == path or each.path.startswith(f"{path}.")))
-        for path, held in zip(profile.units, profile.unit_bytes, strict=True)
+    tables = served_tables(profile, plan)
+    served_names, tables_by_path = (
+        {each.parameter_name for each in tables},
+        {fold_path(each.path): each for each in tables},
+    )
+    served_bytes = sum(each.bytes for each in tables)
+    shrunk_units = [
+        (path, unit_size - sum(each.bytes for each in tables if each.path == path or each.path.startswith(f"{path}.")))
+        for path, unit_size in zip(profile.fsdp_units, profile.fsdp_unit_bytes, strict=True)
     ]
-    left = [(path, held) for path, held in units if held > 0]
+    remaining_units = [(path, unit_size) for path, unit_size in shrunk_units if unit_size > 0]
     return replace(
         profile,
-        parameters=tuple(each for each in profile.parameters if each.name not in names),
-        operators=tuple(_operator(each, folded) for each in profile.operators),
-        moments=tuple(_moment(each, folded, profile.gradient_bytes - gone) for each in profile.moments),
-        optimizers=tuple(_rule(each, tables) for each in profile.optimizers),
-        units=tuple(path for path, _ in left),
-        unit_bytes=tuple(held for _, held in left),
-        tables=tuple(each for each in profile.tables if each.name not in names),
+        parameters=tuple(each for each in profile.parameters if each.name not in served_names),
+        operators=tuple(_without_table_traffic(each, tables_by_path) for each in profile.operators),
+        moments=tuple(
+            _without_table_memory(each, tables_by_path, profile.gradient_bytes - served_bytes)
+            for each in profile.moments
+        ),
+        optimizers=tuple(_without_table_state(each, tables) for each in profile.optimizers),
+        fsdp_units=tuple(path for path, _ in remaining_units),
+        fsdp_unit_bytes=tuple(unit_size for _, unit_size in remaining_units),
+        tables=tuple(each for each in profile.tables if each.parameter_name not in served_names),
     )
 
 
-def served(profile: Profile, plan: Plan) -> tuple[Table, ...]:
+def served_tables(profile: Profile, plan: Plan) -> tuple[TableProfile, ...]:
     """The tables of the profile that the plan's servers hold."""
-    paths = {each.path for each in plan.tables}
-    return tuple(each for each in profile.tables if each.path in paths)
+    paths = {table.path for table in plan.tables}
+    return tuple(table for table in profile.tables if table.path in paths)
 
 
-def _operator(operator: Operator, folded: dict[str, Table]) -> Operator:
+def _without_table_traffic(operator: Operator, tables_by_path: dict[str, TableProfile]) -> Operator:
     """A lookup moves rows and not the table; its backward writes as many."""
-    if operator.module not in folded:
+    if operator.module not in tables_by_path:
         return operator
     return replace(operator, moved=Amount(0.0, operator.moved.per_sample))
 
 
-def _moment(moment: Moment, folded: dict[str, Table], gradients: float) -> Moment:
-    path, _, operator = moment.where.partition(" ")
-    table = folded.get(path)
+def _without_table_memory(
+    snapshot: MemorySnapshot, tables_by_path: dict[str, TableProfile], max_gradient_bytes: float
+) -> MemorySnapshot:
+    path, _, operator = snapshot.module.partition(" ")
+    table = tables_by_path.get(path)
     if table is None or not operator.endswith("backward"):
-        return replace(moment, gradients=min(moment.gradients, gradients))
+        return replace(snapshot, gradients=min(snapshot.gradients, max_gradient_bytes))
     rows = table.lookups * table.row_bytes
-    alive = Amount(max(moment.alive.fixed - table.bytes, 0.0), moment.alive.per_sample) + rows
+    alive_bytes = Amount(max(snapshot.alive.fixed - table.bytes, 0.0), snapshot.alive.per_sample) + rows
     return replace(
-        moment,
-        alive=alive,
-        gradients=min(moment.gradients, gradients),
-        blocks=max(moment.blocks - 1, 0),
+        snapshot,
+        alive=alive_bytes,
+        gradients=min(snapshot.gradients, max_gradient_bytes),
+        blocks=max(snapshot.blocks - 1, 0),
         moved=rows * 2,
     )
 
 
-def _rule(rule: Rule, tables: tuple[Table, ...]) -> Rule:
-    gone = sum(each.rows * each.dim for each in tables if each.rule == rule.name)
-    share = max(1 - gone / max(rule.elements, 1), 0.0)
+def _without_table_state(optimizer: OptimizerProfile, tables: tuple[TableProfile, ...]) -> OptimizerProfile:
+    served_elements = sum(table.rows * table.dim for table in tables if table.optimizer == optimizer.name)
+    remaining_fraction = max(1 - served_elements / max(optimizer.trainable_elements, 1), 0.0)
     return replace(
-        rule,
-        state=int(rule.state * share),
-        temporary=int(rule.temporary * share),
-        elements=max(rule.elements - gone, 0),
+        optimizer,
+        state_bytes=int(optimizer.state_bytes * remaining_fraction),
+        temporary_bytes=int(optimizer.temporary_bytes * remaining_fraction),
+        trainable_elements=max(optimizer.trainable_elements - served_elements, 0),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ServerTraffic:
     """What one rank has to do with the servers in one step."""
 
     rows: float  #: read, and written again
-    read: float  #: bytes
-    written: float  #: bytes
-    reading: float  #: CPU seconds of servers
-    writing: float  #: CPU seconds of servers, on all replicas together
-    wire: float  #: seconds of the way, both directions
+    bytes_read: float  #: bytes
+    bytes_written: float  #: bytes
+    server_read_seconds: float  #: CPU seconds of servers
+    server_write_seconds: float  #: CPU seconds of servers, on all replicas together
+    transfer_seconds: float  #: seconds of the way, both directions
 
 
-def traffic(profile: Profile, plan: Plan, samples: int, loopback: Callable[[float], float] | None = None) -> Traffic:
+def server_traffic(
+    profile: Profile, plan: Plan, samples: int, loopback: Callable[[float], float] | None = None
+) -> ServerTraffic:
     """For a rank of so many samples. `loopback`: seconds of so many bytes, measured."""
-    rows = read = numbers = 0.0
-    for table in served(profile, plan):
-        touched = table.touched(samples)
-        rows += touched
-        read += touched * (table.row_bytes + 8)
-        numbers += touched * table.dim
-    rest = lean(profile, plan)
-    dense = float(rest.gradient_bytes) if plan.dense == "server" else 0.0
-    trained = numbers + dense / 4
-    frames = 2 * plan.servers * _FRAME
-    way = loopback or (lambda each: _WIRE * each)
-    return Traffic(
+    rows = table_bytes_read = table_elements = 0.0
+    for table in served_tables(profile, plan):
+        rows_read = table.distinct_rows(samples)
+        rows += rows_read
+        table_bytes_read += rows_read * (table.row_bytes + 8)
+        table_elements += rows_read * table.dim
+    ranks_profile = without_served_tables(profile, plan)
+    dense_bytes = float(ranks_profile.gradient_bytes) if plan.dense == "server" else 0.0
+    trained_elements = table_elements + dense_bytes / 4
+    frame_seconds = 2 * plan.servers * _FRAME_SECONDS
+    transfer_time = loopback or (lambda size: _LOOPBACK_SECONDS_PER_BYTE * size)
+    return ServerTraffic(
         rows=rows,
-        read=read + dense,
-        written=read + dense,
-        reading=numbers / 64 * _READ + _WIRE * dense / 4,
-        writing=trained / 64 * _WRITE * plan.replicas + (plan.replicas - 1) * _WIRE * (read + dense),
-        wire=way(2 * (read + dense)) + frames,
+        bytes_read=table_bytes_read + dense_bytes,
+        bytes_written=table_bytes_read + dense_bytes,
+        server_read_seconds=table_elements / 64 * _READ_SECONDS_PER_ROW + _LOOPBACK_SECONDS_PER_BYTE * dense_bytes / 4,
+        server_write_seconds=trained_elements / 64 * _WRITE_SECONDS_PER_ROW * plan.replicas
+        + (plan.replicas - 1) * _LOOPBACK_SECONDS_PER_BYTE * (table_bytes_read + dense_bytes),
+        transfer_seconds=transfer_time(2 * (table_bytes_read + dense_bytes)) + frame_seconds,
     )
 
 
-def held(profile: Profile, plan: Plan) -> float:
+def server_memory_bytes(profile: Profile, plan: Plan) -> float:
     """Bytes of all servers together: every row with its state, on each of its replicas. Of a table that begins on servers there are the rows
     that the data reads, where its size is known."""
-    made = {each.path: each.start == "model" or not profile.samples for each in plan.tables}
+    starts_full = {each.path: each.initialized_by == "model" or not profile.samples for each in plan.tables}
     # As the optimizer was seen to keep it: momentum is SGD's by choice.
-    state = {each.name: each.state / each.elements for each in profile.optimizers if each.elements and not each.untried}
-    tables = sum(
-        (each.rows if made[each.path] else each.touched(profile.samples))
-        * (each.row_bytes + each.dim * state.get(each.rule, _STATE) + _INDEX)
-        for each in served(profile, plan)
+    state_bytes_by_optimizer = {
+        each.name: each.state_bytes / each.trainable_elements
+        for each in profile.optimizers
+        if each.trainable_elements and not each.untested_reason
+    }
+    table_bytes = sum(
+        (each.rows if starts_full[each.path] else each.distinct_rows(profile.samples))
+        * (
+            each.row_bytes
+            + each.dim * state_bytes_by_optimizer.get(each.optimizer, _DEFAULT_STATE_BYTES)
+            + _INDEX_BYTES_PER_ROW
+        )
+        for each in served_tables(profile, plan)
     )
-    dense = 0.0
+    dense_bytes = 0.0
     if plan.dense == "server":
-        rest = lean(profile, plan)
-        dense = float(rest.gradient_bytes + rest.state_bytes)
-    return plan.replicas * (tables + dense) + plan.servers * _PROCESS
+        ranks_profile = without_served_tables(profile, plan)
+        dense_bytes = float(ranks_profile.gradient_bytes + ranks_profile.state_bytes)
+    return plan.replicas * (table_bytes + dense_bytes) + plan.servers * _SERVER_PROCESS_BYTES
 
 
-def with_servers(
+def add_server_costs(
     base: Forecast, profile: Profile, cluster: Cluster, plan: Plan, loopback: Callable[[float], float] | None = None
 ) -> Forecast:
-    """`base` is the forecast of `of_ranks(plan)` for the `lean` profile; what the servers add to it."""
+    """`base` is the forecast of `without_servers(plan)` for the `without_served_tables` profile; what the servers add to it."""
     node, dp = cluster.nodes[0], plan.mesh.dp
-    most = max(sizes(profile.batch, dp, plan.shares))
-    told = traffic(profile, plan, most, loopback)
+    largest_batch = max(local_batch_sizes(profile.batch, dp, plan.batch_shares))
+    server_load = server_traffic(profile, plan, largest_batch, loopback)
     time = base.time
     if plan.dense == "server":  # nothing is summed over the ranks, and no rank steps an optimizer
         time = replace(time, exchange=0.0, hidden=0.0, optimizer=0.0)
     # All ranks ask at about the same time: each server has its part of all their rows.
-    at_work = min(plan.servers, max(node.cores, 1))
-    waits = told.wire + dp * (told.reading + told.writing) / at_work
-    behind = time.optimizer + time.input + time.exchange  # the next rows are asked for when the last are pushed
+    busy_servers = min(plan.servers, max(node.cores, 1))
+    server_seconds = (
+        server_load.transfer_seconds
+        + dp * (server_load.server_read_seconds + server_load.server_write_seconds) / busy_servers
+    )
+    overlappable = time.optimizer + time.input + time.exchange  # the next rows are asked for when the last are pushed
     if plan.staleness != 0:
-        behind += time.forward + time.backward
-    cpu = cluster.kind == "cpu"
+        overlappable += time.forward + time.backward
+    cpu = cluster.device_kind == "cpu"
     threads = plan.threads or max(node.cores // plan.ranks, 1)
     # Where ranks use all cores what hides behind their work takes cores from it all the same.
-    free = max(1 - plan.ranks * threads / max(node.cores, 1), 0.0) if cpu else 1.0
-    work = (dp * (told.reading + told.writing + told.wire) / max(node.cores, 1)) if cpu else 0.0
-    hidden = min(waits, behind)
-    shown = waits - hidden + (1 - free) * min(work, hidden)
-    time = replace(time, exchange=time.exchange + shown, hidden=time.hidden + waits - shown)
-    spread = _SPREAD * shown
-    low, high = min(base.time.low, time.step) - spread, max(base.time.high + shown, time.step) + spread
-    need, room = held(profile, plan), node.memory * 0.95 * len(cluster.nodes)
-    capacity, where = base.capacity, base.peak_at
+    idle_core_fraction = max(1 - plan.ranks * threads / max(node.cores, 1), 0.0) if cpu else 1.0
+    cpu_seconds = (
+        (
+            dp
+            * (server_load.server_read_seconds + server_load.server_write_seconds + server_load.transfer_seconds)
+            / max(node.cores, 1)
+        )
+        if cpu
+        else 0.0
+    )
+    hidden = min(server_seconds, overlappable)
+    exposed = server_seconds - hidden + (1 - idle_core_fraction) * min(cpu_seconds, hidden)
+    time = replace(time, exchange=time.exchange + exposed, hidden=time.hidden + server_seconds - exposed)
+    error_bound = _RELATIVE_ERROR * exposed
+    low, high = min(base.time.low, time.step) - error_bound, max(base.time.high + exposed, time.step) + error_bound
+    required_memory, host_memory = server_memory_bytes(profile, plan), node.memory * 0.95 * len(cluster.nodes)
+    capacity, peak_location = base.capacity, base.peak_at
     if cpu:
-        capacity = max(base.capacity - need / plan.ranks, 0.0)
-    elif need > room:
-        capacity, where = 0.0, "the servers' tables, in the hosts' memory"
+        capacity = max(base.capacity - required_memory / plan.ranks, 0.0)
+    elif required_memory > host_memory:
+        capacity, peak_location = 0.0, "the servers' tables, in the hosts' memory"
     return replace(
         base,
         plan=plan,
-        time=_bounded(time, low, high),
+        time=_with_bounds(time, low, high),
         capacity=capacity,
-        peak_at=where,
-        notes=(*base.notes, *_notes(profile, plan, told, need, waits, waits - shown)),
+        peak_at=peak_location,
+        notes=(
+            *base.notes,
+            *_notes(profile, plan, server_load, required_memory, server_seconds, server_seconds - exposed),
+        ),
     )
 
 
-def _bounded(time: Time, low: float, high: float) -> Time:
+def _with_bounds(time: TimeForecast, low: float, high: float) -> TimeForecast:
     return replace(time, low=max(low, 0.0), high=high)
 
 
-def _notes(profile: Profile, plan: Plan, told: Traffic, need: float, waits: float, hidden: float) -> list[str]:
-    tables = served(profile, plan)
-    whole = sum(each.bytes for each in tables)
-    what = f"{len(tables)} table{'s' * (len(tables) != 1)} of {size(whole)}"
-    what += " and all other parameters" if plan.dense == "server" else ""
+def _notes(
+    profile: Profile,
+    plan: Plan,
+    server_load: ServerTraffic,
+    required_memory: float,
+    server_seconds: float,
+    hidden: float,
+) -> list[str]:
+    tables = served_tables(profile, plan)
+    table_bytes = sum(table.bytes for table in tables)
+    held_description = f"{len(tables)} table{'s' * (len(tables) != 1)} of {format_bytes(table_bytes)}"
+    held_description += " and all other parameters" if plan.dense == "server" else ""
     notes = [
-        f"{plan.servers} server{'s hold' if plan.servers > 1 else ' holds'} {what}: {size(need)} of the hosts' memory with state and {plan.replicas} "
+        f"{plan.servers} server{'s hold' if plan.servers > 1 else ' holds'} {held_description}: {format_bytes(required_memory)} of the hosts' memory with state and {plan.replicas} "
         f"replica{'s' * (plan.replicas > 1)}",
-        f"a rank reads and writes up to {told.rows:,.0f} rows a step ({size(told.read + told.written)}), {seconds(waits)} of which "
-        f"{seconds(hidden)} hide; rates of servers are those of a bench, not of this machine",
+        f"a rank reads and writes up to {server_load.rows:,.0f} rows a step ({format_bytes(server_load.bytes_read + server_load.bytes_written)}), {format_seconds(server_seconds)} of which "
+        f"{format_seconds(hidden)} hide; rates of servers are those of a bench, not of this machine",
     ]
     if plan.staleness != 0:
         bound = "no bound" if plan.staleness is None else f"{plan.staleness} steps"

@@ -6,69 +6,69 @@ from collections.abc import Iterator
 
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fold_path
-from echelon.plan.stages import pairs, stage_ranges
+from echelon.plan.stages import column_row_pairs, stage_ranges
 
 
-class Shares:
+class RankShares:
     """Which share of a module's work and of its activations falls to a rank."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._tp, self._pp = plan.mesh.tp, plan.mesh.pp
-        ranges = stage_ranges(plan, len(profile.visits)) if plan.mesh.pp > 1 else []
-        self._begins = [places.start for places in ranges]
+        unit_ranges = stage_ranges(plan, len(profile.pipeline_units)) if plan.mesh.pp > 1 else []
+        self._stage_starts = [unit_range.start for unit_range in unit_ranges]
         #: The rank of pp that computes each visit.
-        self.ranks = [number % plan.mesh.pp for number, places in enumerate(ranges) for _ in places]
-        self.last = (len(ranges) - 1) % plan.mesh.pp if ranges else 0
-        self._visits: dict[str, list[int]] = {}
-        for visit, rank in zip(profile.visits, self.ranks, strict=False):
-            self._visits.setdefault(fold_path(visit.path), []).append(rank)
-        self._cut = {fold_path(each.path): each.cut for each in plan.placements}
-        self._between = set(_between(profile, plan))
+        self.unit_ranks = [stage % plan.mesh.pp for stage, unit_range in enumerate(unit_ranges) for _ in unit_range]
+        self.loss_rank = (len(unit_ranges) - 1) % plan.mesh.pp if unit_ranges else 0
+        self._ranks_by_unit: dict[str, list[int]] = {}
+        for unit, rank in zip(profile.pipeline_units, self.unit_ranks, strict=False):
+            self._ranks_by_unit.setdefault(fold_path(unit.path), []).append(rank)
+        self._cut = {fold_path(placement.path): placement.cut for placement in plan.placements}
+        self._between = set(_paths_between(profile, plan))
 
-    def work(self, path: str, rank: int) -> float:
+    def compute_share(self, path: str, rank: int) -> float:
         """Of what a module computes, by its folded path."""
-        cut = path in self._between or self._cut.get(path, "stored") not in ("vocabulary", "stored")
-        return self.staged(path, rank) / (self._tp if cut else 1)
+        is_sharded = path in self._between or self._cut.get(path, "stored") not in ("vocabulary", "stored")
+        return self.stage_share(path, rank) / (self._tp if is_sharded else 1)
 
-    def kept(self, path: str, rank: int) -> float:
+    def saved_share(self, path: str, rank: int) -> float:
         """Of what a module keeps for backward: a column keeps its input, which is whole, a row one that is cut."""
-        cut = path in self._between or self._cut.get(path) == "row"
-        return self.staged(path, rank) / (self._tp if cut else 1)
+        is_sharded = path in self._between or self._cut.get(path) == "row"
+        return self.stage_share(path, rank) / (self._tp if is_sharded else 1)
 
-    def cut(self, path: str) -> float:
+    def output_share(self, path: str) -> float:
         """Of what a module gives, the part that a rank of tp has: columns are cut, the sum that a row takes part in is whole."""
         return 1 / self._tp if path in self._between or self._cut.get(path) in ("column", "gather", "logits") else 1.0
 
-    def sent(self, profile: Profile, rank: int, samples: int) -> float:
+    def sent_bytes(self, profile: Profile, rank: int, samples: int) -> float:
         """Bytes that a micro-batch takes from the stages of `rank` to those after them."""
         return sum(
-            profile.visits[place].crossing.at(samples)
-            for place in self._begins
-            if place and self.ranks[place - 1] == rank
+            profile.pipeline_units[start].boundary_bytes.at(samples)
+            for start in self._stage_starts
+            if start and self.unit_ranks[start - 1] == rank
         )
 
-    def staged(self, path: str, rank: int) -> float:
+    def stage_share(self, path: str, rank: int) -> float:
         """Of its calls, those that are in the stages of `rank`. What is outside all units is done where the loss is."""
         if self._pp == 1:
             return 1.0
-        for unit, ranks in self._visits.items():
-            if inside(path, unit):
+        for unit, ranks in self._ranks_by_unit.items():
+            if is_within(path, unit):
                 return ranks.count(rank) / len(ranks)
-        return 1.0 if rank == self.last else 0.0
+        return 1.0 if rank == self.loss_rank else 0.0
 
 
-def inside(path: str, outer: str) -> bool:
+def is_within(path: str, outer: str) -> bool:
     """Whether a module is `outer` or lies in it."""
     return path == outer or path.startswith(outer + ".")
 
 
-def _between(profile: Profile, plan: Plan) -> Iterator[str]:
+def _paths_between(profile: Profile, plan: Plan) -> Iterator[str]:
     """Folded paths of what computes on columns: the module that holds a pair, and what in it has no parameters of its own."""
     modules = {module.path: module for module in profile.modules}
-    for columns, row in pairs(plan):
-        names = [each.path.split(".") for each in (*columns, row)]
-        shared = [same[0] for same in zip(*names, strict=False) if len(set(same)) == 1]
-        holder = fold_path(".".join(shared))
+    for columns, row in column_row_pairs(plan):
+        split_paths = [each.path.split(".") for each in (*columns, row)]
+        common_prefix = [components[0] for components in zip(*split_paths, strict=False) if len(set(components)) == 1]
+        holder = fold_path(".".join(common_prefix))
         if columns and holder in modules:
             yield holder
-            yield from (path for path, each in modules.items() if inside(path, holder) and not each.parameters)
+            yield from (path for path, each in modules.items() if is_within(path, holder) and not each.parameters)

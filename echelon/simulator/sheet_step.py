@@ -7,328 +7,408 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from echelon.plan.cluster import Cluster
-from echelon.plan.forecast import Time
+from echelon.plan.forecast import TimeForecast
 from echelon.plan.plan import Plan
-from echelon.plan.profile import WIDTH
-from echelon.simulator.calibration import Fitted
-from echelon.simulator.cost.network import Wires, wires_of
+from echelon.plan.profile import DTYPE_BYTES
+from echelon.simulator.calibration import FittedConstants
+from echelon.simulator.cost.network import Network, cluster_network
 from echelon.simulator.cost.roofline import (
-    NARROW,
+    PRECISION_BYTES,
     attention_seconds,
-    lines_of,
-    precision_of,
+    compute_precision,
+    elementwise_seconds,
+    operand_line_sizes,
     product_seconds,
-    stream_seconds,
 )
-from echelon.simulator.model_summary import Op
-from echelon.simulator.pipeline_order import least, length
-from echelon.simulator.plan_layout import Layout
-from echelon.simulator.training_stack import Stack
-from echelon.simulator.whole_tensor_cost import MESSAGES, owned
+from echelon.simulator.model_summary import OperatorSummary
+from echelon.simulator.pipeline_order import makespan, makespan_lower_bound
+from echelon.simulator.plan_layout import PlanLayout
+from echelon.simulator.training_stack import TrainingStack
+from echelon.simulator.whole_tensor_cost import TRANSFERS_PER_STEP, find_owned_tensors
 
 #: Bytes/s at which samples come from the host while the device computes: PCIe 3.0 x16, the slowest of the catalogue's machines.
-_HOST = 12e9
+_HOST_BYTES_PER_SECOND = 12e9
 #: How far a step may lie from the forecast.
-SPREAD = 0.25
+RELATIVE_ERROR = 0.25
 
 #: What was priced before, for those who price many plans of one model on one device with the same constants.
-Known = dict[tuple[object, ...], "Pass"]
+PassCache = dict[tuple[object, ...], "PassTime"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassTime:
     """Seconds of one pass through a part of the model, by what it is."""
 
     products: float = 0.0
-    core: float = 0.0
-    rest: float = 0.0
+    attention_core: float = 0.0
+    elementwise: float = 0.0
 
     @property
-    def all(self) -> float:
-        return self.products + self.core + self.rest
+    def total(self) -> float:
+        return self.products + self.attention_core + self.elementwise
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages:
+class _StageTimes:
     """Seconds of each stage for one micro-batch: forward and backward, computing and talking; `hidden`: talk behind compute, of a block."""
 
     compute: tuple[list[float], list[float]]
-    talk: tuple[list[float], list[float]]
+    communication: tuple[list[float], list[float]]
     hidden: float
 
-    def stage(self, stage: int) -> list[float]:
+    def stage_parts(self, stage: int) -> list[float]:
         """What one stage takes: compute forward and backward, talk forward and backward."""
-        return [side[stage] for side in (*self.compute, *self.talk)]
+        return [seconds_by_stage[stage] for seconds_by_stage in (*self.compute, *self.communication)]
 
-    def rank(self, rank: int, ranks: int) -> list[float]:
+    def rank_parts(self, rank: int, ranks: int) -> list[float]:
         """What the stages of one rank of pp take: compute forward and backward, talk forward and backward."""
-        return [sum(side[rank::ranks]) for side in (*self.compute, *self.talk)]
+        return [sum(seconds_by_stage[rank::ranks]) for seconds_by_stage in (*self.compute, *self.communication)]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedPlan:
     """A plan on devices of one kind, which some of its ranks are on."""
 
-    layout: Layout
+    layout: PlanLayout
     cluster: Cluster  #: as it would be with that kind alone
-    known: Known | None = None
+    pass_cache: PassCache | None = None
 
 
-def step_time(placed: Sequence[Placed], fitted: Fitted, *, walked: bool = True) -> Time:
+def step_time(placed: Sequence[PlacedPlan], constants: FittedConstants, *, event_by_event: bool = True) -> TimeForecast:
     """Seconds of a step, by cause: each stage as it is on the slowest devices that it is on.
 
-    `walked`: the pipeline event by event; otherwise what no schedule can be faster than.
+    `event_by_event`: the pipeline event by event; otherwise what no schedule can be faster than.
     """
     layout = placed[0].layout
-    mesh, count = layout.plan.mesh, layout.count
-    stages = _slowest([_stages(each, fitted) for each in placed], placed)
-    sides = _sides(layout, stages, fitted)
-    pace = length if walked else least
-    path = pace(layout.schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
+    mesh, micro_batch_count = layout.plan.mesh, layout.micro_batch_count
+    stage_times = _slowest_stage_times([_stage_times(each, constants) for each in placed], placed)
+    passes_by_stage = _pass_seconds_by_stage(layout, stage_times, constants)
+    pipeline_time = makespan if event_by_event else makespan_lower_bound
+    pipeline_seconds = pipeline_time(
+        layout.schedule, passes_by_stage[0], passes_by_stage[1], ranks=mesh.pp, micro_batch_count=micro_batch_count
+    )
     # What the host does between steps and micro-batches it does for each parameter.
-    held = max(layout.tensors(rank) for rank in range(mesh.pp))
-    micro = fitted.micro * held
-    mine = [count * each for each in max((stages.rank(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)]
-    exchange, behind = max(_exchange(each.layout, _wires(each, fitted), fitted, sides[1][-1]) for each in placed)
+    tensor_count = max(layout.tensor_count(rank) for rank in range(mesh.pp))
+    host_seconds_per_micro_batch = constants.micro * tensor_count
+    slowest_rank_parts = [
+        micro_batch_count * each
+        for each in max((stage_times.rank_parts(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)
+    ]
+    exchange, hidden_exchange = max(
+        _exchange_seconds(each.layout, _network_of(each, constants), constants, passes_by_stage[1][-1])
+        for each in placed
+    )
     causes = {
-        "forward": mine[0],
-        "backward": mine[1],
-        "bubble": max(path - sum(mine) - count * micro, 0.0),
-        "exchange": mine[2] + mine[3] + exchange,
-        "optimizer": max(_optimizer(each.layout, fitted) for each in placed),
-        "input": max(layout.micro * count * layout.work.inputs / _HOST - mine[0] - mine[1], 0.0),
-        "overhead": fitted.step * held + count * micro,
+        "forward": slowest_rank_parts[0],
+        "backward": slowest_rank_parts[1],
+        "bubble": max(
+            pipeline_seconds - sum(slowest_rank_parts) - micro_batch_count * host_seconds_per_micro_batch, 0.0
+        ),
+        "exchange": slowest_rank_parts[2] + slowest_rank_parts[3] + exchange,
+        "optimizer": max(_optimizer_seconds(each.layout, constants) for each in placed),
+        "input": max(
+            layout.micro_batch_size * micro_batch_count * layout.model.input_bytes / _HOST_BYTES_PER_SECOND
+            - slowest_rank_parts[0]
+            - slowest_rank_parts[1],
+            0.0,
+        ),
+        "overhead": constants.step * tensor_count + micro_batch_count * host_seconds_per_micro_batch,
     }
     # The slowest of many nodes holds up all.
-    causes["overhead"] += fitted.straggling * math.log2(layout.nodes) * sum(causes.values())
+    causes["overhead"] += constants.straggling * math.log2(layout.nodes) * sum(causes.values())
     step = sum(causes.values())
-    hidden = stages.hidden * count * max(layout.stages) + behind
-    return Time(**causes, hidden=hidden, low=step * (1 - SPREAD), high=step * (1 + SPREAD))
+    hidden = stage_times.hidden * micro_batch_count * max(layout.stage_blocks) + hidden_exchange
+    return TimeForecast(**causes, hidden=hidden, low=step * (1 - RELATIVE_ERROR), high=step * (1 + RELATIVE_ERROR))
 
 
-def stage_seconds(placed: Sequence[Placed], fitted: Fitted) -> tuple[list[float], list[float], float]:
+def stage_seconds(placed: Sequence[PlacedPlan], constants: FittedConstants) -> tuple[list[float], list[float], float]:
     """Seconds of each stage for one micro-batch, forward and backward with all that it says; and of what is exchanged once a step."""
-    stages = _slowest([_stages(each, fitted) for each in placed], placed)
-    forward, backward = _sides(placed[0].layout, stages, fitted)
-    exchange = max(_exchange(each.layout, _wires(each, fitted), fitted, backward[-1])[0] for each in placed)
+    stage_times = _slowest_stage_times([_stage_times(placed_plan, constants) for placed_plan in placed], placed)
+    forward, backward = _pass_seconds_by_stage(placed[0].layout, stage_times, constants)
+    exchange = max(
+        _exchange_seconds(placed_plan.layout, _network_of(placed_plan, constants), constants, backward[-1])[0]
+        for placed_plan in placed
+    )
     return forward, backward, exchange
 
 
-def _wires(placed: Placed, fitted: Fitted) -> Wires:
-    return wires_of(placed.cluster, placed.layout.plan.ranks, fitted)
+def _network_of(placed: PlacedPlan, constants: FittedConstants) -> Network:
+    return cluster_network(placed.cluster, placed.layout.plan.ranks, constants)
 
 
-def _slowest(found: Sequence[_Stages], placed: Sequence[Placed]) -> _Stages:
+def _slowest_stage_times(times_by_kind: Sequence[_StageTimes], placed: Sequence[PlacedPlan]) -> _StageTimes:
     """Of each stage what it takes on the devices that it is on and that take longest."""
-    if len(found) == 1:
-        return found[0]
+    if len(times_by_kind) == 1:
+        return times_by_kind[0]
     ranks = placed[0].layout.plan.mesh.pp
-    sides: list[list[float]] = [[], [], [], []]
-    for stage in range(len(placed[0].layout.stages)):
-        on = (
-            stages.stage(stage) for stages, each in zip(found, placed, strict=True) if stage % ranks in each.layout.here
+    part_lists: list[list[float]] = [[], [], [], []]
+    for stage in range(len(placed[0].layout.stage_blocks)):
+        candidates = (
+            stage_times.stage_parts(stage)
+            for stage_times, placed_plan in zip(times_by_kind, placed, strict=True)
+            if stage % ranks in placed_plan.layout.pp_ranks
         )
-        for side, seconds in zip(sides, max(on, key=sum), strict=True):
-            side.append(seconds)
-    return _Stages((sides[0], sides[1]), (sides[2], sides[3]), max(each.hidden for each in found))
+        for part_list, seconds in zip(part_lists, max(candidates, key=sum), strict=True):
+            part_list.append(seconds)
+    return _StageTimes(
+        (part_lists[0], part_lists[1]),
+        (part_lists[2], part_lists[3]),
+        max(placed_plan.hidden for placed_plan in times_by_kind),
+    )
 
 
-def _sides(layout: Layout, stages: _Stages, fitted: Fitted) -> list[list[float]]:
+def _pass_seconds_by_stage(
+    layout: PlanLayout, stage_times: _StageTimes, constants: FittedConstants
+) -> list[list[float]]:
     """Forward and backward of each stage: what it computes, says, and what the host does between micro-batches."""
     pp = layout.plan.mesh.pp
-    host = [fitted.micro / 2 / layout.chunks * layout.tensors(stage % pp) for stage in range(len(layout.stages))]
+    host_seconds = [
+        constants.micro / 2 / layout.chunks * layout.tensor_count(stage % pp)
+        for stage in range(len(layout.stage_blocks))
+    ]
     return [
-        [c + t + h for c, t, h in zip(*pair, host, strict=True)]
-        for pair in zip(stages.compute, stages.talk, strict=True)
+        [
+            compute + communication + host_work
+            for compute, communication, host_work in zip(*parts, host_seconds, strict=True)
+        ]
+        for parts in zip(stage_times.compute, stage_times.communication, strict=True)
     ]
 
 
-def passes(layout: Layout, fitted: Fitted, known: Known | None = None) -> tuple[float, float, float]:
+def part_seconds(
+    layout: PlanLayout, constants: FittedConstants, pass_cache: PassCache | None = None
+) -> tuple[float, float, float]:
     """Seconds that a micro-batch computes before the blocks, in one block and after them, there and back."""
-    found: list[float] = []
+    seconds_by_part: list[float] = []
     for part in ("before", "block", "after"):
-        forward, backward = (_pass(layout, part, phase, fitted, known) for phase in ("forward", "backward"))
-        again = _again(layout.plan, layout.stack, forward) if part == "block" else 0.0
-        found.append(forward.all + backward.all + again)
-    return found[0], found[1], found[2]
+        forward, backward = (
+            _pass_time(layout, part, phase, constants, pass_cache) for phase in ("forward", "backward")
+        )
+        recompute_seconds = _recompute_seconds(layout.plan, layout.stack, forward) if part == "block" else 0.0
+        seconds_by_part.append(forward.total + backward.total + recompute_seconds)
+    return seconds_by_part[0], seconds_by_part[1], seconds_by_part[2]
 
 
-def _stages(placed: Placed, fitted: Fitted) -> _Stages:
-    layout, known, wires = placed.layout, placed.known, _wires(placed, fitted)
-    plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
-    forward, backward = (_pass(layout, "block", phase, fitted, known) for phase in ("forward", "backward"))
-    again = _again(plan, stack, forward)
-    compute = [forward.all, backward.all + again + _accumulate(layout, fitted)]
-    tensor = _tensor(layout, wires, fitted, forward.products)
-    context = _context(layout, wires, fitted, forward.core)
-    full = plan.recompute == "block" and stack.recompute == "plan"
+def _stage_times(placed: PlacedPlan, constants: FittedConstants) -> _StageTimes:
+    layout, pass_cache, network = placed.layout, placed.pass_cache, _network_of(placed, constants)
+    plan, stack, model, mesh = layout.plan, layout.stack, layout.model, layout.plan.mesh
+    forward, backward = (_pass_time(layout, "block", phase, constants, pass_cache) for phase in ("forward", "backward"))
+    recompute_seconds = _recompute_seconds(plan, stack, forward)
+    compute = [forward.total, backward.total + recompute_seconds + _gradient_accumulation_seconds(layout, constants)]
+    tp_seconds = _tensor_parallel_seconds(layout, network, constants, forward.products)
+    cp_seconds = _context_parallel_seconds(layout, network, constants, forward.attention_core)
+    recomputes_blocks = plan.recompute == "block" and stack.recompute == "plan"
     # Tokens go to their experts and come back, in each pass.
-    routed = 2 * wires.swap(work.routed * layout.samples / layout.along, wires.group(mesh.ep, mesh.tp))
-    talk = [tensor + context + routed, (tensor + routed) * (2 if full else 1) + 2 * context]
-    talk[1] += _columns_again(layout, wires, fitted, backward.products)
+    expert_seconds = 2 * network.all_to_all_seconds(
+        model.routed_bytes * layout.samples / layout.sequence_shards, network.group(mesh.ep, mesh.tp)
+    )
+    communication = [
+        tp_seconds + cp_seconds + expert_seconds,
+        (tp_seconds + expert_seconds) * (2 if recomputes_blocks else 1) + 2 * cp_seconds,
+    ]
+    communication[1] += _sequence_regather_seconds(layout, network, constants, backward.products)
     hidden = 0.0
-    for phase, said in enumerate(_sharded(layout, wires)):
-        behind = min(said, compute[phase] * fitted.overlap) if stack.overlap else 0.0
-        talk[phase] += said - behind
-        hidden += behind
-    last = len(layout.stages) - 1
-    computing = [[blocks * each for blocks in layout.stages] for each in compute]
-    talking = [[blocks * each for blocks in layout.stages] for each in talk]
+    for phase, exchange_seconds in enumerate(_zero3_block_seconds(layout, network)):
+        hidden_seconds = (
+            min(exchange_seconds, compute[phase] * constants.overlap) if stack.overlaps_data_parallel else 0.0
+        )
+        communication[phase] += exchange_seconds - hidden_seconds
+        hidden += hidden_seconds
+    last_stage = len(layout.stage_blocks) - 1
+    compute_by_stage = [
+        [block_count * block_seconds for block_count in layout.stage_blocks] for block_seconds in compute
+    ]
+    communication_by_stage = [
+        [block_count * block_seconds for block_count in layout.stage_blocks] for block_seconds in communication
+    ]
     # What is outside of blocks is summed up once by tp, and gathered and reduced by zero=3 where nothing is computed yet, or any more.
-    once = _sum(layout, wires)
-    for part, stage in (("before", 0), ("after", last)):
-        for side, way in enumerate(("forward", "backward")):
-            computing[side][stage] += _pass(layout, part, way, fitted, known).all
-            talking[side][stage] += once
-    for stage in range(mesh.pp) if plan.whole else {0, last}:
-        root = _root(layout, wires, stage % mesh.pp)
-        for side in range(2):
-            talking[side][stage] += root[side]
-    for stage in range(1, len(layout.stages)):
-        send = _send(layout, wires, fitted, stage, compute[0])
+    outer_all_reduce = _tp_all_reduce_seconds(layout, network)
+    for part, stage in (("before", 0), ("after", last_stage)):
+        for direction, phase_name in enumerate(("forward", "backward")):
+            compute_by_stage[direction][stage] += _pass_time(layout, part, phase_name, constants, pass_cache).total
+            communication_by_stage[direction][stage] += outer_all_reduce
+    for stage in range(mesh.pp) if plan.shard_as_one else {0, last_stage}:
+        root_seconds = _zero3_root_seconds(layout, network, stage % mesh.pp)
+        for direction in range(2):
+            communication_by_stage[direction][stage] += root_seconds[direction]
+    for stage in range(1, len(layout.stage_blocks)):
+        send_seconds = _send_seconds(layout, network, constants, stage, compute[0])
         # Forward the stage before sends, backward this one.
-        talking[0][stage - 1] += send
-        talking[1][stage] += send
-    return _Stages((computing[0], computing[1]), (talking[0], talking[1]), hidden)
+        communication_by_stage[0][stage - 1] += send_seconds
+        communication_by_stage[1][stage] += send_seconds
+    return _StageTimes(
+        (compute_by_stage[0], compute_by_stage[1]), (communication_by_stage[0], communication_by_stage[1]), hidden
+    )
 
 
-def _send(layout: Layout, wires: Wires, fitted: Fitted, stage: int, forward: float) -> float:
-    """Seconds in which a stage gets what the one before gives; `forward`: of one block."""
+def _send_seconds(
+    layout: PlanLayout, network: Network, constants: FittedConstants, stage: int, block_forward_seconds: float
+) -> float:
+    """Seconds in which a stage gets what the one before gives; `block_forward_seconds`: of one block."""
     mesh = layout.plan.mesh
     if mesh.pp == 1:
         return 0.0
     # Ranks of tp hold the same between blocks, unless each has its part of the sequence.
-    alike = 1 if layout.plan.sequence else mesh.tp
-    size = layout.crossing[stage] * layout.samples / layout.along
-    send = wires.send(size, mesh.dp * mesh.cp * mesh.tp, mesh.pp, parts=alike)
+    identical_ranks = 1 if layout.plan.sequence else mesh.tp
+    size = layout.stage_input_bytes[stage] * layout.samples / layout.sequence_shards
+    send_seconds = network.send_seconds(size, mesh.dp * mesh.cp * mesh.tp, mesh.pp, identical_ranks=identical_ranks)
     if layout.chunks > 1:
         # Between two chunks of its own a rank has others to compute: what it sends is under way meanwhile.
-        send = max(send - fitted.overlap * min(layout.stages) * forward, 0.0)
-    return send
+        send_seconds = max(send_seconds - constants.overlap * min(layout.stage_blocks) * block_forward_seconds, 0.0)
+    return send_seconds
 
 
-def _pass(layout: Layout, part: str, phase: str, fitted: Fitted, known: Known | None) -> Pass:
+def _pass_time(
+    layout: PlanLayout, part: str, phase: str, constants: FittedConstants, pass_cache: PassCache | None
+) -> PassTime:
     """One micro-batch through a part of the model on one rank."""
-    if known is None:
-        return _priced(layout, part, phase, fitted)
+    if pass_cache is None:
+        return _compute_pass_time(layout, part, phase, constants)
     plan = layout.plan
-    cuts = plan.mesh.tp, layout.along, plan.placements, plan.uncut
-    key = (part, phase, layout.samples, cuts, plan.mesh.ep, plan.compile, layout.work.precision)
-    if key not in known:
-        known[key] = _priced(layout, part, phase, fitted)
-    return known[key]
+    cuts = plan.mesh.tp, layout.sequence_shards, plan.placements, plan.replicated
+    key = (part, phase, layout.samples, cuts, plan.mesh.ep, plan.compile, layout.model.precision)
+    if key not in pass_cache:
+        pass_cache[key] = _compute_pass_time(layout, part, phase, constants)
+    return pass_cache[key]
 
 
-def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
+def _compute_pass_time(layout: PlanLayout, part: str, phase: str, constants: FittedConstants) -> PassTime:
     sheet, stack, tp, ep = layout.sheet, layout.stack, layout.plan.mesh.tp, layout.plan.mesh.ep
-    narrow, scanned = stack.narrow, stack.scanned
-    if layout.work.precision == "fp8" and "fp8" in sheet.peaks and not narrow:
-        narrow, scanned = "fp8", True  # by scales of each tensor as it is: what has no such units computes in 2 bytes
-    fused = fitted.compiled if layout.plan.compile else 1.0
-    products = core = rest = 0.0
-    ops: tuple[Op, ...] = getattr(layout.work, part)
+    block_precision, scans_for_scale = stack.block_precision, stack.scans_for_scale
+    if layout.model.precision == "fp8" and "fp8" in sheet.peaks and not block_precision:
+        block_precision, scans_for_scale = (
+            "fp8",
+            True,
+        )  # by scales of each tensor as it is: what has no such units computes in 2 bytes
+    fused_fraction = constants.compiled if layout.plan.compile else 1.0
+    products = attention_core = elementwise = 0.0
+    ops: tuple[OperatorSummary, ...] = getattr(layout.model, part)
     for op in ops:
         if op.phase != phase:
             continue
-        share = tp if op.cut else layout.along
+        shards = tp if op.tp_sharded else layout.sequence_shards
         # A rank has its part of the experts, and each of these the tokens of all ranks of ep.
-        samples, count = (layout.samples * ep, op.count / ep) if op.expert else (layout.samples, op.count)
-        moved = (op.moved[0] + op.moved[1] * samples) / share
+        samples, count = (layout.samples * ep, op.count / ep) if op.is_expert else (layout.samples, op.count)
+        moved = (op.moved[0] + op.moved[1] * samples) / shards
         if op.kind == "stream":
-            seconds = count * fused * (stream_seconds(sheet, fitted, moved) + fitted.launch)
-            if op.core:
-                core += seconds
+            seconds = count * fused_fraction * (elementwise_seconds(sheet, constants, moved) + constants.launch)
+            if op.in_attention_core:
+                attention_core += seconds
             else:
-                rest += seconds
+                elementwise += seconds
             continue
-        precision = precision_of(op.dtype, layout.work.precision)
-        flops = (op.flops[0] + op.flops[1] * samples) / share
-        dims = [fixed + per * samples for fixed, per in op.dims]
+        precision = compute_precision(op.dtype, layout.model.precision)
+        flops = (op.flops[0] + op.flops[1] * samples) / shards
+        dims = [fixed + per_sample * samples for fixed, per_sample in op.dims]
         if op.kind == "attention":
             # Forward computes 4 FLOPs for each number of a head and score; backward 10, and its scores twice (again, and their gradients).
             scores = flops / dims[3] / (4 if phase == "forward" else 5)
-            core += count * (
-                attention_seconds(sheet, fitted, precision, stack.attention, scores, flops) + fitted.launch
+            attention_core += count * (
+                attention_seconds(sheet, constants, precision, stack.attention_kernel, scores, flops) + constants.launch
             )
             continue
         if op.kind == "inner":
-            shape = (dims[0] / share, dims[1], dims[2], dims[3])
+            shape = (dims[0] / shards, dims[1], dims[2], dims[3])
         elif op.kind == "convolution":
-            images, inner, outer, kernel, spatial, groups = dims
-            shape = (1.0, images * spatial, outer, inner / groups * kernel)
+            images, in_channels, out_channels, kernel_elements, output_elements, groups = dims
+            shape = (1.0, images * output_elements, out_channels, in_channels / groups * kernel_elements)
         else:
-            shape = _cut(dims, op, share)
-            if narrow and part == "block":
-                precision = narrow
+            shape = _shard_product_shape(dims, op, shards)
+            if block_precision and part == "block":
+                precision = block_precision
                 # Both factors are read as they are and written narrow before.
-                lots, rows, columns, depth = shape
-                wide = WIDTH.get(op.dtype, 4) * (2 if scanned else 1)
-                narrowed = lots * depth * (rows + columns) * (wide + NARROW[narrow])
-                rest += count * fused * stream_seconds(sheet, fitted, narrowed)
+                batch_size, rows, columns, inner_size = shape
+                bytes_per_element = DTYPE_BYTES.get(op.dtype, 4) * (2 if scans_for_scale else 1)
+                conversion_bytes = (
+                    batch_size * inner_size * (rows + columns) * (bytes_per_element + PRECISION_BYTES[block_precision])
+                )
+                elementwise += count * fused_fraction * elementwise_seconds(sheet, constants, conversion_bytes)
         # Channels of an image lie side by side where matrix units are used.
-        lines = (inner / groups, outer) if op.kind == "convolution" else lines_of(op.lies, shape)
-        seconds = count * (product_seconds(sheet, fitted, precision, shape, flops, moved, lines) + fitted.launch)
+        line_sizes = (
+            (in_channels / groups, out_channels)
+            if op.kind == "convolution"
+            else operand_line_sizes(op.operand_layout, shape)
+        )
+        seconds = count * (
+            product_seconds(sheet, constants, precision, shape, flops, moved, line_sizes) + constants.launch
+        )
         if op.kind == "inner":
-            core += seconds
+            attention_core += seconds
         else:
             products += seconds
-    return Pass(products, core, rest)
+    return PassTime(products, attention_core, elementwise)
 
 
-def _cut(dims: list[float], op: Op, share: int) -> tuple[float, float, float, float]:
+def _shard_product_shape(dims: list[float], op: OperatorSummary, shards: int) -> tuple[float, float, float, float]:
     """The shape that one rank of tp has: of the two sides of the weight the longer is divided."""
-    if share == 1:
+    if shards == 1:
         return dims[0], dims[1], dims[2], dims[3]
-    sides = [place for place in (1, 2, 3) if not op.dims[place][1]]
-    longest = max(sides, key=lambda place: dims[place])
-    cut = [dim / share if place == longest else dim for place, dim in enumerate(dims)]
-    return cut[0], cut[1], cut[2], cut[3]
+    weight_dims = [index for index in (1, 2, 3) if not op.dims[index][1]]
+    longest = max(weight_dims, key=lambda index: dims[index])
+    sharded_dims = [dim / shards if index == longest else dim for index, dim in enumerate(dims)]
+    return sharded_dims[0], sharded_dims[1], sharded_dims[2], sharded_dims[3]
 
 
-def _again(plan: Plan, stack: Stack, forward: Pass) -> float:
+def _recompute_seconds(plan: Plan, stack: TrainingStack, forward: PassTime) -> float:
     """Seconds of what one block computes again in backward."""
     if stack.recompute == "attention":
-        return forward.core
+        return forward.attention_core
     if stack.recompute == "ops":
-        return forward.products / 2 + forward.rest
+        return forward.products / 2 + forward.elementwise
     if stack.recompute == "alternate":
-        return forward.all / 2
+        return forward.total / 2
     if plan.recompute == "block":
-        return forward.all
-    return forward.rest if plan.recompute == "selective" else 0.0
+        return forward.total
+    return forward.elementwise if plan.recompute == "selective" else 0.0
 
 
-def _sum(layout: Layout, wires: Wires) -> float:
+def _tp_all_reduce_seconds(layout: PlanLayout, network: Network) -> float:
     """Ranks of tp add up what passes from block to block once."""
-    return wires.reduce(layout.work.given * layout.samples, wires.group(layout.plan.mesh.tp, 1))
+    return network.all_reduce_seconds(
+        layout.model.block_output_bytes * layout.samples, network.group(layout.plan.mesh.tp, 1)
+    )
 
 
-def _tensor(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> float:
+def _tensor_parallel_seconds(
+    layout: PlanLayout, network: Network, constants: FittedConstants, product_time: float
+) -> float:
     """What the ranks of tp say to each other in one pass of a block."""
-    said = layout.work.sums * _sum(layout, wires)
-    return max(said - fitted.overlap * min(said, products), 0.0) if layout.stack.overlap_tensor else said
+    exchange_seconds = layout.model.tp_all_reduces_per_pass * _tp_all_reduce_seconds(layout, network)
+    return (
+        max(exchange_seconds - constants.overlap * min(exchange_seconds, product_time), 0.0)
+        if layout.stack.overlaps_tensor_parallel
+        else exchange_seconds
+    )
 
 
-def _columns_again(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> float:
+def _sequence_regather_seconds(
+    layout: PlanLayout, network: Network, constants: FittedConstants, product_time: float
+) -> float:
     """What is gathered once more in the backward of a block whose ranks of tp keep parts of the sequence: the input of each column, for
     its weight's gradient, while that of the input is computed (Korthikanti et al. 2022, 4.2.2)."""
-    if layout.along == 1:
+    if layout.sequence_shards == 1:
         return 0.0
-    said = layout.work.sums * wires.gather(layout.work.given * layout.samples, wires.group(layout.plan.mesh.tp, 1))
-    return max(said - fitted.overlap * products / 2, 0.0)
+    exchange_seconds = layout.model.tp_all_reduces_per_pass * network.gather_seconds(
+        layout.model.block_output_bytes * layout.samples, network.group(layout.plan.mesh.tp, 1)
+    )
+    return max(exchange_seconds - constants.overlap * product_time / 2, 0.0)
 
 
-def _context(layout: Layout, wires: Wires, fitted: Fitted, core: float) -> float:
+def _context_parallel_seconds(
+    layout: PlanLayout, network: Network, constants: FittedConstants, attention_time: float
+) -> float:
     """What the ranks of cp say to each other in one pass of a block: keys and values go round while attention runs."""
     mesh = layout.plan.mesh
     if mesh.cp == 1:
         return 0.0
-    said = wires.gather(layout.work.keys * layout.micro / mesh.tp, wires.group(mesh.cp, mesh.tp))
-    return max(said - fitted.overlap * core, 0.0)
+    exchange_seconds = network.gather_seconds(
+        layout.model.key_value_bytes * layout.micro_batch_size / mesh.tp, network.group(mesh.cp, mesh.tp)
+    )
+    return max(exchange_seconds - constants.overlap * attention_time, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ReplicatedElements:
     """Parameters that so many data ranks hold alike, and how far apart these are."""
 
     elements: float
@@ -336,115 +416,163 @@ class _Held:
     stride: int
 
 
-def _alike(layout: Layout, elements: float, experts: float) -> Iterator[_Held]:
+def _by_replica_group(layout: PlanLayout, elements: float, experts: float) -> Iterator[_ReplicatedElements]:
     """`elements` parameters by who else has them: of experts each rank of ep has its own."""
     mesh = layout.plan.mesh
     if elements > experts:
-        yield _Held(elements - experts, layout.data, mesh.tp)
+        yield _ReplicatedElements(elements - experts, layout.data_ranks, mesh.tp)
     if experts:
-        yield _Held(experts / mesh.ep, layout.data // mesh.ep, mesh.tp * mesh.ep)
+        yield _ReplicatedElements(experts / mesh.ep, layout.data_ranks // mesh.ep, mesh.tp * mesh.ep)
 
 
-def _gather(layout: Layout, wires: Wires, held: _Held, width: float) -> float:
+def _zero_gather_seconds(layout: PlanLayout, network: Network, replicated: _ReplicatedElements, width: float) -> float:
     """Seconds to put together what ZeRO divides, or to add it up and divide it."""
-    return wires.gather(width * held.elements, wires.group(min(layout.shards, held.ranks), held.stride))
+    return network.gather_seconds(
+        width * replicated.elements, network.group(min(layout.zero_shards, replicated.ranks), replicated.stride)
+    )
 
 
-def _sharded(layout: Layout, wires: Wires) -> tuple[float, float]:
+def _zero3_block_seconds(layout: PlanLayout, network: Network) -> tuple[float, float]:
     """Seconds to fetch the parameters of one block for forward; and for backward, with giving its gradients away."""
-    plan, work = layout.plan, layout.work
-    if plan.zero < 3 or layout.shards < 2 or plan.whole:
+    plan, model = layout.plan, layout.model
+    if plan.zero < 3 or layout.zero_shards < 2 or plan.shard_as_one:
         return 0.0, 0.0
-    fetch = give = 0.0
-    for held in _alike(layout, work.held(1, plan.mesh.tp), work.experts / plan.mesh.tp):
-        fetch += _gather(layout, wires, held, layout.stack.fetched or work.width)
-        give += _gather(layout, wires, held, layout.message * work.trained)
-    return fetch, fetch + (0.0 if plan.keep_gradients else give)
+    gather_seconds = reduce_seconds = 0.0
+    for replicated in _by_replica_group(
+        layout, model.elements_per_tp_rank(1, plan.mesh.tp), model.expert_elements / plan.mesh.tp
+    ):
+        gather_seconds += _zero_gather_seconds(
+            layout, network, replicated, layout.stack.gather_width or model.parameter_width
+        )
+        reduce_seconds += _zero_gather_seconds(
+            layout, network, replicated, layout.message_width * model.trained_fraction
+        )
+    return gather_seconds, gather_seconds + (0.0 if plan.keep_gradients else reduce_seconds)
 
 
-def _root(layout: Layout, wires: Wires, rank: int) -> tuple[float, float]:
+def _zero3_root_seconds(layout: PlanLayout, network: Network, rank: int) -> tuple[float, float]:
     """Under zero=3 the parameters outside of blocks, or all where the model is one unit, are fetched before anything is computed, and stay
     until their gradients go."""
-    plan, work = layout.plan, layout.work
-    if plan.zero < 3 or layout.shards < 2:
+    plan, model = layout.plan, layout.model
+    if plan.zero < 3 or layout.zero_shards < 2:
         return 0.0, 0.0
-    experts = layout.experts(rank) if plan.whole else 0.0
-    elements = layout.elements(rank, divided=False) if plan.whole else layout.outside(rank)
-    fetch = give = 0.0
-    for held in _alike(layout, elements, experts):
-        fetch += _gather(layout, wires, held, work.width)
-        give += _gather(layout, wires, held, layout.message * work.trained)
-    return fetch, 0.0 if plan.keep_gradients else give
+    expert_elements = layout.expert_elements(rank) if plan.shard_as_one else 0.0
+    elements = layout.rank_elements(rank, shard_experts=False) if plan.shard_as_one else layout.outside_elements(rank)
+    gather_seconds = reduce_seconds = 0.0
+    for replicated in _by_replica_group(layout, elements, expert_elements):
+        gather_seconds += _zero_gather_seconds(layout, network, replicated, model.parameter_width)
+        reduce_seconds += _zero_gather_seconds(
+            layout, network, replicated, layout.message_width * model.trained_fraction
+        )
+    return gather_seconds, 0.0 if plan.keep_gradients else reduce_seconds
 
 
-def _accumulate(layout: Layout, fitted: Fitted) -> float:
+def _gradient_accumulation_seconds(layout: PlanLayout, constants: FittedConstants) -> float:
     """Seconds in which one block's gradients are added to those of earlier micro-batches."""
-    if layout.count == 1:
+    if layout.micro_batch_count == 1:
         return 0.0
-    plan, size = layout.plan, layout.work.held(1, layout.plan.mesh.tp) * layout.work.trained
+    plan, elements = (
+        layout.plan,
+        layout.model.elements_per_tp_rank(1, layout.plan.mesh.tp) * layout.model.trained_fraction,
+    )
     if plan.zero >= 2 and not plan.keep_gradients:
-        size /= layout.shards
-    return stream_seconds(layout.sheet, fitted, size * (2 * layout.gradient + layout.work.width))
+        elements /= layout.zero_shards
+    return elementwise_seconds(
+        layout.sheet, constants, elements * (2 * layout.gradient_width + layout.model.parameter_width)
+    )
 
 
-def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tuple[float, float]:
-    """(exposed, hidden) seconds of what the data ranks exchange beside blocks; `last`: of the last stage's backward of a micro-batch.
+def _exchange_seconds(
+    layout: PlanLayout, network: Network, constants: FittedConstants, last_backward_seconds: float
+) -> tuple[float, float]:
+    """(exposed, hidden) seconds of what the data ranks exchange beside blocks; `last_backward_seconds`: of the last stage's backward of a micro-batch.
 
     Without ZeRO gradients are added up once a step. zero=1 gives each rank its part of the sums once, zero=2 after every micro-batch
     (unless gradients are kept), and then everybody fetches the new parameters.
     """
-    plan, mesh, work, stack = layout.plan, layout.plan.mesh, layout.work, layout.stack
-    fullest = max(layout.here, key=layout.elements)
-    given = fetched = 0.0
-    for held in _alike(layout, layout.elements(fullest, divided=False), layout.experts(fullest)):
-        width = layout.message * work.trained
-        shards = min(layout.shards, held.ranks)
-        among = wires.reduce(width * held.elements / shards, wires.group(held.ranks // shards, held.stride * shards))
+    plan, mesh, model, stack = layout.plan, layout.plan.mesh, layout.model, layout.stack
+    fullest_rank = max(layout.pp_ranks, key=layout.rank_elements)
+    reduce_seconds = gather_seconds = 0.0
+    for replicated in _by_replica_group(
+        layout, layout.rank_elements(fullest_rank, shard_experts=False), layout.expert_elements(fullest_rank)
+    ):
+        width = layout.message_width * model.trained_fraction
+        shards = min(layout.zero_shards, replicated.ranks)
+        cross_shard_seconds = network.all_reduce_seconds(
+            width * replicated.elements / shards, network.group(replicated.ranks // shards, replicated.stride * shards)
+        )
         if plan.zero == 0:
-            given += wires.reduce(width * held.elements, wires.group(held.ranks, held.stride))
+            reduce_seconds += network.all_reduce_seconds(
+                width * replicated.elements, network.group(replicated.ranks, replicated.stride)
+            )
         elif plan.zero == 3:
-            given += among + (_gather(layout, wires, held, width) if plan.keep_gradients else 0.0)
+            reduce_seconds += cross_shard_seconds + (
+                _zero_gather_seconds(layout, network, replicated, width) if plan.keep_gradients else 0.0
+            )
         else:
-            given += among + _gather(layout, wires, held, width)
-            fetched += _gather(layout, wires, held, stack.fetched or work.width)
-    times = layout.count if plan.zero == 2 and not plan.keep_gradients else 1
+            reduce_seconds += cross_shard_seconds + _zero_gather_seconds(layout, network, replicated, width)
+            gather_seconds += _zero_gather_seconds(
+                layout, network, replicated, stack.gather_width or model.parameter_width
+            )
+    exchanges_per_step = layout.micro_batch_count if plan.zero == 2 and not plan.keep_gradients else 1
     # One unit has all its gradients when backward is done.
-    beside = stack.overlap and (mesh.pp == 1 or stack.overlap_stages) and not (plan.zero and plan.whole)
-    hidden = times * min(given, last * fitted.overlap) if beside else 0.0
-    return times * given - hidden + fetched + _tied(layout, wires) + _gathered_tensors(layout, wires), hidden
+    overlaps = (
+        stack.overlaps_data_parallel
+        and (mesh.pp == 1 or stack.overlaps_in_pipeline)
+        and not (plan.zero and plan.shard_as_one)
+    )
+    hidden = exchanges_per_step * min(reduce_seconds, last_backward_seconds * constants.overlap) if overlaps else 0.0
+    return exchanges_per_step * reduce_seconds - hidden + gather_seconds + _tied_gradient_seconds(
+        layout, network
+    ) + _full_tensor_seconds(layout, network), hidden
 
 
-def _gathered_tensors(layout: Layout, wires: Wires) -> float:
+def _full_tensor_seconds(layout: PlanLayout, network: Network) -> float:
     """Optimizers that need whole tensors: gradients and values go to the owners, values come back."""
-    work, found = layout.work, 0.0
-    total = (work.elements[0] + work.layers * work.elements[1] + work.elements[2]) * work.trained
-    for part, reads, draws in work.across:
-        each = owned(layout.plan, reads, draws)
-        if each is not None:
-            size = part * each.share * total * work.width
-            found += MESSAGES * wires.gather(size, wires.group(each.ranks, 1))
-    return found
+    model, seconds = layout.model, 0.0
+    trained_elements = (
+        model.elements[0] + model.layers * model.elements[1] + model.elements[2]
+    ) * model.trained_fraction
+    for fraction, reads, draws in model.full_tensor_optimizers:
+        owned_tensors = find_owned_tensors(layout.plan, reads, draws)
+        if owned_tensors is not None:
+            size = fraction * owned_tensors.fraction * trained_elements * model.parameter_width
+            seconds += TRANSFERS_PER_STEP * network.gather_seconds(size, network.group(owned_tensors.ranks, 1))
+    return seconds
 
 
-def _tied(layout: Layout, wires: Wires) -> float:
+def _tied_gradient_seconds(layout: PlanLayout, network: Network) -> float:
     """The first and the last stage add up the gradients of what they share."""
     mesh = layout.plan.mesh
     if mesh.pp == 1:
         return 0.0
-    size = layout.message * layout.work.tied / mesh.tp
-    return wires.reduce(size, wires.group(2, (mesh.pp - 1) * layout.data * mesh.tp))
+    size = layout.message_width * layout.model.tied_elements / mesh.tp
+    return network.all_reduce_seconds(size, network.group(2, (mesh.pp - 1) * layout.data_ranks * mesh.tp))
 
 
-def _optimizer(layout: Layout, fitted: Fitted) -> float:
+def _optimizer_seconds(layout: PlanLayout, constants: FittedConstants) -> float:
     """Seconds of the update: gradients, states both ways, parameters (of which a wide copy is the state); clipping reads and writes
     gradients besides."""
-    plan, work = layout.plan, layout.work
-    mine = max((layout.shard if plan.zero else layout.elements)(rank) for rank in layout.here) * work.trained
-    total = (work.elements[0] + work.layers * work.elements[1] + work.elements[2]) * work.trained
-    for part, reads, draws in work.across:
-        found = owned(plan, reads, draws)
-        mine += part * (found.share * total - mine) if found is not None else 0.0
-    moved = layout.gradient + 2 * layout.state + work.width * (1 if layout.master else 2)
-    if work.clip:
-        moved += 3 * layout.gradient
-    return stream_seconds(layout.sheet, fitted, moved * mine)
+    plan, model = layout.plan, layout.model
+    updated_elements = (
+        max((layout.shard_elements if plan.zero else layout.rank_elements)(rank) for rank in layout.pp_ranks)
+        * model.trained_fraction
+    )
+    trained_elements = (
+        model.elements[0] + model.layers * model.elements[1] + model.elements[2]
+    ) * model.trained_fraction
+    for fraction, reads, draws in model.full_tensor_optimizers:
+        owned_tensors = find_owned_tensors(plan, reads, draws)
+        updated_elements += (
+            fraction * (owned_tensors.fraction * trained_elements - updated_elements)
+            if owned_tensors is not None
+            else 0.0
+        )
+    bytes_per_element = (
+        layout.gradient_width
+        + 2 * layout.optimizer_state_bytes
+        + model.parameter_width * (1 if layout.has_master_weights else 2)
+    )
+    if model.clips_gradients:
+        bytes_per_element += 3 * layout.gradient_width
+    return elementwise_seconds(layout.sheet, constants, bytes_per_element * updated_elements)

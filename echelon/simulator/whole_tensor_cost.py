@@ -6,45 +6,51 @@ import math
 from dataclasses import dataclass
 
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, Reads, Rule
-from echelon.plan.whole_tensor_rules import gathered_axes, one_owner
+from echelon.plan.profile import OptimizerProfile, Profile, UpdateScope
+from echelon.plan.whole_tensor_rules import gathered_axes, needs_single_owner
 
 #: Gradients and values go to the owners, values come back.
-MESSAGES = 3
+TRANSFERS_PER_STEP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
+class OwnedTensors:
     """What a rank owns of an optimizer's tensors, of the owners the one with most."""
 
-    share: float  #: of the whole model's tensors: one exchange carries as much to the owner, as a gather over `ranks`
+    fraction: (
+        float  #: of the whole model's tensors: one exchange carries as much to the owner, as a gather over `ranks`
+    )
     ranks: int  #: that a tensor is gathered over
 
 
-def owned(plan: Plan, reads: Reads, draws: bool) -> Owned | None:
+def find_owned_tensors(plan: Plan, reads: UpdateScope, draws: bool) -> OwnedTensors | None:
     """None: the optimizer steps on what each rank holds."""
     axes = gathered_axes(plan, reads, draws)
     if not axes:
         return None
     ranks = math.prod(getattr(plan.mesh, axis) for axis in axes)
     # Stages are taken as equal.
-    here = 1.0 if "pp" in axes else 1 / plan.mesh.pp
-    share = here if one_owner(reads, draws) else here / ranks
-    return Owned(share=share, ranks=ranks)
+    stage_fraction = 1.0 if "pp" in axes else 1 / plan.mesh.pp
+    fraction = stage_fraction if needs_single_owner(reads, draws) else stage_fraction / ranks
+    return OwnedTensors(fraction=fraction, ranks=ranks)
 
 
-def trained_share(profile: Profile, rule: Rule) -> float:
+def trained_fraction(profile: Profile, optimizer: OptimizerProfile) -> float:
     """Of the trained elements, those of this optimizer."""
-    return rule.elements / max(sum(each.elements for each in profile.optimizers), 1)
+    return optimizer.trainable_elements / max(sum(other.trainable_elements for other in profile.optimizers), 1)
 
 
-def owner_bytes(whole: Profile, part: Profile, plan: Plan) -> tuple[float, float]:
+def owner_bytes(full_profile: Profile, rank_profile: Profile, plan: Plan) -> tuple[float, float]:
     """(bytes that an owner keeps beyond what its shards' state would take, bytes that a step adds for gathered gradients)."""
-    kept = added = 0.0
-    for rule, mine in zip(whole.optimizers, part.optimizers, strict=True):
-        found = owned(plan, rule.reads, rule.draws)
-        if found is not None:
-            size = found.share * trained_share(whole, rule) * whole.gradient_bytes
-            kept += size + found.share * rule.state - mine.state / (plan.mesh.dp if plan.sharded else 1)
-            added += size
-    return kept, added
+    kept_bytes = step_bytes = 0.0
+    for optimizer, rank_optimizer in zip(full_profile.optimizers, rank_profile.optimizers, strict=True):
+        owned = find_owned_tensors(plan, optimizer.update_scope, optimizer.uses_rng)
+        if owned is not None:
+            size = owned.fraction * trained_fraction(full_profile, optimizer) * full_profile.gradient_bytes
+            kept_bytes += (
+                size
+                + owned.fraction * optimizer.state_bytes
+                - rank_optimizer.state_bytes / (plan.mesh.dp if plan.is_sharded else 1)
+            )
+            step_bytes += size
+    return kept_bytes, step_bytes

@@ -25,248 +25,276 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.engine import build_model, grad_clip, step_metrics
 from echelon.engine import run as engine
-from echelon.engine.backends.parameter_server import Hub
-from echelon.engine.data_setup import Intake, open_intake
+from echelon.engine.backends.parameter_server import ServerBackend
+from echelon.engine.data_setup import RunData, open_run_data
 from echelon.engine.parallel import tensor_parallel
 from echelon.engine.parallel import tp_collectives as tensor_axis
 from echelon.engine.parallel.pipeline_parallel import Pipeline
-from echelon.engine.parallel.shard_layout import local
-from echelon.engine.process_groups import Group, Ranks
+from echelon.engine.parallel.shard_layout import to_local
+from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.engine.run import Run
-from echelon.engine.run_state import optimizer_tensors, piece_of
+from echelon.engine.run_state import optimizer_tensors, tp_shard_of
 from echelon.errors import EchelonError
 from echelon.job import Job
-from echelon.plan.batch_split import rounds
-from echelon.testing.inject import Changes, Fault, changed_loss, changed_model, left_out, norms_of, times
+from echelon.plan.batch_split import count_micro_batches
+from echelon.testing.inject import (
+    Fault,
+    FaultPatches,
+    norm_parameters,
+    patch_loss,
+    patch_model,
+    scale_loss,
+    skip_gradient_reduction,
+)
 
 #: By name.
-CATALOGUE: dict[str, Fault] = {}
+FAULTS: dict[str, Fault] = {}
 
 
 @contextlib.contextmanager
-def injected(name: str) -> Iterator[None]:
+def inject_fault(name: str) -> Iterator[None]:
     """Runs that are made inside have this fault."""
-    if name not in CATALOGUE:
-        raise EchelonError(f"{name!r}: no such fault; the catalogue has {', '.join(CATALOGUE)}")
+    if name not in FAULTS:
+        raise EchelonError(f"{name!r}: no such fault; the catalogue has {', '.join(FAULTS)}")
     with contextlib.ExitStack() as stack:
-        for change in CATALOGUE[name].changes():
-            stack.enter_context(change)
+        for context in FAULTS[name].patches():
+            stack.enter_context(context)
         yield
 
 
-def _fault(name: str, what: str, *, needs: str) -> Callable[[Changes], Changes]:
-    def enter(changes: Changes) -> Changes:
-        CATALOGUE[name] = Fault(name=name, what=what, needs=needs, changes=changes)
-        return changes
+def _register_fault(name: str, description: str, *, needs: str) -> Callable[[FaultPatches], FaultPatches]:
+    def register(patches: FaultPatches) -> FaultPatches:
+        FAULTS[name] = Fault(name=name, description=description, needs=needs, patches=patches)
+        return patches
 
-    return enter
+    return register
 
 
 # Factors
 
 
-@_fault("loss times tp", "every rank of the tensor axis brings the whole loss, and they are added up", needs="tp > 1")
+@_register_fault(
+    "loss times tp", "every rank of the tensor axis brings the whole loss, and they are added up", needs="tp > 1"
+)
 def _loss_times_tp() -> Sequence[AbstractContextManager[object]]:
-    return [changed_loss(lambda run, value: times(value, run.axes["tp"].size))]
+    return [patch_loss(lambda run, loss: scale_loss(loss, run.axes["tp"].size))]
 
 
-@_fault("loss times dp", "a sum over the data ranks where a mean was due", needs="dp > 1")
+@_register_fault("loss times dp", "a sum over the data ranks where a mean was due", needs="dp > 1")
 def _loss_times_dp() -> Sequence[AbstractContextManager[object]]:
-    return [changed_loss(lambda run, value: times(value, run.data.size))]
+    return [patch_loss(lambda run, loss: scale_loss(loss, run.data_parallel.size))]
 
 
-@_fault("gradients times micro-batches", "accumulated and never divided", needs="several micro-batches")
-def _times_micro_batches() -> Sequence[AbstractContextManager[object]]:
-    weighed = Run._weighed
+@_register_fault("gradients times micro-batches", "accumulated and never divided", needs="several micro-batches")
+def _multiply_by_micro_batches() -> Sequence[AbstractContextManager[object]]:
+    weigh_loss = Run._weigh_loss
 
-    def undivided(self: Run, value: Any, micro: Any, batch: Any, sums: Any) -> Tensor:
-        return weighed(self, value, micro, batch, sums) * len(batch.micros)
+    def undivided(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
+        return weigh_loss(self, loss, micro_batch, batch, sums) * len(batch.micros)
 
-    return [patch.object(Run, "_weighed", undivided)]
+    return [patch.object(Run, "_weigh_loss", undivided)]
 
 
 # Weights of samples
 
 
-@_fault(
+@_register_fault(
     "mean of micro-batch means",
     "the loss is averaged inside each micro-batch, whatever the number of its tokens",
     needs="a loss that is (sum, count), and dp > 1 or several micro-batches",
 )
-def _mean_of_means() -> Sequence[AbstractContextManager[object]]:
-    def averaged(run: Run, value: Any) -> Any:
-        run._watched = False  # the watch would read the count from the graph, weigh by it, and so be right
-        return value[0] / value[1] if isinstance(value, tuple) else value
+def _average_micro_batch_means() -> Sequence[AbstractContextManager[object]]:
+    def averaged(run: Run, loss: Any) -> Any:
+        run._step_is_split = False  # the watch would read the count from the graph, weigh by it, and so be right
+        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
-    return [changed_loss(averaged)]
+    return [patch_loss(averaged)]
 
 
-@_fault(
+@_register_fault(
     "micro-batches weigh alike",
     "one with fewer samples counts as much as the others",
     needs="a loss that is a mean, a batch that micro-batches do not divide",
 )
-def _alike() -> Sequence[AbstractContextManager[object]]:
-    weighed = Run._weighed
+def _weigh_micro_batches_equally() -> Sequence[AbstractContextManager[object]]:
+    weigh_loss = Run._weigh_loss
 
-    def even(self: Run, value: Any, micro: Any, batch: Any, sums: Any) -> Tensor:
-        share = batch.samples / len(batch.micros) / self.data.size
-        return weighed(self, value, micro, batch, sums) * (share / micro.samples)
+    def weigh_equally(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
+        mean_samples = batch.samples / len(batch.micros) / self.data_parallel.size
+        return weigh_loss(self, loss, micro_batch, batch, sums) * (mean_samples / micro_batch.samples)
 
-    return [patch.object(Run, "_weighed", even)]
+    return [patch.object(Run, "_weigh_loss", weigh_equally)]
 
 
-@_fault(
+@_register_fault(
     "micro-batch dropped by a stage",
     "the last micro-batch never goes through the pipeline",
     needs="pp > 1, several micro-batches",
 )
-def _dropped() -> Sequence[AbstractContextManager[object]]:
-    run = Pipeline.run
+def _drop_last_micro_batch() -> Sequence[AbstractContextManager[object]]:
+    original_run = Pipeline.run
 
-    def short(self: Pipeline, batches: Sequence[Any], *others: Any) -> None:
-        run(self, batches[:-1] if len(batches) > 1 else batches, *others)
+    def run_without_last(self: Pipeline, batches: Sequence[Any], *rest: Any) -> None:
+        original_run(self, batches[:-1] if len(batches) > 1 else batches, *rest)
 
-    return [patch.object(Pipeline, "run", short)]
+    return [patch.object(Pipeline, "run", run_without_last)]
 
 
-@_fault("data order seeded per rank", "each rank shuffles by itself: samples come twice or never", needs="dp > 1")
-def _own_order() -> Sequence[AbstractContextManager[object]]:
-    def shuffled(job: Job, ranks: Ranks, data: Group, **how: Any) -> Intake:
-        return open_intake(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **how)
+@_register_fault(
+    "data order seeded per rank", "each rank shuffles by itself: samples come twice or never", needs="dp > 1"
+)
+def _shuffle_per_rank() -> Sequence[AbstractContextManager[object]]:
+    def open_shuffled(job: Job, ranks: WorldCommunicator, data: Communicator, **options: Any) -> RunData:
+        return open_run_data(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **options)
 
-    return [patch.object(engine, "open_intake", shuffled)]
+    return [patch.object(engine, "open_intake", open_shuffled)]
 
 
 # Reductions that are left out
 
 
-@_fault("one parameter not reduced", "one matrix is left out of the exchange", needs="dp > 1, zero=0")
-def _one_left_out() -> Sequence[AbstractContextManager[object]]:
-    def middle(model: nn.Module) -> list[nn.Parameter]:
-        matrices = [value for value in model.parameters() if value.ndim > 1 and value.requires_grad]
+@_register_fault("one parameter not reduced", "one matrix is left out of the exchange", needs="dp > 1, zero=0")
+def _skip_one_parameter() -> Sequence[AbstractContextManager[object]]:
+    def middle_matrix(model: nn.Module) -> list[nn.Parameter]:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and parameter.requires_grad]
         return [matrices[len(matrices) // 2]]
 
-    return left_out(middle)
+    return skip_gradient_reduction(middle_matrix)
 
 
-@_fault("biases not reduced", "biases of linear layers and convolutions are left out", needs="dp > 1, zero=0")
-def _biases_left_out() -> Sequence[AbstractContextManager[object]]:
-    kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    return left_out(
-        lambda model: [each.bias for each in model.modules() if isinstance(each, kinds) and each.bias is not None]
+@_register_fault("biases not reduced", "biases of linear layers and convolutions are left out", needs="dp > 1, zero=0")
+def _skip_biases() -> Sequence[AbstractContextManager[object]]:
+    module_types = (nn.Linear, nn.modules.conv._ConvNd)
+    return skip_gradient_reduction(
+        lambda model: [
+            module.bias for module in model.modules() if isinstance(module, module_types) and module.bias is not None
+        ]
     )
 
 
-@_fault("norm layers not reduced", "parameters of norm layers are left out of the exchange", needs="dp > 1, zero=0")
-def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
-    return left_out(norms_of)
+@_register_fault(
+    "norm layers not reduced", "parameters of norm layers are left out of the exchange", needs="dp > 1, zero=0"
+)
+def _skip_norms() -> Sequence[AbstractContextManager[object]]:
+    return skip_gradient_reduction(norm_parameters)
 
 
-@_fault(
+@_register_fault(
     "norm layers not reduced over tp",
     "parameters of norm layers keep the gradient of one rank's part of the sequence",
     needs="tp > 1, sequence",
 )
-def _norms_of_parts() -> Sequence[AbstractContextManager[object]]:
-    chosen: dict[int, Tensor] = {}  # held, as a proof has two runs at once
-    add_up = engine.add_up
+def _keep_local_norm_gradients() -> Sequence[AbstractContextManager[object]]:
+    norm_tensors: dict[int, Tensor] = {}  # held, as a proof has two runs at once
+    add_up = engine.sum_gradients
 
-    def note(model: nn.Module) -> None:
-        chosen.update({id(each): each for each in norms_of(model)})
+    def record_norms(model: nn.Module) -> None:
+        norm_tensors.update({id(parameter): parameter for parameter in norm_parameters(model)})
 
-    def without(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
-        add_up([each for each in parameters if id(each) not in chosen], ranks)
+    def add_up_others(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
+        add_up([parameter for parameter in parameters if id(parameter) not in norm_tensors], ranks)
 
-    return [changed_model(note), patch.object(engine, "add_up", without)]
-
-
-@_fault("no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1")
-def _no_sum_in_backward() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(tensor_axis._Copy, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
+    return [patch_model(record_norms), patch.object(engine, "add_up", add_up_others)]
 
 
-@_fault("bias added by every rank", "a row-cut layer adds its bias before the ranks are added up", needs="tp > 1")
-def _bias_by_all() -> Sequence[AbstractContextManager[object]]:
-    def row(module: Any, axis: tensor_parallel.Axis) -> Callable[..., Tensor]:
-        product = tensor_parallel._product(module)
-        return lambda x: axis.summed(product(x, module.bias))
-
-    return [patch.dict(tensor_parallel._FORWARDS, {"row": row})]
+@_register_fault(
+    "no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1"
+)
+def _skip_backward_sum() -> Sequence[AbstractContextManager[object]]:
+    return [patch.object(tensor_axis._CopyToRegion, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
 
 
-@_fault("reported loss of one rank", "gradients are right, the loss that is told is one rank's share", needs="dp > 1")
-def _own_loss() -> Sequence[AbstractContextManager[object]]:
-    send, receive = step_metrics.StepStatistics.send, step_metrics.StepStatistics.receive
-    own: list[Tensor] = []
+@_register_fault(
+    "bias added by every rank", "a row-cut layer adds its bias before the ranks are added up", needs="tp > 1"
+)
+def _add_bias_on_all_ranks() -> Sequence[AbstractContextManager[object]]:
+    def row_forward(module: Any, axis: tensor_parallel.TPCommunicator) -> Callable[..., Tensor]:
+        product = tensor_parallel._local_product(module)
+        return lambda x: axis.reduce_from_region(product(x, module.bias))
 
-    def keep(self: step_metrics.StepStatistics, *shares: Tensor, rest: Tensor) -> None:
-        own[:] = [shares[0].detach().double()]
-        send(self, *shares, rest=rest)
+    return [patch.dict(tensor_parallel._FORWARD_BUILDERS, {"row": row_forward})]
 
-    def told(self: step_metrics.StepStatistics) -> tuple[tuple[Tensor, ...], Tensor]:
-        numbers, rest = receive(self)
-        return (own[0], *numbers[1:]), rest
+
+@_register_fault(
+    "reported loss of one rank", "gradients are right, the loss that is told is one rank's share", needs="dp > 1"
+)
+def _report_local_loss() -> Sequence[AbstractContextManager[object]]:
+    send, receive = step_metrics.StepMetrics.send, step_metrics.StepMetrics.receive
+    local_loss: list[Tensor] = []
+
+    def send_and_keep(self: step_metrics.StepMetrics, *shares: Tensor, rest: Tensor) -> None:
+        local_loss[:] = [shares[0].detach().double()]
+        send(self, *shares, extra=rest)
+
+    def receive_local(self: step_metrics.StepMetrics) -> tuple[tuple[Tensor, ...], Tensor]:
+        values, rest = receive(self)
+        return (local_loss[0], *values[1:]), rest
 
     return [
-        patch.object(step_metrics.StepStatistics, "send", keep),
-        patch.object(step_metrics.StepStatistics, "receive", told),
+        patch.object(step_metrics.StepMetrics, "send", send_and_keep),
+        patch.object(step_metrics.StepMetrics, "receive", receive_local),
     ]
 
 
 # Norm and clipping
 
 
-@_fault("clip by local norm", "each rank clips by the norm of what it holds", needs="clip, and tp, pp or zero > 0")
-def _local_norm() -> Sequence[AbstractContextManager[object]]:
-    def mine(grads: list[Tensor], copies: list[int], ranks: Any, **_: Any) -> Tensor:
-        return grad_clip._norm([local(grad) for grad in grads], ranks)
+@_register_fault(
+    "clip by local norm", "each rank clips by the norm of what it holds", needs="clip, and tp, pp or zero > 0"
+)
+def _clip_by_local_norm() -> Sequence[AbstractContextManager[object]]:
+    def local_norm(grads: list[Tensor], copies: list[int], ranks: Any, **_: Any) -> Tensor:
+        return grad_clip._local_norm([to_local(grad) for grad in grads], ranks)
 
-    return [patch.object(grad_clip, "total_norm", mine)]
+    return [patch.object(grad_clip, "total_norm", local_norm)]
 
 
-@_fault("norm counts every copy", "what several ranks hold is in the norm several times", needs="clip, and dp or tp")
-def _copies_counted() -> Sequence[AbstractContextManager[object]]:
-    total = grad_clip.total_norm
+@_register_fault(
+    "norm counts every copy", "what several ranks hold is in the norm several times", needs="clip, and dp or tp"
+)
+def _count_every_copy() -> Sequence[AbstractContextManager[object]]:
+    total_norm = grad_clip.total_norm
 
-    def inflated(grads: list[Tensor], copies: list[int], ranks: Any, **how: Any) -> Tensor:
-        return total(grads, [1] * len(grads), ranks, **how)
+    def inflated_norm(grads: list[Tensor], copies: list[int], ranks: Any, **options: Any) -> Tensor:
+        return total_norm(grads, [1] * len(grads), ranks, **options)
 
-    return [patch.object(grad_clip, "total_norm", inflated)]
+    return [patch.object(grad_clip, "total_norm", inflated_norm)]
 
 
 # Weights that are one
 
 
-@_fault(
+@_register_fault(
     "tied weight untied", "what two modules share becomes two parameters when it is cut", needs="tied, pp = 1, zero=0"
 )
-def _untied() -> Sequence[AbstractContextManager[object]]:
+def _untie_weights() -> Sequence[AbstractContextManager[object]]:
     def untie(model: nn.Module) -> None:
         seen: set[int] = set()
         for module in model.modules():
-            for key, value in module._parameters.items():
-                if value is not None and id(value) in seen:
-                    module._parameters[key] = nn.Parameter(value.detach().clone(), value.requires_grad)
-                seen.add(id(value))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in seen:
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                seen.add(id(parameter))
 
-    return [changed_model(untie)]
+    return [patch_model(untie)]
 
 
-@_fault("tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1")
-def _untied_stages() -> Sequence[AbstractContextManager[object]]:
+@_register_fault(
+    "tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1"
+)
+def _untie_stage_weights() -> Sequence[AbstractContextManager[object]]:
     return [patch.object(engine, "add_up", lambda parameters, ranks: None)]
 
 
-@_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")
-def _own_weights() -> Sequence[AbstractContextManager[object]]:
-    build = build_model.build
+@_register_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")
+def _seed_weights_per_rank() -> Sequence[AbstractContextManager[object]]:
+    original_build = build_model.initialize_model
 
-    def seeded(job: Any, ranks: Any, **options: Any) -> nn.Module:
-        return build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
+    def build_seeded(job: Any, ranks: Any, **options: Any) -> nn.Module:
+        return original_build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
 
     return [
-        patch.object(build_model, "build", seeded),
+        patch.object(build_model, "build", build_seeded),
         patch.object(build_model, "equalise", lambda model, ranks: None),
     ]
 
@@ -274,158 +302,170 @@ def _own_weights() -> Sequence[AbstractContextManager[object]]:
 # Random numbers
 
 
-@_fault(
+@_register_fault(
     "dropout masks that differ over tp",
     "each rank drops other elements of what is whole everywhere",
     needs="tp > 1, dropout or noise",
 )
-def _own_masks() -> Sequence[AbstractContextManager[object]]:
-    seed = engine.seed_step
+def _seed_dropout_per_rank() -> Sequence[AbstractContextManager[object]]:
+    seed_step = engine.seed_step
 
-    def seeded(device: torch.device, *place: int | str, **options: Any) -> None:
-        seed(device, *place, dist.get_rank() if dist.is_initialized() else 0, **options)
+    def seed_per_rank(device: torch.device, *position: int | str, **options: Any) -> None:
+        seed_step(device, *position, dist.get_rank() if dist.is_initialized() else 0, **options)
 
-    return [patch.object(engine, "seed_step", seeded)]
+    return [patch.object(engine, "seed_step", seed_per_rank)]
 
 
 # Buffers
 
 
-@_fault("stale batch-norm buffers", "running statistics stay as they were", needs="batch norm")
-def _stale() -> Sequence[AbstractContextManager[object]]:
+@_register_fault("stale batch-norm buffers", "running statistics stay as they were", needs="batch norm")
+def _freeze_batch_norm_buffers() -> Sequence[AbstractContextManager[object]]:
     backward = Run.backward
 
-    def forgetful(self: Run, batch: Any) -> Tensor:
-        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
-        kept = [(buffer, buffer.clone()) for each in norms for buffer in each.buffers() if not buffer.is_meta]
+    def backward_and_restore(self: Run, batch: Any) -> Tensor:
+        batch_norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        saved_buffers = [
+            (buffer, buffer.clone())
+            for batch_norm in batch_norms
+            for buffer in batch_norm.buffers()
+            if not buffer.is_meta
+        ]
         loss = backward(self, batch)
-        for buffer, old in kept:
-            buffer.copy_(old)
+        for buffer, saved in saved_buffers:
+            buffer.copy_(saved)
         return loss
 
-    return [patch.object(Run, "backward", forgetful)]
+    return [patch.object(Run, "backward", backward_and_restore)]
 
 
-@_fault("batch-norm buffers of one rank", "running statistics are each data rank's own", needs="batch norm, dp > 1")
-def _own_statistics() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(step_metrics._Running, "set", lambda self, sums: None)]
+@_register_fault(
+    "batch-norm buffers of one rank", "running statistics are each data rank's own", needs="batch norm, dp > 1"
+)
+def _keep_local_statistics() -> Sequence[AbstractContextManager[object]]:
+    return [patch.object(step_metrics._RunningStatistics, "unpack", lambda self, sums: None)]
 
 
 # The update
 
 
-@_fault(
+@_register_fault(
     "last shard not updated",
     "the last rank's smaller shard is left out",
     needs="zero > 0, rows that dp does not divide",
 )
-def _last_shard() -> Sequence[AbstractContextManager[object]]:
+def _skip_last_shard() -> Sequence[AbstractContextManager[object]]:
     update = Run.update
 
-    def skipping(self: Run, *args: Any) -> Any:
-        uneven = [
-            local(each)
-            for each in self.assembly.parameters
-            if isinstance(each, DTensor) and each.shape[0] % self.data.size
+    def update_and_restore(self: Run, *args: Any) -> Any:
+        uneven_shards = [
+            to_local(shard)
+            for shard in self.rank_model.parameters
+            if isinstance(shard, DTensor) and shard.shape[0] % self.data_parallel.size
         ]
-        before = [each.detach().clone() for each in uneven]
+        saved_shards = [shard.detach().clone() for shard in uneven_shards]
         step = update(self, *args)
-        if self.data.rank == self.data.size - 1:
+        if self.data_parallel.rank == self.data_parallel.size - 1:
             with torch.no_grad():
-                for each, old in zip(uneven, before, strict=True):
-                    each.copy_(old)
+                for shard, saved in zip(uneven_shards, saved_shards, strict=True):
+                    shard.copy_(saved)
         return step
 
-    return [patch.object(Run, "update", skipping)]
+    return [patch.object(Run, "update", update_and_restore)]
 
 
-@_fault(
+@_register_fault(
     "optimizer state in the wrong order", "shards of the state are with the wrong ranks", needs="zero > 0 or tp > 1"
 )
-def _wrong_order() -> Sequence[AbstractContextManager[object]]:
+def _rotate_optimizer_state() -> Sequence[AbstractContextManager[object]]:
     update = Run.update
 
-    def shifted(self: Run, *args: Any) -> Any:
+    def update_and_rotate(self: Run, *args: Any) -> Any:
         step = update(self, *args)
         for name, value in optimizer_tensors(self).items():
-            if isinstance(value, DTensor) or piece_of(self, name, value) is not None:
-                group, here = self.data if isinstance(value, DTensor) else self.axes["tp"], local(value)
-                others = group.gather(here.clone())
-                if all(each.shape == here.shape for each in others):
-                    here.copy_(others[(group.rank + 1) % group.size])
+            if isinstance(value, DTensor) or tp_shard_of(self, name, value) is not None:
+                group, local_value = (
+                    self.data_parallel if isinstance(value, DTensor) else self.axes["tp"],
+                    to_local(value),
+                )
+                shards = group.all_gather_object(local_value.clone())
+                if all(shard.shape == local_value.shape for shard in shards):
+                    local_value.copy_(shards[(group.rank + 1) % group.size])
         return step
 
-    return [patch.object(Run, "update", shifted)]
+    return [patch.object(Run, "update", update_and_rotate)]
 
 
-@_fault(
+@_register_fault(
     "learning rate per micro-batch",
     "the schedule moves once for each micro-batch",
     needs="a schedule, several micro-batches",
 )
-def _rate_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
+def _step_schedule_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
     update = Run.update
 
-    def hurried(self: Run, loss: Tensor, samples: int) -> Any:
+    def update_and_step_schedules(self: Run, loss: Tensor, samples: int) -> Any:
         step = update(self, loss, samples)
-        for _ in range(rounds(samples, self.data.size, self.plan.micro, self.plan.shares) - 1):
+        for _ in range(
+            count_micro_batches(samples, self.data_parallel.size, self.plan.micro, self.plan.batch_shares) - 1
+        ):
             for schedule in self.schedules:
                 schedule.step()
         return step
 
-    return [patch.object(Run, "update", hurried)]
+    return [patch.object(Run, "update", update_and_step_schedules)]
 
 
 # A parameter server
 
 
-@_fault(
+@_register_fault(
     "push lost",
     "what one rank pushes of its rows at one step never reaches the server, which goes on without it",
     needs="exchange=server, dp > 1",
 )
-def _push_lost() -> Sequence[AbstractContextManager[object]]:
-    push = Hub.push
+def _lose_push() -> Sequence[AbstractContextManager[object]]:
+    push = ServerBackend.push
 
-    def losing(self: Hub, **how: Any) -> None:
-        if self.updates == 0 and self.rank == 1:
-            self.forget()
-        push(self, **how)
+    def push_or_lose(self: ServerBackend, **options: Any) -> None:
+        if self.update_count == 0 and self.rank == 1:
+            self.discard_gradients()
+        push(self, **options)
 
-    return [patch.object(Hub, "push", losing)]
+    return [patch.object(ServerBackend, "push", push_or_lose)]
 
 
-@_fault(
+@_register_fault(
     "rows of each rank weigh alike",
     "each rank pushes the mean over its own samples, and the server adds them up",
     needs="exchange=server, dp > 1",
 )
-def _rows_alike() -> Sequence[AbstractContextManager[object]]:
-    collect = Hub.collect
+def _skip_row_weighting() -> Sequence[AbstractContextManager[object]]:
+    collect = ServerBackend.collect_gradients
 
-    def unweighed(self: Hub) -> None:
+    def collect_unweighted(self: ServerBackend) -> None:
         collect(self)
-        self.scale(self.ranks)
+        self.scale_gradients(self.rank_count)
 
-    return [patch.object(Hub, "collect", unweighed)]
+    return [patch.object(ServerBackend, "collect_gradients", collect_unweighted)]
 
 
-@_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")
-def _not_cleared() -> Sequence[AbstractContextManager[object]]:
+@_register_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")
+def _keep_old_gradients() -> Sequence[AbstractContextManager[object]]:
     backward, update = Run.backward, Run.update
-    left: weakref.WeakKeyDictionary[Run, list[Tensor | None]] = weakref.WeakKeyDictionary()
+    old_gradients: weakref.WeakKeyDictionary[Run, list[Tensor | None]] = weakref.WeakKeyDictionary()
 
-    def added(self: Run, batch: Any) -> Tensor:
+    def backward_and_add(self: Run, batch: Any) -> Tensor:
         loss = backward(self, batch)
-        for each, old in zip(self.assembly.parameters, left.get(self, []), strict=False):
-            if each.grad is not None and old is not None:
-                local(each.grad).add_(old)
+        for parameter, old_gradient in zip(self.rank_model.parameters, old_gradients.get(self, []), strict=False):
+            if parameter.grad is not None and old_gradient is not None:
+                to_local(parameter.grad).add_(old_gradient)
         return loss
 
-    def keeping(self: Run, *args: Any) -> Any:
-        grads = [each.grad for each in self.assembly.parameters]
+    def update_and_keep(self: Run, *args: Any) -> Any:
+        grads = [parameter.grad for parameter in self.rank_model.parameters]
         step = update(self, *args)
-        left[self] = [None if grad is None else local(grad).clone() for grad in grads]
+        old_gradients[self] = [None if grad is None else to_local(grad).clone() for grad in grads]
         return step
 
-    return [patch.object(Run, "backward", added), patch.object(Run, "update", keeping)]
+    return [patch.object(Run, "backward", backward_and_add), patch.object(Run, "update", update_and_keep)]

@@ -20,24 +20,24 @@ from echelon.events import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class StoppedCommand:
     """How a command that was to be stopped ended. `step` is the last that its event log held when the signal went out."""
 
     step: int
-    code: int
+    exit_code: int
     output: str
 
 
-def stop_at(
+def run_until_step(
     command: Sequence[str],
     *,
     events: Path,
     step: int,
-    with_signal: signal.Signals = signal.SIGKILL,
+    stop_signal: signal.Signals = signal.SIGKILL,
     delay: float = 0.0,
     environment: Mapping[str, str] | None = None,
     timeout: float = 120.0,
-) -> Stopped:
+) -> StoppedCommand:
     """Run `command` until the event log says that it has done step number `step`, send the signal, wait for its end.
 
     `delay` seconds pass before the signal: it can hit anything that a step or a checkpoint does.
@@ -45,51 +45,58 @@ def stop_at(
     process group, as Ctrl-C in a terminal does.
     """
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as output_file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output_file,
+            stderr=output_file,
+            env=environment,
+            start_new_session=True,
         )
         try:
-            seen = _await_step(process, events, step, deadline)
-            if seen is not None:
+            last_step = _wait_for_step(process, events, step, deadline)
+            if last_step is not None:
                 time.sleep(delay)
-                _send(process, with_signal)
+                _send_signal(process, stop_signal)
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"{command[0]} did not end within {timeout:g} s\n{_text(log)}") from None
+            raise LaunchError(f"{command[0]} did not end within {timeout:g} s\n{_read_output(output_file)}") from None
         finally:
             if process.poll() is None:
-                _send(process, signal.SIGKILL)
+                _send_signal(process, signal.SIGKILL)
                 process.wait()
-        if seen is None:
-            raise LaunchError(f"the command ended with {process.returncode} before step {step}\n{_text(log)}")
-        return Stopped(step=seen, code=process.returncode, output=_text(log))
+        if last_step is None:
+            raise LaunchError(
+                f"the command ended with {process.returncode} before step {step}\n{_read_output(output_file)}"
+            )
+        return StoppedCommand(step=last_step, exit_code=process.returncode, output=_read_output(output_file))
 
 
-def steps_done(events: Path) -> int:
+def last_logged_step(events: Path) -> int:
     """The largest step number in an event log; 0 while there is none. A line that was cut short is not counted."""
-    last = 0
+    last_step = 0
     with contextlib.suppress(FileNotFoundError), events.open() as lines:
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):
                 event = Event.from_line(line)
                 if event.kind == "step":
-                    last = max(last, event.step)
-    return last
+                    last_step = max(last_step, event.step)
+    return last_step
 
 
-def _await_step(process: subprocess.Popen[bytes], events: Path, step: int, deadline: float) -> int | None:
+def _wait_for_step(process: subprocess.Popen[bytes], events: Path, step: int, deadline: float) -> int | None:
     while process.poll() is None:
-        seen = steps_done(events)
-        if seen >= step:
-            return seen
+        last_step = last_logged_step(events)
+        if last_step >= step:
+            return last_step
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(process.args, 0)
         time.sleep(0.005)
     return None
 
 
-def _send(process: subprocess.Popen[bytes], with_signal: signal.Signals) -> None:
+def _send_signal(process: subprocess.Popen[bytes], with_signal: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         if with_signal is not signal.SIGKILL:
             os.killpg(process.pid, with_signal)
@@ -103,6 +110,6 @@ def _send(process: subprocess.Popen[bytes], with_signal: signal.Signals) -> None
                 child.kill()
 
 
-def _text(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")
+def _read_output(output_file: IO[bytes]) -> str:
+    output_file.seek(0)
+    return output_file.read().decode(errors="replace")

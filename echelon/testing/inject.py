@@ -11,11 +11,11 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from echelon.engine import build_model
-from echelon.engine.build_model import Assembly
+from echelon.engine.build_model import RankModel
 from echelon.engine.run import Run
 
 #: What takes the place of a part of the engine, for a while.
-Changes = Callable[[], Sequence[AbstractContextManager[object]]]
+FaultPatches = Callable[[], Sequence[AbstractContextManager[object]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,50 +23,54 @@ class Fault:
     """One mistake. `needs` says which plans and jobs it shows under: under others it changes nothing."""
 
     name: str
-    what: str
+    description: str
     needs: str
-    changes: Changes
+    patches: FaultPatches
 
 
-def norms_of(model: nn.Module) -> list[nn.Parameter]:
+def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of its norm layers."""
-    norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
-    return [value for each in norms for value in each.parameters(recurse=False)]
+    norms = (norm for norm in model.modules() if "norm" in type(norm).__name__.lower())
+    return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
 
 
-def changed_loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:
+def patch_loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:
     """The loss of every micro-batch, changed."""
-    loss = Run._loss_of
-    return patch.object(Run, "_loss_of", lambda self, model, batch: change(self, loss(self, model, batch)))
+    original_loss = Run._training_loss
+    return patch.object(
+        Run, "_training_loss", lambda self, model, batch: change(self, original_loss(self, model, batch))
+    )
 
 
-def times(value: Any, factor: int) -> Any:
+def scale_loss(loss: Any, factor: int) -> Any:
     """A loss, or the sum of (sum, count), times a factor."""
-    return (value[0] * factor, value[1]) if isinstance(value, tuple) else value * factor
+    return (loss[0] * factor, loss[1]) if isinstance(loss, tuple) else loss * factor
 
 
-def changed_model(change: Callable[[nn.Module], None]) -> AbstractContextManager[object]:
+def patch_model(change: Callable[[nn.Module], None]) -> AbstractContextManager[object]:
     """The model, changed before anything holds its parameters."""
-    build = Assembly._build
+    original_build = RankModel._build
 
-    def changed(self: Assembly, warn: Any) -> nn.Module:
-        model = build(self, warn)
+    def build_changed(self: RankModel, warn: Any) -> nn.Module:
+        model = original_build(self, warn)
         change(model)
         return model
 
-    return patch.object(Assembly, "_build", changed)
+    return patch.object(RankModel, "_build", build_changed)
 
 
-def left_out(choose: Callable[[nn.Module], Iterable[Tensor]]) -> Sequence[AbstractContextManager[object]]:
+def skip_gradient_reduction(
+    choose: Callable[[nn.Module], Iterable[Tensor]],
+) -> Sequence[AbstractContextManager[object]]:
     """Parameters whose gradients the data ranks do not add up."""
-    chosen: set[int] = set()
-    exchange = build_model.Exchange
+    skipped: set[int] = set()
+    original_exchange = build_model.GradientAllReduce
 
-    def note(model: nn.Module) -> None:
-        chosen.clear()
-        chosen.update(map(id, choose(model)))
+    def record_skipped(model: nn.Module) -> None:
+        skipped.clear()
+        skipped.update(map(id, choose(model)))
 
-    def without(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
-        return exchange([each for each in parameters if id(each) not in chosen], *rest)
+    def exchange_others(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
+        return original_exchange([parameter for parameter in parameters if id(parameter) not in skipped], *rest)
 
-    return [changed_model(note), patch.object(build_model, "Exchange", without)]
+    return [patch_model(record_skipped), patch.object(build_model, "Exchange", exchange_others)]

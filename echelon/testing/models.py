@@ -21,10 +21,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
-        x = x + self.dropout(self.out(mixed))
+        batch, length, width = x.shape
+        q, k, v = (
+            projection.view(batch, length, self.heads, -1).transpose(1, 2)
+            for projection in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.dropout(self.out(attended))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
@@ -49,16 +52,21 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with batch norm and a shortcut."""
 
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
-        self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        )
+        self.conv2, self.bn2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False), nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inner != outer:
-            self.shortcut = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -71,13 +79,13 @@ class ResNet(nn.Module):
     def __init__(self, *, width: int = 32, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        stages, inner = [], width
+        stages, in_channels = [], width
         for stage in range(4):
-            outer = width << stage
+            out_channels = width << stage
             for block in range(2):
-                stages.append(Residual(inner, outer, 2 if stage and not block else 1))
-                inner = outer
-        self.stages, self.head = nn.Sequential(*stages), nn.Linear(inner, classes)
+                stages.append(ResidualBlock(in_channels, out_channels, 2 if stage and not block else 1))
+                in_channels = out_channels
+        self.stages, self.head = nn.Sequential(*stages), nn.Linear(in_channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)).mean((2, 3)))
@@ -89,10 +97,10 @@ class MLP(nn.Sequential):
     def __init__(self, *, width: int = 2048, layers: int = 4, inputs: int | None = None, classes: int | None = None,
                  norm: bool = False) -> None:  # fmt: skip
         sizes = [inputs or width, *[width] * (layers - 1), classes or width]
-        parts: list[nn.Module] = []
-        for i, (a, b) in enumerate(itertools.pairwise(sizes)):
-            parts.append(nn.Linear(a, b))
-            if i < layers - 1:
-                parts += [nn.BatchNorm1d(b)] if norm else []
-                parts.append(nn.ReLU())
-        super().__init__(*parts)
+        modules: list[nn.Module] = []
+        for index, (in_features, out_features) in enumerate(itertools.pairwise(sizes)):
+            modules.append(nn.Linear(in_features, out_features))
+            if index < layers - 1:
+                modules += [nn.BatchNorm1d(out_features)] if norm else []
+                modules.append(nn.ReLU())
+        super().__init__(*modules)

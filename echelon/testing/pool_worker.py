@@ -28,57 +28,57 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from echelon.world import STORE, World
+from echelon.world import STORE_VARIABLE, World
 
 #: Has a rank print the stacks of its threads.
-STACKS = signal.SIGUSR1
+STACK_DUMP_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What one rank is to run: `target` is "package.module:function", called as `function(world, *args, **kwargs)`."""
 
-    number: int
+    run_number: int
     world: World
     target: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     #: The parent's, so that the tests' own modules can be found.
-    path: tuple[str, ...]
-    folder: str
+    sys_path: tuple[str, ...]
+    working_directory: str
     #: Address of the file where the group meets; None: no process group is made.
-    group: str | None
+    init_method: str | None
     #: Seconds after which a collective gives up.
     timeout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TaskResult:
     """What came of a task. Either a result, or the error with its traceback and the time at which it was raised."""
 
-    number: int
+    run_number: int
     result: Any = None
     error: BaseException | None = None
     traceback: str = ""
-    raised: float = 0.0
+    raised_at: float = 0.0
 
 
 def main(fd: int) -> None:
     """Serve the tasks that come through file descriptor `fd` until it closes."""
     pipe = Connection(fd)
-    faulthandler.register(STACKS, all_threads=True)
+    faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
+    threading.Thread(target=_receive_tasks, args=(pipe, inbox), daemon=True).start()
     pipe.send_bytes(pickle.dumps("ready"))
-    apart = (0, 0)
+    frozen_counts = (0, 0)
     while True:
-        pipe.send_bytes(_serve(inbox.get()))
+        pipe.send_bytes(_run_task(inbox.get()))
         # Between answer and tidying: a rank that failed reports first, and only then its neighbours lose the connection to it.
-        apart = _tidy(apart)
+        frozen_counts = _clean_up(frozen_counts)
         pipe.send_bytes(pickle.dumps("tidy"))
 
 
-def _listen(pipe: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+def _receive_tasks(pipe: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
     try:
         while True:
             inbox.put(pipe.recv_bytes())
@@ -86,33 +86,35 @@ def _listen(pipe: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
         os._exit(1)
 
 
-def _serve(order: bytes) -> bytes:
+def _run_task(message: bytes) -> bytes:
     task: Task | None = None
     try:
-        task = pickle.loads(order)
+        task = pickle.loads(message)
         assert isinstance(task, Task)
-        _settle(task)
+        _reset_process(task)
         return pickle.dumps(
-            Answer(number=task.number, result=_find(task.target)(task.world, *task.args, **task.kwargs))
+            TaskResult(
+                run_number=task.run_number, result=_resolve_target(task.target)(task.world, *task.args, **task.kwargs)
+            )
         )
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raised = time.monotonic()
-        answer = Answer(
-            number=task.number if task else -1,
-            error=_portable(error),
+        raised_at = time.monotonic()
+        result = TaskResult(
+            run_number=task.run_number if task else -1,
+            error=_picklable_error(error),
             traceback=traceback.format_exc(),
-            raised=raised,
+            raised_at=raised_at,
         )
-        return pickle.dumps(answer)
+        return pickle.dumps(result)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _settle(task: Task) -> None:
+def _reset_process(task: Task) -> None:
     """Make this process what a fresh rank of the task's world would be."""
-    sys.path[:] = task.path
-    os.chdir(task.folder)
+    sys.path[:] = task.sys_path
+    os.chdir(task.working_directory)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
@@ -125,12 +127,12 @@ def _settle(task: Task) -> None:
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(world.local_size),
-        STORE: world.address.removeprefix("file://"),
+        STORE_VARIABLE: world.address.removeprefix("file://"),
     }
-    if task.group is not None:
+    if task.init_method is not None:
         dist.init_process_group(
             "gloo",
-            init_method=task.group,
+            init_method=task.init_method,
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=task.timeout),
@@ -139,34 +141,34 @@ def _settle(task: Task) -> None:
         dist.barrier()
 
 
-def _tidy(before: tuple[int, int]) -> tuple[int, int]:
+def _clean_up(frozen_counts: tuple[int, int]) -> tuple[int, int]:
     """Drop what the task left, and set apart what was imported: a search for garbage among all of torch takes longer than many tasks.
 
-    `before`: how many modules and objects were set apart by the last; as it is now is returned.
+    `frozen_counts`: how many modules and objects were set apart by the last; as it is now is returned.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    modules, frozen = before
+    module_count, object_count = frozen_counts
     # A task's data workers freeze what there is at their start: the task itself, too.
-    if len(sys.modules) > modules or gc.get_freeze_count() > frozen:
+    if len(sys.modules) > module_count or gc.get_freeze_count() > object_count:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
         return len(sys.modules), gc.get_freeze_count()
     gc.collect()
-    return before
+    return frozen_counts
 
 
-def _find(target: str) -> Callable[..., Any]:
+def _resolve_target(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
+    resolved: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    assert callable(found)
-    return found
+        resolved = getattr(resolved, part)
+    assert callable(resolved)
+    return resolved
 
 
-def _portable(error: BaseException) -> BaseException | None:
+def _picklable_error(error: BaseException) -> BaseException | None:
     """The error itself if it survives the pipe; the traceback goes as text in any case."""
     try:
         restored = pickle.loads(pickle.dumps(error))

@@ -27,16 +27,16 @@ from typing import Any, Self
 
 from echelon.errors import LaunchError
 from echelon.launchers.environment import child_environment
-from echelon.testing.pool_worker import STACKS, Answer, Task
+from echelon.testing.pool_worker import STACK_DUMP_SIGNAL, Task, TaskResult
 from echelon.world import World
 
 #: Seconds that the other ranks get to notice a failure by themselves before they are replaced.
-GRACE = 2.0
+FAILURE_GRACE_SECONDS = 2.0
 #: Seconds that a cold rank may take to import torch, on a loaded machine.
-COLD = 120.0
+STARTUP_TIMEOUT = 120.0
 
 #: What gloo reports of another rank that left.
-_CLOSED = "Connection closed by peer"
+_PEER_CLOSED_MESSAGE = "Connection closed by peer"
 
 
 class RankError(LaunchError):
@@ -48,12 +48,12 @@ class RankError(LaunchError):
         reason: str,
         error: BaseException | None,
         outputs: Sequence[str],
-        involved: Sequence[int] = (),
+        related_ranks: Sequence[int] = (),
     ) -> None:
-        """`involved`: other ranks whose output may show why."""
-        shown = [each for each in (rank, *involved) if outputs[each].strip()]
-        said = "".join(f"\nrank {each} printed:\n{outputs[each]}" for each in shown)
-        super().__init__(f"rank {rank} of {len(outputs)} {reason}{said}")
+        """`related_ranks`: other ranks whose output may show why."""
+        shown_ranks = [shown_rank for shown_rank in (rank, *related_ranks) if outputs[shown_rank].strip()]
+        output_text = "".join(f"\nrank {shown_rank} printed:\n{outputs[shown_rank]}" for shown_rank in shown_ranks)
+        super().__init__(f"rank {rank} of {len(outputs)} {reason}{output_text}")
         self.rank, self.error, self.outputs = rank, error, tuple(outputs)
 
 
@@ -61,21 +61,21 @@ class _Worker:
     """A process of the pool and the parent's end of its pipe."""
 
     def __init__(self, log: Path) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, worker_end = Pipe()
         self.log = log
-        paths = os.pathsep.join(part or os.getcwd() for part in sys.path)
+        paths = os.pathsep.join(directory or os.getcwd() for directory in sys.path)
         environment = child_environment(threads=1) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from echelon.testing.pool_worker import main; main({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", f"from echelon.testing.pool_worker import main; main({worker_end.fileno()})"],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=environment,
                 start_new_session=True,  # a group of its own: it and whatever it starts are killed together
             )
-        theirs.close()
+        worker_end.close()
         self.ready = False
 
     def receive(self) -> Any:
@@ -84,8 +84,10 @@ class _Worker:
     def await_ready(self) -> None:
         """Block until the process has imported torch and listens."""
         if not self.ready:
-            if not self.pipe.poll(COLD):
-                raise LaunchError(f"a rank did not start within {COLD:.0f} s; it printed:\n{self.log.read_text()}")
+            if not self.pipe.poll(STARTUP_TIMEOUT):
+                raise LaunchError(
+                    f"a rank did not start within {STARTUP_TIMEOUT:.0f} s; it printed:\n{self.log.read_text()}"
+                )
             try:
                 self.receive()
             except EOFError:
@@ -99,14 +101,14 @@ class _Worker:
         self.pipe.close()
 
 
-class Pool:
+class RankPool:
     """Rank processes that are started on first need and reused by every `run` until `close`."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-ranks-"))
         self._workers: list[_Worker] = []
-        self._runs = 0
-        self._started = 0
+        self._run_count = 0
+        self._started_count = 0
         #: What each rank of the last run printed.
         self.outputs: list[str] = []
 
@@ -124,7 +126,7 @@ class Pool:
         target: str | Callable[..., Any],
         *args: Any,
         timeout: float = 60.0,
-        group: bool = True,
+        init_process_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
         """Call `target(world, *args, **kwargs)` on each of `ranks` processes; the results in rank order.
@@ -133,43 +135,43 @@ class Pool:
         world of one never has one, as outside of tests. Raises RankError for the first rank that fails or outlasts `timeout`.
         """
         if not isinstance(target, str):
-            target = _name(target)
-        self._grow(ranks)
-        self._runs += 1
-        meeting = self._folder / f"run-{self._runs}"
-        meeting.mkdir()
-        team = self._workers[:ranks]
-        marks = [worker.log.stat().st_size for worker in team]
-        for rank, worker in enumerate(team):
+            target = _target_name(target)
+        self._ensure_workers(ranks)
+        self._run_count += 1
+        rendezvous = self._folder / f"run-{self._run_count}"
+        rendezvous.mkdir()
+        workers = self._workers[:ranks]
+        log_offsets = [worker.log.stat().st_size for worker in workers]
+        for rank, worker in enumerate(workers):
             world = World(
                 rank=rank,
                 size=ranks,
                 local_rank=rank,
                 local_size=ranks,
                 launched=True,
-                address=f"file://{meeting}/world" if ranks > 1 else "",
+                address=f"file://{rendezvous}/world" if ranks > 1 else "",
             )
             task = Task(
-                number=self._runs,
+                run_number=self._run_count,
                 world=world,
                 target=target,
                 args=args,
                 kwargs=kwargs,
-                path=tuple(sys.path),
-                folder=os.getcwd(),
-                group=f"file://{meeting}/group" if group and ranks > 1 else None,
+                sys_path=tuple(sys.path),
+                working_directory=os.getcwd(),
+                init_method=f"file://{rendezvous}/group" if init_process_group and ranks > 1 else None,
                 timeout=timeout,
             )
             worker.pipe.send_bytes(pickle.dumps(task))
-        answers, busy, late = _collect(team, timeout)
-        if late:
-            _print_stacks([team[rank] for rank in busy])
-        self.outputs = [_read_from(worker.log, mark) for worker, mark in zip(team, marks, strict=True)]
-        codes = [worker.process.poll() for worker in team]
-        self._replace(team, busy)
-        shutil.rmtree(meeting, ignore_errors=True)
-        self._blame(answers, codes, late, timeout)
-        return [answer.result for answer in answers if answer is not None]
+        task_results, busy_ranks, timed_out = _collect_results(workers, timeout)
+        if timed_out:
+            _print_stacks([workers[rank] for rank in busy_ranks])
+        self.outputs = [_read_log_from(worker.log, offset) for worker, offset in zip(workers, log_offsets, strict=True)]
+        exit_codes = [worker.process.poll() for worker in workers]
+        self._replace_workers(workers, busy_ranks)
+        shutil.rmtree(rendezvous, ignore_errors=True)
+        self._raise_first_failure(task_results, exit_codes, timed_out, timeout)
+        return [task_result.result for task_result in task_results if task_result is not None]
 
     def close(self) -> None:
         """End every process."""
@@ -178,77 +180,87 @@ class Pool:
         self._workers.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _grow(self, ranks: int) -> None:
+    def _ensure_workers(self, ranks: int) -> None:
         while len(self._workers) < ranks:
-            self._workers.append(self._start())
+            self._workers.append(self._start_worker())
         for worker in self._workers[:ranks]:
             worker.await_ready()
 
-    def _start(self) -> _Worker:
-        self._started += 1
-        return _Worker(self._folder / f"worker-{self._started}.log")
+    def _start_worker(self) -> _Worker:
+        self._started_count += 1
+        return _Worker(self._folder / f"worker-{self._started_count}.log")
 
-    def _replace(self, team: Sequence[_Worker], busy: Sequence[int]) -> None:
+    def _replace_workers(self, workers: Sequence[_Worker], busy_ranks: Sequence[int]) -> None:
         """New processes for ranks that died or hang; they start while the caller goes on."""
-        for rank, worker in enumerate(team):
-            if rank in busy or worker.process.poll() is not None:
+        for rank, worker in enumerate(workers):
+            if rank in busy_ranks or worker.process.poll() is not None:
                 worker.kill()
-                self._workers[rank] = self._start()
+                self._workers[rank] = self._start_worker()
 
-    def _blame(self, answers: Sequence[Answer | None], codes: Sequence[int | None], late: bool, timeout: float) -> None:
+    def _raise_first_failure(
+        self, results: Sequence[TaskResult | None], exit_codes: Sequence[int | None], timed_out: bool, timeout: float
+    ) -> None:
         # A rank that died comes first: the others' errors are lost connections to it.
-        for rank, code in enumerate(codes):
-            if code is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-                raise RankError(rank, how, None, self.outputs)
-        failures = [(answer.raised, rank, answer) for rank, answer in enumerate(answers) if answer and answer.traceback]
+        for rank, exit_code in enumerate(exit_codes):
+            if exit_code is not None:
+                cause = (
+                    f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with {exit_code}"
+                )
+                raise RankError(rank, cause, None, self.outputs)
+        failures = [
+            (result.raised_at, rank, result) for rank, result in enumerate(results) if result and result.traceback
+        ]
         if failures:
             # A rank that fails closes its connections before its error arrives here.
-            _, rank, answer = min(failures, key=lambda each: (_CLOSED in each[2].traceback, *each[:2]))
-            raise RankError(rank, f"failed:\n{answer.traceback}", answer.error, self.outputs) from answer.error
-        if late:
-            stuck = [rank for rank, answer in enumerate(answers) if answer is None]
-            names = ", ".join(map(str, stuck))
-            reason = f"did not finish within {timeout:g} s (ranks still busy: {names})"
-            raise RankError(stuck[0], reason, None, self.outputs, stuck[1:])
+            _, rank, result = min(
+                failures, key=lambda failure: (_PEER_CLOSED_MESSAGE in failure[2].traceback, *failure[:2])
+            )
+            raise RankError(rank, f"failed:\n{result.traceback}", result.error, self.outputs) from result.error
+        if timed_out:
+            hung_ranks = [rank for rank, result in enumerate(results) if result is None]
+            rank_names = ", ".join(map(str, hung_ranks))
+            reason = f"did not finish within {timeout:g} s (ranks still busy: {rank_names})"
+            raise RankError(hung_ranks[0], reason, None, self.outputs, hung_ranks[1:])
 
 
-def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | None], list[int], bool]:
+def _collect_results(workers: Sequence[_Worker], timeout: float) -> tuple[list[TaskResult | None], list[int], bool]:
     """Each rank's answer (None where it died or hangs), the ranks that are still busy, and whether the time ran out before any failed."""
-    answers: list[Answer | None] = [None] * len(team)
-    pending: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(team)}
-    deadline, failed = time.monotonic() + timeout, False
-    while pending:
-        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return answers, list(pending.values()), not failed and not all(answers)
-        for pipe in ready:
-            rank = pending[pipe]
+    results: list[TaskResult | None] = [None] * len(workers)
+    rank_by_pipe: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    deadline, has_failed = time.monotonic() + timeout, False
+    while rank_by_pipe:
+        ready_pipes = wait(list(rank_by_pipe), max(0.0, deadline - time.monotonic()))
+        if not ready_pipes:
+            return results, list(rank_by_pipe.values()), not has_failed and not all(results)
+        for pipe in ready_pipes:
+            rank = rank_by_pipe[pipe]
             try:
-                message = team[rank].receive()
+                message = workers[rank].receive()
             except (EOFError, OSError):
                 message = None
-                team[rank].process.wait()
-            if isinstance(message, Answer):
-                answers[rank] = message
+                workers[rank].process.wait()
+            if isinstance(message, TaskResult):
+                results[rank] = message
             else:  # tidied up, or gone
-                del pending[pipe]
-            if not failed and (message is None or (isinstance(message, Answer) and message.traceback)):
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
-            if all(answers):
-                deadline = time.monotonic() + GRACE  # only tidying is left, and that must not cost the answers
-    return answers, [], False
+                del rank_by_pipe[pipe]
+            if not has_failed and (message is None or (isinstance(message, TaskResult) and message.traceback)):
+                has_failed, deadline = True, min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
+            if all(results):
+                deadline = (
+                    time.monotonic() + FAILURE_GRACE_SECONDS
+                )  # only tidying is left, and that must not cost the answers
+    return results, [], False
 
 
 def _print_stacks(workers: Sequence[_Worker]) -> None:
     """Have ranks that hang print where they are, into their output."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(STACKS)
+            worker.process.send_signal(STACK_DUMP_SIGNAL)
     time.sleep(0.5)  # until they are in the output, which is read next
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _target_name(function: Callable[..., Any]) -> str:
     """How another process finds a function. Under `python -m package.module` that module goes by "__main__" here only."""
     module = function.__module__
     if module == "__main__":
@@ -261,7 +273,7 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{module}:{function.__qualname__}"
 
 
-def _read_from(log: Path, mark: int) -> str:
+def _read_log_from(log: Path, offset: int) -> str:
     with log.open("rb") as stream:
-        stream.seek(mark)
+        stream.seek(offset)
         return stream.read().decode(errors="replace")

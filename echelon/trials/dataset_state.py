@@ -19,197 +19,236 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from echelon.trials.iterator_replay import is_plain_iterator
-from echelon.trials.reachable import GENERATORS, PLAIN, is_container, is_object, is_user
-from echelon.trials.snapshot import ITEMS, Snapshot, content_of, copied, has_content, is_same_content, position, refill
+from echelon.trials.reachable import GENERATOR_TYPES, PLAIN_TYPES, is_container, is_user_defined, is_user_object
+from echelon.trials.snapshot import (
+    MAX_ITEMS,
+    Snapshot,
+    copy_content,
+    get_content,
+    get_file_position,
+    has_mutable_content,
+    is_same_content,
+    set_content,
+)
 
 #: Bytes of tensors and arrays that are copied; torch counts the changes of further tensors.
-_COPIED = 2**26
+_MAX_COPIED_BYTES = 2**26
 #: Bytes of a tensor among globals, closures and attributes of classes that is copied.
-_SETTING = 2**22
+_MAX_SETTING_BYTES = 2**22
 #: Items of longer containers are not followed: they are samples.
-_LONG = 10_000
+_MAX_FOLLOWED_ITEMS = 10_000
 
 
-class DataState:
+class DatasetState:
     """What a data set keeps, as it is now."""
 
     def __init__(self, data: Any) -> None:
-        found = _held(data)
-        self._attributes = [
-            (each, dict(vars(each))) for each in found if hasattr(each, "__dict__") and not _is_code(each)
+        reachable = _find_reachable_state(data)
+        self._saved_attributes = [
+            (value, dict(vars(value))) for value in reachable if hasattr(value, "__dict__") and not _is_code(value)
         ]
-        self._contents: list[tuple[Any, Any]] = []
-        self._versions: list[tuple[Tensor, int]] = []
-        left = _COPIED
-        for each in found:
-            if not has_content(each) or (is_container(each) and len(each) > ITEMS):
+        self._saved_contents: list[tuple[Any, Any]] = []
+        self._tensor_versions: list[tuple[Tensor, int]] = []
+        bytes_left = _MAX_COPIED_BYTES
+        for value in reachable:
+            if not has_mutable_content(value) or (is_container(value) and len(value) > MAX_ITEMS):
                 continue
-            size = each.nbytes if isinstance(each, Tensor | np.ndarray) else 0
-            if size <= left:
-                left -= size
-                self._contents.append((each, copied(each)))
-            elif isinstance(each, Tensor):
-                self._versions.append((each, each._version))
+            size = value.nbytes if isinstance(value, Tensor | np.ndarray) else 0
+            if size <= bytes_left:
+                bytes_left -= size
+                self._saved_contents.append((value, copy_content(value)))
+            elif isinstance(value, Tensor):
+                self._tensor_versions.append((value, value._version))
         # What its functions, classes and objects hold: closures, globals, attributes of classes, iterators.
-        roots = {f"part {place}": each for place, each in enumerate(found) if _is_code(each) or _holds_iterators(each)}
-        known = {id(each) for each, _ in (*self._contents, *self._versions)}
-        self._settings = Snapshot(roots, without=known, largest=_SETTING)
-        files = [(each, place) for each in found if (place := position(each)) is not None]
-        self._positions = [*files, *self._settings.positions]
-        caches = _caches_of(found, self._settings)
-        self._caches = [(each, each.cache_info()) for each in caches]
-        self._behind_caches = Snapshot(
-            {f"cached {place}": each.__wrapped__ for place, each in enumerate(caches)}, largest=_SETTING
+        roots = {
+            f"part {position}": value
+            for position, value in enumerate(reachable)
+            if _is_code(value) or _holds_iterators(value)
+        }
+        saved_ids = {id(value) for value, _ in (*self._saved_contents, *self._tensor_versions)}
+        self._code_state = Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
+        files = [(value, position) for value in reachable if (position := get_file_position(value)) is not None]
+        self._file_positions = [*files, *self._code_state.file_positions]
+        caches = _find_lru_caches(reachable, self._code_state)
+        self._cache_infos = [(value, value.cache_info()) for value in caches]
+        self._cached_function_state = Snapshot(
+            {f"cached {position}": value.__wrapped__ for position, value in enumerate(caches)},
+            max_tensor_bytes=_MAX_SETTING_BYTES,
         )
 
-    def put_back(self, *, generators: bool = True) -> None:
+    def restore(self, *, with_generators: bool = True) -> None:
         """Have it keep again what it kept; its random generators too, and where it is in files. Files that it closed meanwhile are opened again.
         A `functools.lru_cache` is emptied where it was empty; of others nobody but Python knows what they hold."""
-        reopened = {id(file): _reopened(file, place) for file, place in self._positions if file.closed}
-        for file, place in self._positions:
-            if not file.closed and position(file) != place:
-                file.seek(place)
+        reopened = {
+            id(file): _reopen_file(file, saved_position) for file, saved_position in self._file_positions if file.closed
+        }
+        for file, saved_position in self._file_positions:
+            if not file.closed and get_file_position(file) != saved_position:
+                file.seek(saved_position)
         with warnings.catch_warnings(
             action="ignore", category=ResourceWarning
         ):  # Python closes files that were opened meanwhile
-            for value, held in self._attributes:
-                now = vars(value)
-                for name in [name for name, each in now.items() if _is_restored(each) and name not in held]:
-                    del now[name]
-                for name, each in held.items():
-                    before = reopened.get(id(each), each)
-                    if _is_restored(now.get(name)) and (before is not None or each is None):
-                        now[name] = before
-        for value, content in self._contents:
-            if (generators or not isinstance(value, GENERATORS)) and not is_same_content(content_of(value), content):
-                refill(value, content)
-        self._settings.put_back(generators=generators)
-        self._behind_caches.put_back(generators=generators)
-        for function, before in self._caches:
-            if not before.currsize and function.cache_info().currsize:
+            for value, attributes in self._saved_attributes:
+                current = vars(value)
+                for name in [
+                    name for name, attribute in current.items() if _is_restored(attribute) and name not in attributes
+                ]:
+                    del current[name]
+                for name, attribute in attributes.items():
+                    saved_value = reopened.get(id(attribute), attribute)
+                    if _is_restored(current.get(name)) and (saved_value is not None or attribute is None):
+                        current[name] = saved_value
+        for value, saved_content in self._saved_contents:
+            if (with_generators or not isinstance(value, GENERATOR_TYPES)) and not is_same_content(
+                get_content(value), saved_content
+            ):
+                set_content(value, saved_content)
+        self._code_state.restore(with_generators=with_generators)
+        self._cached_function_state.restore(with_generators=with_generators)
+        for function, saved_value in self._cache_infos:
+            if not saved_value.currsize and function.cache_info().currsize:
                 function.cache_clear()
 
-    def changed(self, *, generators: bool = False, positions: bool = False) -> bool:
+    def has_changed(self, *, with_generators: bool = False, with_positions: bool = False) -> bool:
         """Whether readings changed it; its random generators, and where it is in files and what caches have missed, count where asked for."""
-        if self.unrestorable():
+        if self.has_unrestorable_changes():
             return True
-        if positions and (
-            any(position(file) != place for file, place in self._positions)
-            or any(function.cache_info().misses != before.misses for function, before in self._caches)
+        if with_positions and (
+            any(get_file_position(file) != saved_position for file, saved_position in self._file_positions)
+            or any(function.cache_info().misses != saved_info.misses for function, saved_info in self._cache_infos)
         ):
             return True
-        for value, held in self._attributes:
-            now = vars(value)
-            if any(_is_state(each) and not _is_equal(each, held.get(name)) for name, each in now.items()):
+        for value, saved in self._saved_attributes:
+            current = vars(value)
+            if any(_is_state(entry) and not _is_equal(entry, saved.get(name)) for name, entry in current.items()):
                 return True
-        contents = [each for each in self._contents if generators or not isinstance(each[0], GENERATORS)]
-        settings = (self._settings, self._behind_caches)
-        return any(each.changed(generators=generators) for each in settings) or not all(
-            is_same_content(content_of(value), held) for value, held in contents
+        contents = [
+            entry for entry in self._saved_contents if with_generators or not isinstance(entry[0], GENERATOR_TYPES)
+        ]
+        snapshots = (self._code_state, self._cached_function_state)
+        return any(entry.has_changed(with_generators=with_generators) for entry in snapshots) or not all(
+            is_same_content(get_content(value), saved) for value, saved in contents
         )
 
-    def unrestorable(self) -> bool:
+    def has_unrestorable_changes(self) -> bool:
         """Whether readings changed what is too large to be put back."""
-        return any(value._version != version for value, version in self._versions)
+        return any(value._version != version for value, version in self._tensor_versions)
 
 
 @contextlib.contextmanager
-def unread(*values: Any) -> Iterator[None]:
+def preserve_datasets(*values: Any) -> Iterator[None]:
     """Readings inside leave no trace in the data sets and collate functions `values`."""
-    held = [DataState(each) for each in values if runs_code(each)]
+    states = [DatasetState(item) for item in values if may_change_on_read(item)]
     try:
         yield
     finally:
-        for each in held:
-            each.put_back()
+        for item in states:
+            item.restore()
 
 
-def runs_code(value: Any) -> bool:
+def may_change_on_read(value: Any) -> bool:
     """Whether reading a sample of it, or calling it, runs code that may change what it keeps."""
     if type(value) is Subset:
-        return runs_code(value.dataset)
+        return may_change_on_read(value.dataset)
     if type(value) is ConcatDataset:
-        return any(map(runs_code, value.datasets))
+        return any(map(may_change_on_read, value.datasets))
     if type(value) in (list, tuple):  # of samples: those of one are like those of all
-        return any(map(_is_followed, _held(value[:1])))
-    return type(value) is not TensorDataset and (_is_followed(value) or _is_code(value))
+        return any(map(_is_dataset_or_object, _find_reachable_state(value[:1])))
+    return type(value) is not TensorDataset and (_is_dataset_or_object(value) or _is_code(value))
 
 
-def _is_followed(value: Any) -> bool:
-    return isinstance(value, Dataset) or is_object(value)
+def _is_dataset_or_object(value: Any) -> bool:
+    return isinstance(value, Dataset) or is_user_object(value)
 
 
-def _held(data: Any) -> list[Any]:
+def _find_reachable_state(data: Any) -> list[Any]:
     """Data sets, objects, containers, tensors, arrays, generators and code that are reached from a data set by attributes and items, each once.
     Code is not followed further."""
-    found: dict[int, Any] = {}
+    reachable: dict[int, Any] = {}
     pending = [data]
     while pending:
         value = pending.pop()
-        known = _is_followed(value) or has_content(value) or isinstance(value, tuple | io.IOBase) or _is_code(value)
-        if id(value) in found or not known:
+        is_stateful = (
+            _is_dataset_or_object(value)
+            or has_mutable_content(value)
+            or isinstance(value, tuple | io.IOBase)
+            or _is_code(value)
+        )
+        if id(value) in reachable or not is_stateful:
             continue
-        found[id(value)] = value
+        reachable[id(value)] = value
         if is_container(value):
-            if len(value) <= _LONG:
+            if len(value) <= _MAX_FOLLOWED_ITEMS:
                 pending += value.values() if isinstance(value, dict) else value
         elif _has_attributes(value):
             pending += [*vars(value).values(), type(value)]
-    return list(found.values())
+    return list(reachable.values())
 
 
 def _holds_iterators(value: Any) -> bool:
     return isinstance(value, Dataset) or any(map(is_plain_iterator, getattr(value, "__dict__", {}).values()))
 
 
-def _caches_of(found: list[Any], settings: Snapshot) -> list[Any]:
+def _find_lru_caches(reachable: list[Any], code_state: Snapshot) -> list[Any]:
     """Functions and methods with a `functools.lru_cache` that readings may call."""
-    of_classes = [
-        each for kind in found if isinstance(kind, type) for base in kind.__mro__ for each in vars(base).values()
+    class_attributes = [
+        candidate
+        for owner in reachable
+        if isinstance(owner, type)
+        for base in owner.__mro__
+        for candidate in vars(base).values()
     ]
-    every = [*found, *of_classes, *settings.unfollowed]
-    return list({id(each): each for each in every if isinstance(each, _lru_cache_wrapper) and is_user(each)}.values())
+    candidates = [*reachable, *class_attributes, *code_state.unfollowed_values]
+    return list(
+        {
+            id(candidate): candidate
+            for candidate in candidates
+            if isinstance(candidate, _lru_cache_wrapper) and is_user_defined(candidate)
+        }.values()
+    )
 
 
 def _has_attributes(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not (has_content(value) or _is_code(value) or isinstance(value, io.IOBase))
+    return hasattr(value, "__dict__") and not (
+        has_mutable_content(value) or _is_code(value) or isinstance(value, io.IOBase)
+    )
 
 
-def _reopened(file: Any, place: int) -> Any:
+def _reopen_file(file: Any, file_offset: int) -> Any:
     """A closed file, open again at a position; None where nothing says how to open it, or it is gone."""
     with contextlib.suppress(OSError):
-        again: Any = None
+        reopened: Any = None
         if isinstance(file, io.TextIOWrapper) and isinstance(file.buffer, io.BufferedReader):
-            again = Path(file.name).open(encoding=file.encoding, errors=file.errors)  # noqa: SIM115 (it stays open)
+            reopened = Path(file.name).open(encoding=file.encoding, errors=file.errors)  # noqa: SIM115 (it stays open)
         elif isinstance(file, io.BufferedReader):
-            again = Path(file.name).open("rb")  # noqa: SIM115 (it stays open)
-        if again is not None:
-            again.seek(place)
-        return again
+            reopened = Path(file.name).open("rb")  # noqa: SIM115 (it stays open)
+        if reopened is not None:
+            reopened.seek(file_offset)
+        return reopened
     return None
 
 
 def _is_code(value: Any) -> bool:
     """Whether it is code of the user's, or an object that holds its attributes otherwise than in a dict: `Snapshot` follows these."""
     if isinstance(value, FunctionType | type | _lru_cache_wrapper):
-        return is_user(value)
-    return isinstance(value, MethodType | partial) or (is_object(value) and not hasattr(value, "__dict__"))
+        return is_user_defined(value)
+    return isinstance(value, MethodType | partial) or (is_user_object(value) and not hasattr(value, "__dict__"))
 
 
 def _is_state(value: Any) -> bool:
     """Whether an attribute with this value is one that readings change: not a file, a connection or a library's object."""
-    return isinstance(value, (*PLAIN, Tensor, np.ndarray)) or is_container(value) or is_object(value)
+    return isinstance(value, (*PLAIN_TYPES, Tensor, np.ndarray)) or is_container(value) or is_user_object(value)
 
 
 def _is_restored(value: Any) -> bool:
     return _is_state(value) or isinstance(value, io.IOBase)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _is_equal(first: Any, second: Any) -> bool:
+    if first is second:
         return True
-    if type(one) is not type(other) or is_container(one) or is_object(one):
+    if type(first) is not type(second) or is_container(first) or is_user_object(first):
         return False
-    if isinstance(one, Tensor | np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and is_same_content(one, other)
-    return bool(one == other or one != one)
+    if isinstance(first, Tensor | np.ndarray):
+        return first.shape == second.shape and first.dtype == second.dtype and is_same_content(first, second)
+    return bool(first == second or first != first)

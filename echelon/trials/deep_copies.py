@@ -9,37 +9,37 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.trials.reachable import leaves
-from echelon.trials.snapshot import reached
+from echelon.trials.reachable import find_unfollowed
+from echelon.trials.snapshot import find_reachable_replayable
 
 T = TypeVar("T")
 
 
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
     """A deep copy that shares what cannot be copied. `memo`: that of `copy.deepcopy`; as it was where this raises."""
-    nodes = reached({"value": value})  # iterators become such as can be copied
+    reachable = find_reachable_replayable({"value": value})  # iterators become such as can be copied
     memo = {} if memo is None else memo
     try:
-        return _copied(value, memo)
+        return _deepcopy_or_reset_memo(value, memo)
     except Exception:
-        shared = {id(each): each for each in leaves(nodes.values()) if not _is_copied(each)}
+        shared = {id(leaf): leaf for leaf in find_unfollowed(reachable.values()) if not _is_copyable(leaf)}
         if not shared:
             raise
     memo.update(shared)
-    return _copied(value, memo)
+    return _deepcopy_or_reset_memo(value, memo)
 
 
-def _copied(value: T, memo: dict[int, Any]) -> T:
-    known = set(memo)
+def _deepcopy_or_reset_memo(value: T, memo: dict[int, Any]) -> T:
+    keys_before = set(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception:
-        for key in set(memo) - known:
+        for key in set(memo) - keys_before:
             del memo[key]
         raise
 
 
-def _is_copied(value: Any) -> bool:
+def _is_copyable(value: Any) -> bool:
     try:
         copy.deepcopy(value)
     except Exception:
@@ -52,9 +52,11 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
     copied = deep_copy(model, memo)
     if isinstance(model, torch.jit.ScriptModule):
         return copied
-    for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
-        if theirs is not mine and mine._backward_hooks:
-            theirs._backward_hooks = OrderedDict(mine._backward_hooks)
-        for hook in (getattr(mine, "_post_accumulate_grad_hooks", None) or {}).values() if theirs is not mine else ():
-            theirs.register_post_accumulate_grad_hook(hook)
+    for original, duplicate in zip(model.parameters(), copied.parameters(), strict=True):
+        if duplicate is not original and original._backward_hooks:
+            duplicate._backward_hooks = OrderedDict(original._backward_hooks)
+        for hook in (
+            (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values() if duplicate is not original else ()
+        ):
+            duplicate.register_post_accumulate_grad_hook(hook)
     return copied

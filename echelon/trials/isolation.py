@@ -33,238 +33,287 @@ from torch.utils.data import Dataset
 
 from echelon.job import Job
 from echelon.trials.deep_copies import copy_module, deep_copy
-from echelon.trials.iterator_replay import Replay
-from echelon.trials.reachable import BUFFERS, GENERATORS, PLAIN, RECORDS, Slot, is_user, slots_of
-from echelon.trials.shape_model import note_copies
-from echelon.trials.snapshot import Snapshot, reached
-from echelon.trials.torch_patches import Patches
+from echelon.trials.iterator_replay import ReplayableIterator
+from echelon.trials.reachable import (
+    BYTE_BUFFER_TYPES,
+    GENERATOR_TYPES,
+    PLAIN_TYPES,
+    RECORD_TYPES,
+    Slot,
+    get_slots,
+    is_user_defined,
+)
+from echelon.trials.shape_model import register_copies
+from echelon.trials.snapshot import Snapshot, find_reachable_replayable
+from echelon.trials.torch_patches import TorchPatches
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
-_LARGE = 2**26
-_FUNCTIONS = ("loss", "inputs", "collate", "optimizer", "schedule")
-_STATEFUL = (nn.Module, Tensor, np.ndarray, *GENERATORS, list, dict, set, tuple, deque, *BUFFERS, *RECORDS, Replay)
+_MIN_SHARED_BYTES = 2**26
+_FUNCTION_FIELDS = ("loss", "inputs", "collate", "optimizer", "schedule")
+_STATE_TYPES = (
+    nn.Module,
+    Tensor,
+    np.ndarray,
+    *GENERATOR_TYPES,
+    list,
+    dict,
+    set,
+    tuple,
+    deque,
+    *BYTE_BUFFER_TYPES,
+    *RECORD_TYPES,
+    ReplayableIterator,
+)
 
 
-class Isolated:
+class IsolatedJob:
     """A job for one run. `job` is to be used only while the run is `active`."""
 
     def __init__(
         self,
         job: Job,
         dtype: torch.dtype | None = None,
-        pristine: nn.Module | None = None,
-        keep: nn.Module | None = None,
+        pristine_model: nn.Module | None = None,
+        shared_model: nn.Module | None = None,
     ) -> None:
-        """`dtype`: floating tensors that the loss and its kin captured (class weights) are cast to it, as the model is. `pristine`: a
-        copy of the job's module from before a run cut or sharded it. `keep`: a live model that stays shared: of the job only the
+        """`dtype`: floating tensors that the loss and its kin captured (class weights) are cast to it, as the model is. `pristine_model`: a
+        copy of the job's module from before a run cut or sharded it. `shared_model`: a live model that stays shared: of the job only the
         functions get copies of their own."""
-        memo = _shared(job)
-        if keep is not None:
-            memo |= {id(each): each for each in (*keep.modules(), *keep.parameters(), *keep.buffers())}
-        self._original = job.model if isinstance(job.model, nn.Module) and keep is None else None
-        self._copy = None if self._original is None else copy_module(pristine or self._original, memo)
-        if pristine is not None and self._original is not None and self._copy is not None:
-            memo |= _counterparts(self._original, self._copy)
-        own = [] if self._copy is None else [*self._copy.modules(), *self._copy.parameters()]
-        mine = frozenset(map(id, own))
-        self._values = [
-            (slot, _copied(slot.value, memo, dtype if lifted else None, mine)) for slot, lifted in _slots(job)
+        memo = _memo_sharing_data(job)
+        if shared_model is not None:
+            memo |= {
+                id(item): item
+                for item in (*shared_model.modules(), *shared_model.parameters(), *shared_model.buffers())
+            }
+        self._original_model = job.model if isinstance(job.model, nn.Module) and shared_model is None else None
+        self._model_copy = (
+            None if self._original_model is None else copy_module(pristine_model or self._original_model, memo)
+        )
+        if pristine_model is not None and self._original_model is not None and self._model_copy is not None:
+            memo |= _map_counterparts(self._original_model, self._model_copy)
+        own_parts = [] if self._model_copy is None else [*self._model_copy.modules(), *self._model_copy.parameters()]
+        own_ids = frozenset(map(id, own_parts))
+        self._slot_values = [
+            (slot, _copy_state(slot.value, memo, dtype if is_cast else None, own_ids))
+            for slot, is_cast in _find_job_slots(job)
         ]
-        given = {name: getattr(job, name) for name in _FUNCTIONS if getattr(job, name) is not None}
+        functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if getattr(job, name) is not None}
         changes: dict[str, Any] = {
-            name: _copied(value, memo, dtype if name != "collate" else None, mine) for name, value in given.items()
+            name: _copy_state(value, memo, dtype if name != "collate" else None, own_ids)
+            for name, value in functions.items()
         }
-        changes["metrics"] = {name: _copied(value, memo, dtype, mine) for name, value in job.metrics.items()}
-        if self._copy is not None:
-            changes["model"] = self._copy
-        elif not isinstance(job.model, type) and keep is None:
-            model = _copied(job.model, memo, None)
-            changes["model"] = partial(_deep, model) if self._reuses(job.model) else model
+        changes["metrics"] = {name: _copy_state(value, memo, dtype, own_ids) for name, value in job.metrics.items()}
+        if self._model_copy is not None:
+            changes["model"] = self._model_copy
+        elif not isinstance(job.model, type) and shared_model is None:
+            model = _copy_state(job.model, memo, None)
+            changes["model"] = partial(_call_and_copy, model) if self._reuses_parameters(job.model) else model
         self.job: Job = dataclasses.replace(job, **changes)
-        note_copies(memo)
-        self._depth = 0
+        register_copies(memo)
+        self._active_depth = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """This run's values are in place."""
-        self._depth += 1
-        restore = self._swap() if self._depth == 1 else lambda: None
+        self._active_depth += 1
+        restore = self._swap_in_values() if self._active_depth == 1 else lambda: None
         try:
             yield
         finally:
-            self._depth -= 1
+            self._active_depth -= 1
             restore()
 
-    def _swap(self) -> Callable[[], None]:
-        before = [(slot, slot.value) for slot, _ in self._values]
-        for slot, value in self._values:
-            slot.put(value)
-        attributes = _share_attributes(self._original, self._copy)
+    def _swap_in_values(self) -> Callable[[], None]:
+        saved_values = [(slot, slot.value) for slot, _ in self._slot_values]
+        for slot, value in self._slot_values:
+            slot.assign(value)
+        shared_attributes = _share_attributes(self._original_model, self._model_copy)
 
         def restore() -> None:
-            self._values = [(slot, slot.value) for slot, _ in self._values]  # a counter has moved on
-            for slot, value in before:
-                slot.put(value)
-            for module, values in attributes:
+            self._slot_values = [(slot, slot.value) for slot, _ in self._slot_values]  # a counter has moved on
+            for slot, value in saved_values:
+                slot.assign(value)
+            for module, values in shared_attributes:
                 object.__setattr__(module, "__dict__", values)
 
         return restore
 
-    def _reuses(self, factory: Callable[[], nn.Module]) -> bool:
+    def _reuses_parameters(self, factory: Callable[[], nn.Module]) -> bool:
         """Whether a factory hands out parameters that it neither makes nor visibly captured: under fake tensors those that it makes are
         fake."""
-        if (known := _REUSES.get(factory)) is not None:
-            return known
-        own = {id(leaf) for _, value in self._values for leaf in _tensors(value)}
-        kept, self._depth, patches = list(self._values), 0, Patches()
+        if (cached := _REUSES_BY_FACTORY.get(factory)) is not None:
+            return cached
+        own_ids = {id(leaf) for _, value in self._slot_values for leaf in _find_tensors(value)}
+        saved_slot_values, self._active_depth, patches = list(self._slot_values), 0, TorchPatches()
         with self.active():
-            held = Snapshot({"model": factory})
+            factory_state = Snapshot({"model": factory})
             try:
                 with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-                    made = list(factory().parameters())
+                    parameters = list(factory().parameters())
             except Exception:  # a constructor that looks at values
-                made = []
-            held.put_back()
-        patches.put_back()
-        self._values = kept
-        found = any(not isinstance(each, FakeTensor) and not each.is_meta and id(each) not in own for each in made)
+                parameters = []
+            factory_state.restore()
+        patches.restore()
+        self._slot_values = saved_slot_values
+        reuses = any(
+            not isinstance(parameter, FakeTensor) and not parameter.is_meta and id(parameter) not in own_ids
+            for parameter in parameters
+        )
         with contextlib.suppress(TypeError):  # what weak references cannot point to is tried again
-            _REUSES[factory] = found
-        return found
+            _REUSES_BY_FACTORY[factory] = reuses
+        return reuses
 
 
 #: Factory -> whether it hands out parameters of others.
-_REUSES: WeakKeyDictionary[Callable[[], nn.Module], bool] = WeakKeyDictionary()
+_REUSES_BY_FACTORY: WeakKeyDictionary[Callable[[], nn.Module], bool] = WeakKeyDictionary()
 
 
-def _deep(factory: Callable[[], nn.Module]) -> nn.Module:
+def _call_and_copy(factory: Callable[[], nn.Module]) -> nn.Module:
     return copy_module(factory())
 
 
-def _shared(job: Job) -> dict[int, Any]:
+def _memo_sharing_data(job: Job) -> dict[int, Any]:
     """A memo by which the data stays the user's own."""
     memo: dict[int, Any] = {}
-    for data in (job.data, job.evaluation, job.warmup_data):
+    for data in (job.data, job.eval_data, job.warmup_data):
         if data is not None:
             memo[id(data)] = data
-            held = list(vars(data).values()) if hasattr(data, "__dict__") else []
+            attributes = list(vars(data).values()) if hasattr(data, "__dict__") else []
             memo.update(
                 {
-                    id(each): each
-                    for each in [*held, *tree_leaves(held)]
-                    if isinstance(each, Tensor | np.ndarray | Dataset)
+                    id(item): item
+                    for item in [*attributes, *tree_leaves(attributes)]
+                    if isinstance(item, Tensor | np.ndarray | Dataset)
                 }
             )
     return memo
 
 
-def _counterparts(original: nn.Module, other: nn.Module) -> dict[int, Any]:
+def _map_counterparts(original: nn.Module, counterpart: nn.Module) -> dict[int, Any]:
     """A memo by which functions that captured parts of one module get those of the other."""
-    modules, parameters = dict(other.named_modules()), dict(other.named_parameters())
-    memo: dict[int, Any] = {id(mine): modules[path] for path, mine in original.named_modules() if path in modules}
-    return memo | {id(mine): parameters[name] for name, mine in original.named_parameters() if name in parameters}
+    modules, parameters = dict(counterpart.named_modules()), dict(counterpart.named_parameters())
+    memo: dict[int, Any] = {
+        id(own_part): modules[path] for path, own_part in original.named_modules() if path in modules
+    }
+    return memo | {
+        id(own_part): parameters[name] for name, own_part in original.named_parameters() if name in parameters
+    }
 
 
-def _share_attributes(original: nn.Module | None, other: nn.Module | None) -> list[tuple[nn.Module, dict[str, Any]]]:
+def _share_attributes(
+    original: nn.Module | None, counterpart: nn.Module | None
+) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Have every module of `original` share the attributes of its counterpart; returns what they were."""
-    if original is None or other is None or isinstance(original, torch.jit.ScriptModule):
+    if original is None or counterpart is None or isinstance(original, torch.jit.ScriptModule):
         return []
-    pairs = zip(original.modules(), other.modules(), strict=False)
-    both = [(mine, theirs) for mine, theirs in pairs if not isinstance(mine, torch.jit.ScriptModule)]
-    before = [(mine, vars(mine)) for mine, _ in both]
-    for mine, theirs in both:
-        object.__setattr__(mine, "__dict__", vars(theirs))
-    return before
+    pairs = zip(original.modules(), counterpart.modules(), strict=False)
+    module_pairs = [
+        (own_module, other_module)
+        for own_module, other_module in pairs
+        if not isinstance(own_module, torch.jit.ScriptModule)
+    ]
+    original_attributes = [(own_module, vars(own_module)) for own_module, _ in module_pairs]
+    for own_module, other_module in module_pairs:
+        object.__setattr__(own_module, "__dict__", vars(other_module))
+    return original_attributes
 
 
-def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Set[int] = frozenset()) -> Any:
+def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own_ids: Set[int] = frozenset()) -> Any:
     """A deep copy, or the value itself where it is no state or cannot be copied."""
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (*PLAIN, FunctionType, type, ModuleType)):
+    if isinstance(value, (*PLAIN_TYPES, FunctionType, type, ModuleType)):
         return value
-    large = [each for each in _tensors(value) if _bytes(each) >= _LARGE and not isinstance(each, nn.Parameter)]
-    if any(id(each) not in memo for each in large) and not isinstance(value, nn.Module):
+    large_tensors = [
+        tensor
+        for tensor in _find_tensors(value)
+        if _count_bytes(tensor) >= _MIN_SHARED_BYTES and not isinstance(tensor, nn.Parameter)
+    ]
+    if any(id(tensor) not in memo for tensor in large_tensors) and not isinstance(value, nn.Module):
         return value
     try:
-        made = deep_copy(value, memo)
+        copied = deep_copy(value, memo)
     except Exception:  # a lock, a file, a tensor with a history
         return value
     if dtype is not None:
-        made = _lifted(made, dtype, own)
-        memo[id(value)] = made
-    return made
+        copied = _cast_floating(copied, dtype, own_ids)
+        memo[id(value)] = copied
+    return copied
 
 
-def _lifted(value: Any, dtype: torch.dtype, own: Set[int]) -> Any:
-    """With floating tensors in `dtype`, but for modules and parameters in `own`: the model is cast as a whole."""
+def _cast_floating(value: Any, dtype: torch.dtype, own_ids: Set[int]) -> Any:
+    """With floating tensors in `dtype`, but for modules and parameters in `own_ids`: the model is cast as a whole."""
     if isinstance(value, nn.Parameter):
-        if id(value) not in own:
-            value.data = _wide(value.data, dtype)  # in place: it stays what the optimizer trains
+        if id(value) not in own_ids:
+            value.data = _cast_tensor(value.data, dtype)  # in place: it stays what the optimizer trains
         return value
     if isinstance(value, Tensor):
-        return _wide(value, dtype)
+        return _cast_tensor(value, dtype)
     if isinstance(value, nn.Module):
         for module in value.modules():
-            if id(module) not in own:
-                module._apply(lambda tensor: _wide(tensor, dtype), recurse=False)
+            if id(module) not in own_ids:
+                module._apply(lambda tensor: _cast_tensor(tensor, dtype), recurse=False)
         return value
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_lifted(each, dtype, own) for each in value)
+        return type(value)(_cast_floating(item, dtype, own_ids) for item in value)
     if type(value) is dict:
-        return {key: _lifted(each, dtype, own) for key, each in value.items()}
+        return {key: _cast_floating(item, dtype, own_ids) for key, item in value.items()}
     if isinstance(value, MethodType):
-        _lifted(value.__self__, dtype, own)
+        _cast_floating(value.__self__, dtype, own_ids)
         return value
     if isinstance(value, partial):
-        return partial(value.func, *_lifted(value.args, dtype, own), **_lifted(value.keywords, dtype, own))
-    if is_user(type(value)) and hasattr(value, "__dict__"):
-        for name, each in vars(value).items():
-            if isinstance(each, Tensor | nn.Module | list | tuple | dict):
+        return partial(
+            value.func, *_cast_floating(value.args, dtype, own_ids), **_cast_floating(value.keywords, dtype, own_ids)
+        )
+    if is_user_defined(type(value)) and hasattr(value, "__dict__"):
+        for name, item in vars(value).items():
+            if isinstance(item, Tensor | nn.Module | list | tuple | dict):
                 with contextlib.suppress(Exception):
-                    object.__setattr__(value, name, _lifted(each, dtype, own))
+                    object.__setattr__(value, name, _cast_floating(item, dtype, own_ids))
     return value
 
 
-def _wide(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.is_complex():
         return value.to(dtype.to_complex())
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _tensors(value: Any) -> list[Any]:
+def _find_tensors(value: Any) -> list[Any]:
     """Tensors and arrays in plain containers and, one level deep, in attributes."""
-    held = tree_leaves(value)
-    held += [
-        each
-        for one in held
-        if hasattr(one, "__dict__") and not isinstance(one, type | ModuleType | Tensor)
-        for each in vars(one).values()
+    leaves = tree_leaves(value)
+    leaves += [
+        item
+        for leaf in leaves
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | ModuleType | Tensor)
+        for item in vars(leaf).values()
     ]
-    held += [each for one in held if isinstance(one, nn.Module) for each in one.parameters()]
-    return [each for each in held if isinstance(each, Tensor | np.ndarray)]
+    leaves += [item for leaf in leaves if isinstance(leaf, nn.Module) for item in leaf.parameters()]
+    return [item for item in leaves if isinstance(item, Tensor | np.ndarray)]
 
 
-def _bytes(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     """The bytes of a tensor or an array; 0 for sparse tensors, whose bytes torch does not count."""
     return int(value.nbytes) if not isinstance(value, Tensor) or value.layout is torch.strided else 0
 
 
-def _slots(job: Job) -> list[tuple[Slot, bool]]:
+def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:
     """Where the job's functions keep values between calls, and whether these take part in the step and are cast with the model."""
-    found: dict[tuple[int, str], tuple[Slot, bool]] = {}
-    step = {name: getattr(job, name) for name in _FUNCTIONS if name != "collate"} | {"metrics": dict(job.metrics)}
-    rest = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
-    for lifted, roots in ((True, step), (False, rest)):
-        for value in reached(roots).values():
-            for slot in _of(value):
-                found.setdefault((id(slot.holder), slot.key), (slot, lifted))
-    return list(found.values())
+    slots: dict[tuple[int, str], tuple[Slot, bool]] = {}
+    step_functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if name != "collate"} | {
+        "metrics": dict(job.metrics)
+    }
+    other_functions = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
+    for is_cast, roots in ((True, step_functions), (False, other_functions)):
+        for value in find_reachable_replayable(roots).values():
+            for slot in _state_slots(value):
+                slots.setdefault((id(slot.owner), slot.key), (slot, is_cast))
+    return list(slots.values())
 
 
-def _of(value: Any) -> list[Slot]:
+def _state_slots(value: Any) -> list[Slot]:
     """The slots of one function, class or data set; another object's are copied with it."""
-    slots = list(slots_of(value).values()) if isinstance(value, FunctionType | type | Dataset) else []
+    slots = list(get_slots(value).values()) if isinstance(value, FunctionType | type | Dataset) else []
     if isinstance(value, FunctionType):
         slots += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
     return [slot for slot in slots if _is_state(slot.value)]
@@ -274,4 +323,4 @@ def _is_state(value: Any) -> bool:
     """Whether a value may be changed, or rebound, by a run: not code, not a library's object."""
     if isinstance(value, FunctionType | type | ModuleType | Dataset):
         return False
-    return isinstance(value, (*PLAIN, *_STATEFUL)) or is_user(type(value))
+    return isinstance(value, (*PLAIN_TYPES, *_STATE_TYPES)) or is_user_defined(type(value))

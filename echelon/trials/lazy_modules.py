@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 from echelon.errors import JobError
 from echelon.job import Job, call_model
 from echelon.tree import map_tensors
-from echelon.trials.example_batch import Example
-from echelon.trials.random_state import random_states, seed_all
+from echelon.trials.example_batch import ExampleBatches
+from echelon.trials.random_state import preserve_random_states, seed_all
 
 
 def is_uninitialised(model: nn.Module) -> bool:
@@ -24,15 +24,19 @@ def initialise_lazy(model: nn.Module, job: Job) -> None:
     if not is_uninitialised(model):
         return
     dtype = next((value.data.dtype for value in model.parameters()), torch.get_default_dtype())
-    batch = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, Example(job).batch(2))
+    batch = map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, ExampleBatches(job).batch(2)
+    )
     training = model.training
-    with random_states(), torch.no_grad():
+    with preserve_random_states(), torch.no_grad():
         # Evaluation leaves running statistics as they start; a branch that runs in training only needs the other.
-        for trains in (False, True):
+        for is_training in (False, True):
             if is_uninitialised(model):
                 seed_all(job.seed)
-                call_model(job, model.train(trains), batch)
+                call_model(job, model.train(is_training), batch)
     model.train(training)
-    left = next((name for name, value in model.named_parameters() if is_lazy(value)), None)
-    if left is not None:
-        raise JobError(f"{left} is lazy and no batch reaches it, so that its size is not known; give its module a size")
+    unreached = next((name for name, value in model.named_parameters() if is_lazy(value)), None)
+    if unreached is not None:
+        raise JobError(
+            f"{unreached} is lazy and no batch reaches it, so that its size is not known; give its module a size"
+        )

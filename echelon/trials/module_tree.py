@@ -6,22 +6,28 @@ import torch
 from torch import nn
 
 
-def module_tree(model: nn.Module) -> list[tuple[str, str, dict[int, int]]]:
+def list_modules(model: nn.Module) -> list[tuple[str, str, dict[int, int]]]:
     """(path, class name, identity -> bytes of its own parameters) of every module; a shared module at each of its paths.
 
     A compiled module (torch.jit) is one, with all that it holds: nothing can be hooked or replaced inside it.
     """
-    found: list[tuple[str, str, dict[int, int]]] = []
-    compiled: str | None = None
+    modules: list[tuple[str, str, dict[int, int]]] = []
+    compiled_prefix: str | None = None
     for path, module in model.named_modules(remove_duplicate=False):
-        if compiled is not None and path.startswith(compiled):
+        if compiled_prefix is not None and path.startswith(compiled_prefix):
             continue
-        compiled = (f"{path}." if path else "") if is_compiled(module) else None
-        own = module.parameters(recurse=compiled is not None)
-        found.append((path, type(module).__name__, {id(p): p.numel() * p.element_size() for p in own}))
-    return found
+        compiled_prefix = (f"{path}." if path else "") if is_torchscript(module) else None
+        own_parameters = module.parameters(recurse=compiled_prefix is not None)
+        modules.append(
+            (
+                path,
+                type(module).__name__,
+                {id(parameter): parameter.numel() * parameter.element_size() for parameter in own_parameters},
+            )
+        )
+    return modules
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_torchscript(module: nn.Module) -> bool:
     """Whether torch.jit made it."""
     return isinstance(module, torch.jit.ScriptModule)

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from echelon.plan.profile import Phase
-from echelon.trials.module_tree import is_compiled
+from echelon.trials.module_tree import is_torchscript
 
 
 @dataclass(slots=True)
-class Call:
+class OpCall:
     """One operator call of one traced step."""
 
     name: str
@@ -35,327 +35,344 @@ class Call:
     dtype: str
     dims: tuple[float, ...]
     flops: float
-    moved: float
-    made: float
-    alive: float = 0.0  #: bytes alive right after it, parameters and gradients aside
-    kept: float = 0.0
-    gradients: float = 0.0
-    blocks: int = 0  #: of a megabyte or more
+    moved_bytes: float
+    allocated_bytes: float
+    alive_bytes: float = 0.0  #: bytes alive right after it, parameters and gradients aside
+    saved_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    large_storages: int = 0  #: of a megabyte or more
 
 
 @dataclass(slots=True)
-class Figures:
+class ModuleTotals:
     """What one module's forward adds up to, children included."""
 
     flops: float = 0.0
-    moved: float = 0.0
-    kept: float = 0.0
-    output: float = 0.0
-    ids: float = 0.0  #: that it looks up in tables
+    moved_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    lookup_ids: float = 0.0  #: that it looks up in tables
 
 
 @dataclass(slots=True)
-class Trace:
+class StepTrace:
     """One step of one batch size."""
 
-    samples: int
-    calls: list[Call] = field(default_factory=list)
-    modules: dict[str, Figures] = field(default_factory=dict)
+    num_samples: int
+    calls: list[OpCall] = field(default_factory=list)
+    module_totals: dict[str, ModuleTotals] = field(default_factory=dict)
     #: Whether the model or the loss takes a derivative that is differentiated in its turn.
-    twice: bool = False
+    has_double_backward: bool = False
     #: A parameter that forward itself changes, but for rows that `max_norm` shortens; "" where there is none.
-    changed: str = ""
+    mutated_parameter: str = ""
     #: A parameter of a block that is read while that block does not run; "" where there is none.
-    outside: str = ""
+    parameter_read_outside: str = ""
     #: Whether Python's or NumPy's random numbers are drawn.
-    draws: bool = False
+    draws_host_random: bool = False
 
 
-def graph_hash(traces: Iterable[Trace]) -> str:
+def hash_graph(traces: Iterable[StepTrace]) -> str:
     """Hash of the operators of these steps, in order: it changes when the model or the loss computes something else."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for trace in traces:
-        for call in trace.calls:
-            line = f"{call.name} {call.phase} {call.path} {call.dtype} {call.dims} {call.flops} {call.moved}\n"
-            found.update(line.encode())
-    return found.hexdigest()
+        for op_call in trace.calls:
+            line = f"{op_call.name} {op_call.phase} {op_call.path} {op_call.dtype} {op_call.dims} {op_call.flops} {op_call.moved_bytes}\n"
+            digest.update(line.encode())
+    return digest.hexdigest()
 
 
 #: From this size on allocators give a tensor a block of its own.
-_BLOCK = 2**20
+_LARGE_STORAGE_BYTES = 2**20
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every operator call. Use `recording(...)`, which also sets the hooks that tell where a call comes from."""
+class OpRecorder(TorchDispatchMode):
+    """Notes every operator call. Use `record_ops(...)`, which also sets the hooks that tell where a call comes from."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, num_samples: int) -> None:
         super().__init__()
-        self.trace = Trace(samples)
+        self.trace = StepTrace(num_samples)
         self.phase: Phase = "forward"
-        self.stack: list[str] = [""]
-        self.path = ""
-        self.gradients = 0.0
-        self._sizes: dict[int, float] = {}
-        self._references: dict[int, Any] = {}
-        self._kept: set[int] = set()
-        self._ignored: set[int] = set()
-        self._alive = self._kept_bytes = 0.0
-        self._blocks = 0
-        self._parameters: dict[int, tuple[str, str]] = {}
+        self.module_stack: list[str] = [""]
+        self.backward_path = ""
+        self.gradient_bytes = 0.0
+        self._storage_sizes: dict[int, float] = {}
+        self._storage_references: dict[int, Any] = {}
+        self._saved_storages: set[int] = set()
+        self._ignored_storages: set[int] = set()
+        self._alive_bytes = self._saved_bytes = 0.0
+        self._large_storages = 0
+        self._watched_parameters: dict[int, tuple[str, str]] = {}
 
-    def watch(self, parameters: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
+    def watch_parameters(self, parameters: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
         """Note who changes `parameters`, by name, and who reads those of a block while it does not run."""
         for name, value in parameters.items():
             block = next((path for path in blocks if name.startswith(f"{path}.")), "")
             if value.numel():
-                self._parameters[_identity(value)] = name, block
+                self._watched_parameters[_storage_id(value)] = name, block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = _tensors((args, kwargs))
-        if self.phase == "forward" and self._parameters:
-            self._look(func, args, kwargs, inputs)
-        outputs = _tensors(out)
-        known = {_identity(tensor) for tensor in inputs}
-        made = sum((self.hold(tensor) for tensor in outputs if _identity(tensor) not in known), 0.0)
-        if _is_view(func, known, outputs) or func._overloadpacket._qualified_op_name.startswith("prim"):
+        inputs = _find_tensors((args, kwargs))
+        if self.phase == "forward" and self._watched_parameters:
+            self._check_parameter_use(func, args, kwargs, inputs)
+        outputs = _find_tensors(out)
+        input_storages = {_storage_id(tensor) for tensor in inputs}
+        allocated_bytes = sum(
+            (self.track_storage(tensor) for tensor in outputs if _storage_id(tensor) not in input_storages), 0.0
+        )
+        if _is_view(func, input_storages, outputs) or func._overloadpacket._qualified_op_name.startswith("prim"):
             return out
-        self._note(func, args, kwargs, out, inputs, outputs, made)
+        self._record_call(func, args, kwargs, out, inputs, outputs, allocated_bytes)
         return out
 
-    def _look(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+    def _check_parameter_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         """Note what happens to parameters, by their memory: writes through `.data` or `_foreach` change no version."""
         for tensor in inputs:
-            name, block = self._parameters.get(_identity(tensor), ("", ""))
-            if block and block not in self.stack:
-                self.trace.outside = self.trace.outside or name
-        if self.trace.changed or not func._schema.is_mutable:
+            name, block = self._watched_parameters.get(_storage_id(tensor), ("", ""))
+            if block and block not in self.module_stack:
+                self.trace.parameter_read_outside = self.trace.parameter_read_outside or name
+        if self.trace.mutated_parameter or not func._schema.is_mutable:
             return
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-        for each in func._schema.arguments:
-            if each.alias_info is not None and each.alias_info.is_write:
-                for tensor in _tensors(given.get(each.name)):
-                    name, _ = self._parameters.get(_identity(tensor), ("", ""))
-                    self.trace.changed = self.trace.changed or name
+        arguments = (
+            dict(zip((schema_argument.name for schema_argument in func._schema.arguments), args, strict=False)) | kwargs
+        )
+        for schema_argument in func._schema.arguments:
+            if schema_argument.alias_info is not None and schema_argument.alias_info.is_write:
+                for tensor in _find_tensors(arguments.get(schema_argument.name)):
+                    name, _ = self._watched_parameters.get(_storage_id(tensor), ("", ""))
+                    self.trace.mutated_parameter = self.trace.mutated_parameter or name
 
-    def ignore(self, tensor: Tensor) -> None:
+    def ignore_storage(self, tensor: Tensor) -> None:
         """Leave a tensor (a parameter, a buffer) out of what is alive."""
-        self._ignored.add(_identity(tensor))
+        self._ignored_storages.add(_storage_id(tensor))
 
-    def hold(self, tensor: Tensor) -> float:
+    def track_storage(self, tensor: Tensor) -> float:
         """Count a tensor's storage as alive until it is freed; the bytes if it was not known yet."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes or key in self._ignored:
+        if key in self._storage_sizes or key in self._ignored_storages:
             return 0.0
-        size = float(storage.nbytes())
-        self._sizes[key] = size
-        self._alive += size
-        self._blocks += size >= _BLOCK
+        num_bytes = float(storage.nbytes())
+        self._storage_sizes[key] = num_bytes
+        self._alive_bytes += num_bytes
+        self._large_storages += num_bytes >= _LARGE_STORAGE_BYTES
 
-        def freed(_: Any, key: int = key) -> None:
-            gone = self._sizes.pop(key, 0.0)
-            self._references.pop(key, None)
-            self._alive -= gone
-            self._blocks -= gone >= _BLOCK
-            if key in self._kept:
-                self._kept.discard(key)
-                self._kept_bytes -= gone
+        def on_freed(_: Any, key: int = key) -> None:
+            freed_bytes = self._storage_sizes.pop(key, 0.0)
+            self._storage_references.pop(key, None)
+            self._alive_bytes -= freed_bytes
+            self._large_storages -= freed_bytes >= _LARGE_STORAGE_BYTES
+            if key in self._saved_storages:
+                self._saved_storages.discard(key)
+                self._saved_bytes -= freed_bytes
 
-        self._references[key] = weakref.ref(storage, freed)
-        return size
+        self._storage_references[key] = weakref.ref(storage, on_freed)
+        return num_bytes
 
-    def pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+    def save_tensor(self, tensor: Tensor) -> tuple[str, Tensor]:
         """Autograd keeps a tensor for backward: note it, once per storage."""
-        key = _identity(tensor)
-        if key not in self._ignored:
-            self.hold(tensor)
-            if key not in self._kept:
-                self._kept.add(key)
-                self._kept_bytes += self._sizes[key]
-                for path in self.stack:
-                    self.trace.modules.setdefault(path, Figures()).kept += self._sizes[key]
-        return self.stack[-1], tensor
+        key = _storage_id(tensor)
+        if key not in self._ignored_storages:
+            self.track_storage(tensor)
+            if key not in self._saved_storages:
+                self._saved_storages.add(key)
+                self._saved_bytes += self._storage_sizes[key]
+                for path in self.module_stack:
+                    self.trace.module_totals.setdefault(path, ModuleTotals()).saved_bytes += self._storage_sizes[key]
+        return self.module_stack[-1], tensor
 
-    def unpack(self, packed: tuple[str, Tensor]) -> Tensor:
+    def load_tensor(self, packed: tuple[str, Tensor]) -> Tensor:
         """Backward takes a kept tensor: the operators that follow belong to the module that kept it."""
-        self.path, tensor = packed
+        self.backward_path, tensor = packed
         return tensor
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor], made: float
+    def _record_call(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        allocated_bytes: float,
     ) -> None:
         name = func._overloadpacket.__name__
-        kind, dims, flops = _shape(name, func, args, kwargs, out)
-        if name in _MATMULS:
-            name += _layout(*_factors(name, args))
-        forward = self.phase == "forward"
-        moved = _moved(name, inputs, outputs)
-        lead = next((t for t in (*inputs, *outputs) if t.is_floating_point()), outputs[0])
-        call = Call(
+        kind, dims, flops = _describe_op(name, func, args, kwargs, out)
+        if name in _MATMUL_OPS:
+            name += _describe_transposition(*_get_matmul_factors(name, args))
+        is_forward = self.phase == "forward"
+        moved_bytes = _count_moved_bytes(name, inputs, outputs)
+        main_tensor = next((tensor for tensor in (*inputs, *outputs) if tensor.is_floating_point()), outputs[0])
+        op_call = OpCall(
             name=name,
             kind=kind,
             phase=self.phase,
-            path=self.stack[-1] if forward else self.path,
-            dtype=str(lead.dtype).removeprefix("torch."),
+            path=self.module_stack[-1] if is_forward else self.backward_path,
+            dtype=str(main_tensor.dtype).removeprefix("torch."),
             dims=dims,
             flops=flops,
-            moved=moved,
-            made=made,
-            alive=self._alive,
-            kept=self._kept_bytes,
-            gradients=self.gradients,
-            blocks=self._blocks,
+            moved_bytes=moved_bytes,
+            allocated_bytes=allocated_bytes,
+            alive_bytes=self._alive_bytes,
+            saved_bytes=self._saved_bytes,
+            gradient_bytes=self.gradient_bytes,
+            large_storages=self._large_storages,
         )
-        self.trace.calls.append(call)
-        if forward:
-            for path in self.stack:
-                figures = self.trace.modules.setdefault(path, Figures())
-                figures.flops += flops
-                figures.moved += moved
-                figures.ids += args[1].numel() if name in _LOOKUPS else 0
+        self.trace.calls.append(op_call)
+        if is_forward:
+            for path in self.module_stack:
+                totals = self.trace.module_totals.setdefault(path, ModuleTotals())
+                totals.flops += flops
+                totals.moved_bytes += moved_bytes
+                totals.lookup_ids += args[1].numel() if name in _EMBEDDING_OPS else 0
 
 
 @contextmanager
-def recording(model: nn.Module, samples: int) -> Iterator[Recorder]:
+def record_ops(model: nn.Module, num_samples: int) -> Iterator[OpRecorder]:
     """Record what happens inside; the recorder knows the module paths of `model` and leaves its parameters out."""
-    recorder = Recorder(samples)
+    recorder = OpRecorder(num_samples)
     hooks: list[Any] = []
 
-    def enter(path: str) -> Callable[..., None]:
+    def make_enter_hook(path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            recorder.stack.append(path)
+            recorder.module_stack.append(path)
 
         return hook
 
-    def leave(path: str) -> Callable[..., None]:
+    def make_leave_hook(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            recorder.stack.pop()
-            figures = recorder.trace.modules.setdefault(path, Figures())
-            figures.output += sum(t.numel() * t.element_size() for t in _tensors(output))
+            recorder.module_stack.pop()
+            totals = recorder.trace.module_totals.setdefault(path, ModuleTotals())
+            totals.output_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(output))
 
         return hook
 
     for path, module in model.named_modules():
-        if path and not is_compiled(module):
-            hooks.append(module.register_forward_pre_hook(enter(path)))
-            hooks.append(module.register_forward_hook(leave(path)))
+        if path and not is_torchscript(module):
+            hooks.append(module.register_forward_pre_hook(make_enter_hook(path)))
+            hooks.append(module.register_forward_hook(make_leave_hook(path)))
     try:
-        with recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
+        with recorder, saved_tensors_hooks(recorder.save_tensor, recorder.load_tensor):
             yield recorder
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def counting(recorder: Recorder) -> Callable[[Tensor], None]:
+def make_gradient_hook(recorder: OpRecorder) -> Callable[[Tensor], None]:
     """A hook for finished gradients: counted as done and dropped, so that `alive` never holds them."""
 
-    def done(parameter: Tensor) -> None:
-        recorder.gradients += parameter.numel() * parameter.element_size()
+    def count_and_drop(parameter: Tensor) -> None:
+        recorder.gradient_bytes += parameter.numel() * parameter.element_size()
         parameter.grad = None
 
-    return done
+    return count_and_drop
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _find_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _identity(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 #: Operators that read as much of their first input as they return, however large it is; and one that only writes.
-_PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward"}
+_SELECTING_OPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward"}
 #: Those that read a table (their first argument) by ids (their second).
-_LOOKUPS = {"embedding", "_embedding_bag", "_embedding_bag_forward_only"}
-_WRITES = {"nll_loss_backward", "nll_loss2d_backward"}
+_EMBEDDING_OPS = {"embedding", "_embedding_bag", "_embedding_bag_forward_only"}
+_WRITE_ONLY_OPS = {"nll_loss_backward", "nll_loss2d_backward"}
 
 
-def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
+def _count_moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
     """Bytes that a call reads and writes."""
-    read, written = inputs, outputs
-    if name in _PICKS:
-        largest = max((t.numel() for t in (*inputs[1:], *outputs)), default=0)
-        picked = min(largest, inputs[0].numel()) * inputs[0].element_size()
-        return float(picked + sum(t.numel() * t.element_size() for t in (*inputs[1:], *outputs)))
-    if name in _WRITES:
-        read = [t for t in inputs if not t.is_floating_point()]
-    return float(sum(t.numel() * t.element_size() for t in (*read, *written)))
+    read_tensors, written_tensors = inputs, outputs
+    if name in _SELECTING_OPS:
+        largest = max((tensor.numel() for tensor in (*inputs[1:], *outputs)), default=0)
+        picked_bytes = min(largest, inputs[0].numel()) * inputs[0].element_size()
+        return float(picked_bytes + sum(tensor.numel() * tensor.element_size() for tensor in (*inputs[1:], *outputs)))
+    if name in _WRITE_ONLY_OPS:
+        read_tensors = [tensor for tensor in inputs if not tensor.is_floating_point()]
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in (*read_tensors, *written_tensors)))
 
 
-def _is_view(func: Any, known: set[int], outputs: list[Tensor]) -> bool:
+def _is_view(func: Any, input_storages: set[int], outputs: list[Tensor]) -> bool:
     """Whether a call computed nothing: it made no tensor, or only aliases of its inputs that it did not write to."""
     if not outputs:
         return True
     if func._schema.is_mutable:
         return False
-    return all(_identity(tensor) in known for tensor in outputs)
+    return all(_storage_id(tensor) in input_storages for tensor in outputs)
 
 
-def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, tuple[float, ...], float]:
+def _describe_op(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, tuple[float, ...], float]:
     """(kind, dims, FLOPs) of a call; kind "stream" for operators that are priced by the bytes they move."""
-    if name in _MATMULS:
-        a, b = _factors(name, args)
-        lots = a.shape[0] if a.dim() == 3 else 1
-        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-        return "matmul", (float(lots), float(m), float(n), float(k)), 2.0 * lots * m * n * k
-    if name in _RECURRENT:
-        dims = _recurrence(name, args)
+    if name in _MATMUL_OPS:
+        left, right = _get_matmul_factors(name, args)
+        num_matmuls = left.shape[0] if left.dim() == 3 else 1
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        return "matmul", (float(num_matmuls), float(m), float(n), float(k)), 2.0 * num_matmuls * m * n * k
+    if name in _RECURRENT_OPS:
+        dims = _describe_recurrence(name, args)
         return "matmul", dims, (4.0 if "backward" in name else 2.0) * math.prod(dims)
     if name == "convolution":
-        return "convolution", _convolution(args[0], args[1], out, args[8]), _counted(func, args, kwargs, out)
+        return (
+            "convolution",
+            _describe_convolution(args[0], args[1], out, args[8]),
+            _count_flops(func, args, kwargs, out),
+        )
     if name == "convolution_backward":
-        dims = _convolution(args[1], args[2], args[0], args[9])
-        return "convolution", dims, _counted(func, args, kwargs, out)
+        dims = _describe_convolution(args[1], args[2], args[0], args[9])
+        return "convolution", dims, _count_flops(func, args, kwargs, out)
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
         shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
-        scores = shape[0] * (_looking_back(*shape[1:3]) if _causal(func, args, kwargs) else shape[1] * shape[2])
+        scores = shape[0] * (
+            _count_causal_scores(*shape[1:3]) if _is_causal(func, args, kwargs) else shape[1] * shape[2]
+        )
         # Backward computes the scores again, then four products.
         return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
-    return "stream", _laid_out(name, args), _counted(func, args, kwargs, out)
+    return "stream", _describe_layout(name, args), _count_flops(func, args, kwargs, out)
 
 
 #: Operators that are dealt out by rows or by channels, so that bytes alone do not tell their rate: where the tensor stands that does.
-_BY_ROWS = {"native_layer_norm": 0, "native_layer_norm_backward": 1, "nll_loss_forward": 0, "nll_loss_backward": 1}
-_BY_CHANNELS = {
+_ROW_WISE_OPS = {"native_layer_norm": 0, "native_layer_norm_backward": 1, "nll_loss_forward": 0, "nll_loss_backward": 1}
+_CHANNEL_WISE_OPS = {
     "native_batch_norm": 0, "native_batch_norm_backward": 1, "cudnn_batch_norm": 0, "cudnn_batch_norm_backward": 0,
 }  # fmt: skip
 
 
-def _laid_out(name: str, args: Any) -> tuple[float, ...]:
+def _describe_layout(name: str, args: Any) -> tuple[float, ...]:
     """(width of a row, rows), (channels, elements of each, samples), or nothing."""
-    if name in _BY_ROWS:
-        x = args[_BY_ROWS[name]]
-        width = math.prod(args[_BY_ROWS[name] + 1]) if "norm" in name else x.shape[-1]
+    if name in _ROW_WISE_OPS:
+        x = args[_ROW_WISE_OPS[name]]
+        width = math.prod(args[_ROW_WISE_OPS[name] + 1]) if "norm" in name else x.shape[-1]
         return float(width), x.numel() / max(width, 1)
-    if name in _BY_CHANNELS:
-        x = args[_BY_CHANNELS[name]]
+    if name in _CHANNEL_WISE_OPS:
+        x = args[_CHANNEL_WISE_OPS[name]]
         return float(x.shape[1]), float(math.prod(x.shape[2:])), float(x.shape[0])
     return ()
 
 
-def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an attention looks back only: kernels then leave out the scores that are not used."""
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("is_causal", False) is True
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return arguments.get("is_causal", False) is True
 
 
-def _looking_back(queries: float, keys: float) -> float:
+def _count_causal_scores(queries: float, keys: float) -> float:
     """Scores of so many queries of which the first sees one key, the second two, and so on."""
-    few = min(queries, keys)
-    return few * (few + 1) / 2 + (queries - few) * keys
+    causal_queries = min(queries, keys)
+    return causal_queries * (causal_queries + 1) / 2 + (queries - causal_queries) * keys
 
 
-_MATMULS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor
+_MATMUL_OPS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor
 
 
 #: Whole recurrent layers in one call -> places of the matrices and of the first state.
-_RECURRENT = {
+_RECURRENT_OPS = {
     "mkldnn_rnn_layer": (slice(1, 3), 5),
     "mkldnn_rnn_layer_backward": (slice(1, 3), 5),
     "_cudnn_rnn": (slice(1, 2), 4),
@@ -363,33 +380,33 @@ _RECURRENT = {
 }
 
 
-def _recurrence(name: str, args: Any) -> tuple[float, ...]:
+def _describe_recurrence(name: str, args: Any) -> tuple[float, ...]:
     """A recurrent layer as one product of every step: (steps, samples, gates, what each of them adds up)."""
-    matrices, state = _RECURRENT[name]
-    weights = [tensor for tensor in _tensors(args[matrices]) if tensor.dim() == 2]
-    samples, gates = args[state].shape[-2], weights[0].shape[0]
+    weight_indices, state_index = _RECURRENT_OPS[name]
+    weights = [tensor for tensor in _find_tensors(args[weight_indices]) if tensor.dim() == 2]
+    samples, gates = args[state_index].shape[-2], weights[0].shape[0]
     steps = args[0].numel() / (samples * args[0].shape[-1])
     return steps, float(samples), float(gates), sum(tensor.numel() for tensor in weights) / gates
 
 
-def _factors(name: str, args: Any) -> tuple[Tensor, Tensor]:
-    place = _MATMULS[name]
-    return args[place], args[place + 1]
+def _get_matmul_factors(name: str, args: Any) -> tuple[Tensor, Tensor]:
+    index = _MATMUL_OPS[name]
+    return args[index], args[index + 1]
 
 
-def _layout(a: Tensor, b: Tensor) -> str:
+def _describe_transposition(left: Tensor, right: Tensor) -> str:
     """`:nt` and so on: which factors lie transposed in memory; libraries differ most between those."""
-    return ":" + "".join("t" if x.stride(-2) == 1 and x.stride(-1) != 1 else "n" for x in (a, b))
+    return ":" + "".join("t" if factor.stride(-2) == 1 and factor.stride(-1) != 1 else "n" for factor in (left, right))
 
 
-def _convolution(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> tuple[float, ...]:
+def _describe_convolution(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> tuple[float, ...]:
     spatial = math.prod(out.shape[2:])
     return (
         float(x.shape[0]), float(x.shape[1]), float(out.shape[1]), float(math.prod(weight.shape[2:])), float(spatial), float(groups),
     )  # fmt: skip
 
 
-def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0.0

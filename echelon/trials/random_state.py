@@ -19,18 +19,18 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def random_states() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Leaves the generators as they were."""
-    python, arrays = random.getstate(), numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
-def outside_torch() -> Any:
+def read_host_random_state() -> Any:
     """Where Python's and NumPy's generators are; another one after each draw."""
     name, keys, *rest = numpy.random.get_state(legacy=True)
     return random.getstate(), name, numpy.asarray(keys).tobytes(), rest

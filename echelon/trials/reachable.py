@@ -33,198 +33,212 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from echelon.trials.iterator_replay import Replay
+from echelon.trials.iterator_replay import ReplayableIterator
 
 #: Values without an identity: an equal one is as good.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: Bytes that change in place.
-BUFFERS = (bytearray, array)
-_CONTAINERS = (OrderedDict, list, dict, set, tuple, deque)
+BYTE_BUFFER_TYPES = (bytearray, array)
+_CONTAINER_TYPES = (OrderedDict, list, dict, set, tuple, deque)
 #: Classes of Python's own that hold attributes.
-RECORDS = (SimpleNamespace, Namespace, UserDict, UserList, queue.Queue)
-_DESCRIPTORS = (staticmethod, classmethod, property)
+RECORD_TYPES = (SimpleNamespace, Namespace, UserDict, UserList, queue.Queue)
+_DESCRIPTOR_TYPES = (staticmethod, classmethod, property)
 #: What recurrent layers keep of their own parameters, made again whenever one is assigned.
-_OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
-_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_RNN_WEIGHT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
+_HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+_GRADIENT_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 #: Items of longer containers are not followed: they are data.
-_LONG = 10_000
+_MAX_FOLLOWED_ITEMS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """A place that holds a value: an entry of a dict, or an attribute."""
 
-    holder: Any
+    owner: Any
     key: str
 
     @property
     def value(self) -> Any:
-        return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+        return self.owner[self.key] if isinstance(self.owner, dict) else getattr(self.owner, self.key)
 
-    def put(self, value: Any) -> None:
-        if isinstance(self.holder, dict):
-            self.holder[self.key] = value
+    def assign(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[self.key] = value
         else:
-            setattr(self.holder, self.key, value)
+            setattr(self.owner, self.key, value)
 
-    def clear(self) -> None:
+    def delete(self) -> None:
         """Leave it without a value."""
-        if isinstance(self.holder, dict):
-            self.holder.pop(self.key, None)
+        if isinstance(self.owner, dict):
+            self.owner.pop(self.key, None)
         else:
-            delattr(self.holder, self.key)
+            delattr(self.owner, self.key)
 
 
-def reachable(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dict[str, Any]:
-    """By name everything with an identity that is reached from `roots`, but objects whose id is in `without`. Names are the same wherever the
+def find_reachable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = ()) -> dict[str, Any]:
+    """By name everything with an identity that is reached from `roots`, but objects whose id is in `excluded_ids`. Names are the same wherever the
     same code built the same objects."""
-    found: dict[str, Any] = {}
-    seen = set(without)
+    reached: dict[str, Any] = {}
+    seen_ids = set(excluded_ids)
     pending = list(roots.items())[::-1]
     while pending:
         name, value = pending.pop()
-        if id(value) in seen or not _is_followed(value):
+        if id(value) in seen_ids or not _is_followed(value):
             continue
-        seen.add(id(value))
-        found[name] = value
-        pending += [(f"{name}{label}", each) for label, each in reversed(_next(value))]
-    return found
+        seen_ids.add(id(value))
+        reached[name] = value
+        pending += [(f"{name}{label}", reference) for label, reference in reversed(_list_references(value))]
+    return reached
 
 
-def leaves(nodes: Iterable[Any]) -> list[Any]:
+def find_unfollowed(nodes: Iterable[Any]) -> list[Any]:
     """What reachable things lead to and is not followed, but plain values."""
-    found = [each for node in nodes for _, each in _next(node)]
-    return [each for each in found if not isinstance(each, PLAIN) and not _is_followed(each)]
+    references = [reference for node in nodes for _, reference in _list_references(node)]
+    return [
+        reference for reference in references if not isinstance(reference, PLAIN_TYPES) and not _is_followed(reference)
+    ]
 
 
 def _is_followed(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
-        return is_user(value)
-    if isinstance(value, (Tensor, np.ndarray, MethodType, partial, Replay, *BUFFERS, *GENERATORS)):
+        return is_user_defined(value)
+    if isinstance(
+        value, (Tensor, np.ndarray, MethodType, partial, ReplayableIterator, *BYTE_BUFFER_TYPES, *GENERATOR_TYPES)
+    ):
         return True
-    return is_container(value) or is_object(value)
+    return is_container(value) or is_user_object(value)
 
 
 def is_container(value: Any) -> bool:
     """Whether it holds items that are followed; also of a class derived from Python's own (Counter, a list of the user's)."""
-    return isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size)
+    return isinstance(value, _CONTAINER_TYPES) and not isinstance(value, torch.Size)
 
 
-def base_of(container: Any) -> Any:
+def get_builtin_base(container: Any) -> Any:
     """Python's own class that a container is derived from: its methods go by no rule of the user's."""
-    return next(each for each in _CONTAINERS if isinstance(container, each))
+    return next(base for base in _CONTAINER_TYPES if isinstance(container, base))
 
 
-def is_object(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
     """Whether it is an object of the user's that may change, or an optimizer or a module of any kind but a compiled one."""
-    if isinstance(value, (ModuleType, torch.jit.ScriptModule, *_DESCRIPTORS, type, FunctionType, MethodType)):
+    if isinstance(value, (ModuleType, torch.jit.ScriptModule, *_DESCRIPTOR_TYPES, type, FunctionType, MethodType)):
         return False
-    return isinstance(value, (nn.Module, Optimizer, *RECORDS)) or (
-        is_user(type(value)) and (hasattr(value, "__dict__") or any(map(_fixed, type(value).__mro__)))
+    return isinstance(value, (nn.Module, Optimizer, *RECORD_TYPES)) or (
+        is_user_defined(type(value)) and (hasattr(value, "__dict__") or any(map(_declared_slots, type(value).__mro__)))
     )
 
 
-def _next(value: Any) -> list[tuple[str, Any]]:
+def _list_references(value: Any) -> list[tuple[str, Any]]:
     """What one thing leads to, by labels."""
-    items = _items(value) if is_container(value) else []
-    if is_container(value) and not is_object(value):
+    items = _list_items(value) if is_container(value) else []
+    if is_container(value) and not is_user_object(value):
         return items
     if isinstance(value, MethodType):
         return [(".self", value.__self__), (".function", value.__func__)]
     if isinstance(value, partial):
-        given = [*enumerate(value.args), *value.keywords.items()]
-        return [(".function", value.func), *((f"({name})", each) for name, each in given)]
-    held = [(label, slot.value) for label, slot in slots_of(value).items()]
+        arguments = [*enumerate(value.args), *value.keywords.items()]
+        return [(".function", value.func), *((f"({name})", item) for name, item in arguments)]
+    slot_values = [(label, slot.value) for label, slot in get_slots(value).items()]
     if isinstance(value, FunctionType):
         defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
-        return held + [(f"({name})", each) for name, each in defaults]
+        return slot_values + [(f"({name})", item) for name, item in defaults]
     if isinstance(value, type):
-        return held + [(f".{name}", each) for name, each in methods_of(value)]
-    if not is_object(value) or isinstance(value, Dataset):
-        return held
-    return [*items, *held, *_hooks(value), (".class", type(value))]
+        return slot_values + [(f".{name}", item) for name, item in list_methods(value)]
+    if not is_user_object(value) or isinstance(value, Dataset):
+        return slot_values
+    return [*items, *slot_values, *_list_user_hooks(value), (".class", type(value))]
 
 
-def _items(container: Any) -> list[tuple[str, Any]]:
-    if len(container) > _LONG or isinstance(container, set):
+def _list_items(container: Any) -> list[tuple[str, Any]]:
+    if len(container) > _MAX_FOLLOWED_ITEMS or isinstance(container, set):
         return []
-    base = base_of(container)
+    base = get_builtin_base(container)
     pairs = base.items(container) if isinstance(container, dict) else enumerate(base.__iter__(container))
-    return [(f"[{key!r}]", each) for key, each in pairs if isinstance(key, PLAIN) and not isinstance(each, PLAIN)]
+    return [
+        (f"[{key!r}]", item)
+        for key, item in pairs
+        if isinstance(key, PLAIN_TYPES) and not isinstance(item, PLAIN_TYPES)
+    ]
 
 
-def _hooks(value: Any) -> list[tuple[str, Any]]:
+def _list_user_hooks(value: Any) -> list[tuple[str, Any]]:
     """Functions of the user's that torch calls around a module, around a step of an optimizer, or for a parameter's gradient."""
-    owners: list[tuple[str, Any, tuple[str, ...]]] = [("", value, _HOOKS)]
+    owners: list[tuple[str, Any, tuple[str, ...]]] = [("", value, _HOOK_ATTRIBUTES)]
     if isinstance(value, nn.Module):
-        owners += [(f".{name}", each, _GRADIENT_HOOKS) for name, each in value._parameters.items() if each is not None]
-    found = []
-    for name, owner, kinds in owners:
-        for kind in kinds:
-            hooks = [each for each in (getattr(owner, kind, None) or {}).values() if _is_users(each)]
-            found += [(f"{name}.{kind}[{place}]", each) for place, each in enumerate(hooks)]
-    return found
+        owners += [
+            (f".{name}", item, _GRADIENT_HOOK_ATTRIBUTES)
+            for name, item in value._parameters.items()
+            if item is not None
+        ]
+    user_hooks = []
+    for name, owner, attribute_names in owners:
+        for attribute_name in attribute_names:
+            hooks = [item for item in (getattr(owner, attribute_name, None) or {}).values() if _is_user_hook(item)]
+            user_hooks += [(f"{name}.{attribute_name}[{index}]", item) for index, item in enumerate(hooks)]
+    return user_hooks
 
 
-def _is_users(hook: Any) -> bool:
+def _is_user_hook(hook: Any) -> bool:
     code = hook.func if isinstance(hook, partial) else hook
     code = code.__func__ if isinstance(code, MethodType) else code
-    return is_user(code) if isinstance(code, FunctionType) else is_object(code)
+    return is_user_defined(code) if isinstance(code, FunctionType) else is_user_object(code)
 
 
-def slots_of(value: Any) -> dict[str, Slot]:
+def get_slots(value: Any) -> dict[str, Slot]:
     """The places of a function, an object or a class that can be assigned to, those with a value, by label."""
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        found = {f".{name}": Slot(cell, "cell_contents") for name, cell in cells if is_filled(cell)}
-        globals_ = {f":{name}": Slot(value.__globals__, name) for name in names(value.__code__)}
-        found |= {label: slot for label, slot in globals_.items() if slot.key in value.__globals__}
-        return found | {f".{name}": Slot(vars(value), name) for name in vars(value)}
+        slots = {f".{name}": Slot(cell, "cell_contents") for name, cell in cells if has_cell_value(cell)}
+        globals_ = {f":{name}": Slot(value.__globals__, name) for name in referenced_names(value.__code__)}
+        slots |= {label: slot for label, slot in globals_.items() if slot.key in value.__globals__}
+        return slots | {f".{name}": Slot(vars(value), name) for name in vars(value)}
     if isinstance(value, type):
         if issubclass(value, Enum | tuple):  # constants
             return {}
-        plain = [name for name, each in vars(value).items() if not name.startswith("__") and not _is_code(each)]
-        return {f".{name}": Slot(value, name) for name in plain}
-    if not is_object(value):
+        value_names = [
+            name for name, attribute in vars(value).items() if not name.startswith("__") and not _is_code(attribute)
+        ]
+        return {f".{name}": Slot(value, name) for name in value_names}
+    if not is_user_object(value):
         return {}
-    found = {}
+    slots = {}
     if isinstance(value, nn.Module):
-        for held in (value._parameters, value._buffers, value._modules):
-            found |= {f".{name}": Slot(held, name) for name in held}
-    return found | {f".{name}": _attribute(value, name) for name in _names_held(value)}
+        for registry in (value._parameters, value._buffers, value._modules):
+            slots |= {f".{name}": Slot(registry, name) for name in registry}
+    return slots | {f".{name}": _attribute_slot(value, name) for name in _list_attribute_names(value)}
 
 
-def _names_held(value: Any) -> list[str]:
+def _list_attribute_names(value: Any) -> list[str]:
     """The attributes of an object itself, also those in `__slots__`; not what torch gives every module and optimizer, nor lists of a module's parameters."""
-    hidden = frozenset[str]()
+    hidden_names = frozenset[str]()
     if isinstance(value, nn.Module | Optimizer):
-        hidden = _module_attributes() if isinstance(value, nn.Module) else _optimizer_attributes()
+        hidden_names = _module_attributes() if isinstance(value, nn.Module) else _optimizer_attributes()
     if isinstance(value, nn.RNNBase):
-        hidden |= _OF_RECURRENT
-    fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
+        hidden_names |= _RNN_WEIGHT_CACHES
+    slot_names = [name for item in type(value).__mro__ for name in _declared_slots(item) if hasattr(value, name)]
     if isinstance(value, Dataset):  # the rest is data
-        held = [(name, each) for name, each in vars(value).items() if not isinstance(each, io.IOBase)]
-        return [name for name, each in held if isinstance(each, (*PLAIN, Iterator, Dataset))]
-    return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden), *fixed]
+        attributes = [(name, item) for name, item in vars(value).items() if not isinstance(item, io.IOBase)]
+        return [name for name, item in attributes if isinstance(item, (*PLAIN_TYPES, Iterator, Dataset))]
+    return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden_names), *slot_names]
 
 
-def _fixed(value: type) -> list[str]:
+def _declared_slots(value: type) -> list[str]:
     """What a class declares in `__slots__`."""
     declared = vars(value).get("__slots__", ())
-    every = [declared] if isinstance(declared, str) else list(declared)
-    return [name for name in every if not name.startswith("__")]
+    names = [declared] if isinstance(declared, str) else list(declared)
+    return [name for name in names if not name.startswith("__")]
 
 
-def _attribute(value: Any, name: str) -> Slot:
+def _attribute_slot(value: Any, name: str) -> Slot:
     return Slot(vars(value), name) if name in getattr(value, "__dict__", ()) else Slot(value, name)
 
 
-def slot_at(value: Any, label: str) -> Slot | None:
+def find_slot(value: Any, label: str) -> Slot | None:
     """The place with this label, whether it has a value or not; None where there can be none."""
-    if (known := slots_of(value).get(label)) is not None:
-        return known
+    if (slot := get_slots(value).get(label)) is not None:
+        return slot
     name = label[1:]
     if isinstance(value, FunctionType):
         if label.startswith(":"):
@@ -233,33 +247,35 @@ def slot_at(value: Any, label: str) -> Slot | None:
         return Slot(cells[name], "cell_contents") if name in cells else Slot(vars(value), name)
     if isinstance(value, type):
         return Slot(value, name)
-    if is_object(value):
+    if is_user_object(value):
         return Slot(vars(value), name) if hasattr(value, "__dict__") else Slot(value, name)
     return None
 
 
-def methods_of(value: type) -> list[tuple[str, FunctionType]]:
+def list_methods(value: type) -> list[tuple[str, FunctionType]]:
     """The functions that a class defines, with those of its base classes."""
-    found = []
-    for each in (value, *value.__mro__[1:]):
-        for name, held in vars(each).items() if is_user(each) else ():
-            code = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
-            if isinstance(code, FunctionType):
-                found.append((name if each is value else f"{each.__qualname__}.{name}", code))
-    return found
+    methods = []
+    for base in (value, *value.__mro__[1:]):
+        for name, attribute in vars(base).items() if is_user_defined(base) else ():
+            function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+            if isinstance(function, FunctionType):
+                methods.append((name if base is value else f"{base.__qualname__}.{name}", function))
+    return methods
 
 
 def _is_code(value: Any) -> bool:
-    return isinstance(value, (FunctionType, type, *_DESCRIPTORS)) or hasattr(type(value), "__get__")
+    return isinstance(value, (FunctionType, type, *_DESCRIPTOR_TYPES)) or hasattr(type(value), "__get__")
 
 
-def names(code: CodeType) -> list[str]:
+def referenced_names(code: CodeType) -> list[str]:
     """The names of globals and attributes that code mentions, with those of functions inside."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names(each)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+    inner_names = [
+        name for constant in code.co_consts if isinstance(constant, CodeType) for name in referenced_names(constant)
+    ]
+    return list(dict.fromkeys([*code.co_names, *inner_names]))
 
 
-def is_filled(cell: Any) -> bool:
+def has_cell_value(cell: Any) -> bool:
     """Whether a closure's variable has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
@@ -268,7 +284,7 @@ def is_filled(cell: Any) -> bool:
     return True
 
 
-def is_user(value: Any) -> bool:
+def is_user_defined(value: Any) -> bool:
     """Whether a function or class is the user's: not torch's, Python's or this package's."""
     return _is_user_module(value.__module__ if isinstance(value.__module__, str) else "")
 
@@ -282,7 +298,7 @@ def _is_user_module(name: str) -> bool:
 
 @cache
 def _is_own_file(file: str) -> bool:
-    return not any(Path(file).is_relative_to(each) for each in _LIBRARIES)
+    return not any(Path(file).is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
 @cache
@@ -297,4 +313,4 @@ def _optimizer_attributes() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count", "step"}
 
 
-_LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -21,149 +21,165 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.trials.iterator_replay import Replay, is_plain_iterator
+from echelon.trials.iterator_replay import ReplayableIterator, is_plain_iterator
 from echelon.trials.reachable import (
-    BUFFERS,
-    GENERATORS,
-    PLAIN,
-    base_of,
+    BYTE_BUFFER_TYPES,
+    GENERATOR_TYPES,
+    PLAIN_TYPES,
+    find_reachable,
+    find_slot,
+    find_unfollowed,
+    get_builtin_base,
+    get_slots,
     is_container,
-    is_user,
-    leaves,
-    reachable,
-    slot_at,
-    slots_of,
+    is_user_defined,
 )
 
 #: Longer containers are not copied, nor are tensors with more bytes.
-ITEMS, LARGE = 100_000, 2**26
+MAX_ITEMS, MAX_TENSOR_BYTES = 100_000, 2**26
 #: Bytes of a text file that is read up to three times, about a second, to see where somebody who iterates over its lines is.
-_ITERATED = 2**28
+_MAX_ITERATED_FILE_BYTES = 2**28
 
 
 class Snapshot:
     """What is reached from `roots`, as it is now; `without`: ids of objects that are left alone."""
 
-    def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
-        nodes = list(reached(roots, without=without).items())
-        self.unfollowed = list({id(each): each for each in leaves(value for _, value in nodes)}.values())
+    def __init__(
+        self, roots: Mapping[str, Any], *, excluded_ids: Collection[int] = (), max_tensor_bytes: int = MAX_TENSOR_BYTES
+    ) -> None:
+        reached = list(find_reachable_replayable(roots, excluded_ids=excluded_ids).items())
+        self.unfollowed_values = list(
+            {id(item): item for item in find_unfollowed(value for _, value in reached)}.values()
+        )
         #: Open files that are read, each with where it is in them.
-        self.positions = [(each, place) for each in self.unfollowed if (place := position(each)) is not None]
-        self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
-        self._large = [
-            (name, value, value._version)
-            for name, value in nodes
-            if isinstance(value, Tensor) and not _is_small(value, largest)
+        self.file_positions = [
+            (item, file_position)
+            for item in self.unfollowed_values
+            if (file_position := get_file_position(item)) is not None
         ]
-        self._small = [(value, copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)]
+        self._saved_slots = [
+            (value, {label: slot.value for label, slot in get_slots(value).items()}) for _, value in reached
+        ]
+        self._large_tensors = [
+            (name, value, value._version)
+            for name, value in reached
+            if isinstance(value, Tensor) and not _is_copied_size(value, max_tensor_bytes)
+        ]
+        self._saved_contents = [
+            (value, copy_content(value))
+            for _, value in reached
+            if has_mutable_content(value) and _is_copied_size(value, max_tensor_bytes)
+        ]
 
-    def put_back(self, *, generators: bool = True) -> None:
+    def restore(self, *, with_generators: bool = True) -> None:
         """Have everything hold again what it held, but large tensors, and generators where not asked for, and be where it was in files that it reads;
         may be called again."""
-        for file, place in self.positions:
-            if not file.closed and position(file) != place:
-                file.seek(place)
-        for value, held in self._owners:
-            now = slots_of(value)
-            for label in now.keys() - held.keys():
-                now[label].clear()
-            for label, each in held.items():
-                slot = slot_at(value, label)
-                if label not in now and isinstance(value, Dataset) and label[1:] in vars(value):
+        for file, saved_position in self.file_positions:
+            if not file.closed and get_file_position(file) != saved_position:
+                file.seek(saved_position)
+        for value, saved in self._saved_slots:
+            current = get_slots(value)
+            for label in current.keys() - saved.keys():
+                current[label].delete()
+            for label, saved_value in saved.items():
+                slot = find_slot(value, label)
+                if label not in current and isinstance(value, Dataset) and label[1:] in vars(value):
                     continue  # a file that was opened meanwhile stays open
-                if slot is not None and (label not in now or now[label].value is not each):
-                    slot.put(each)
-        for value, content in self._contents(generators):
-            if not is_same_content(content_of(value), content):
-                refill(value, content)
+                if slot is not None and (label not in current or current[label].value is not saved_value):
+                    slot.assign(saved_value)
+        for value, saved_content in self._select_contents(with_generators):
+            if not is_same_content(get_content(value), saved_content):
+                set_content(value, saved_content)
 
-    def _contents(self, generators: bool) -> list[tuple[Any, Any]]:
-        return [each for each in self._small if generators or not isinstance(each[0], GENERATORS)]
+    def _select_contents(self, with_generators: bool) -> list[tuple[Any, Any]]:
+        return [entry for entry in self._saved_contents if with_generators or not isinstance(entry[0], GENERATOR_TYPES)]
 
-    def unrestored(self) -> list[str]:
+    def list_unrestored(self) -> list[str]:
         """Large tensors that were changed in place since."""
-        return [name for name, value, version in self._large if value._version != version]
+        return [name for name, value, version in self._large_tensors if value._version != version]
 
-    def changed(self, *, generators: bool = True) -> bool:
+    def has_changed(self, *, with_generators: bool = True) -> bool:
         """Whether anything has another value now; generators where asked for. An equal number or tensor in its place is no change."""
-        for value, held in self._owners:
-            now = slots_of(value)
-            if now.keys() != held.keys() or not all(_is_equal(now[label].value, each) for label, each in held.items()):
+        for value, saved in self._saved_slots:
+            current = get_slots(value)
+            if current.keys() != saved.keys() or not all(
+                _is_equal(current[label].value, entry) for label, entry in saved.items()
+            ):
                 return True
-        pairs = [(content_of(value), content) for value, content in self._contents(generators)]
-        return bool(self.unrestored()) or not all(_is_equal(*each) or is_same_content(*each) for each in pairs)
+        pairs = [(get_content(value), saved_content) for value, saved_content in self._select_contents(with_generators)]
+        return bool(self.list_unrestored()) or not all(_is_equal(*entry) or is_same_content(*entry) for entry in pairs)
 
 
-def reached(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dict[str, Any]:
-    """What is reached from `roots`, with a `Replay` in place of each iterator that could not be put back otherwise."""
-    found = reachable(roots, without=without)
-    replays: dict[int, tuple[Any, Replay]] = {}
+def find_reachable_replayable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = ()) -> dict[str, Any]:
+    """What is reached from `roots`, with a `ReplayableIterator` in place of each iterator that could not be put back otherwise."""
+    reached_objects = find_reachable(roots, excluded_ids=excluded_ids)
+    replays: dict[int, tuple[Any, ReplayableIterator]] = {}
 
-    def replaced(value: Any) -> Any:
-        if not is_plain_iterator(value) or is_user(type(value)):
+    def make_replayable(value: Any) -> Any:
+        if not is_plain_iterator(value) or is_user_defined(type(value)):
             return value
-        return replays.setdefault(id(value), (value, Replay(value)))[1]
+        return replays.setdefault(id(value), (value, ReplayableIterator(value)))[1]
 
-    for value in found.values():
-        for slot in slots_of(value).values():
-            held = slot.value
-            if replaced(held) is not held:
-                slot.put(replaced(held))
-        if isinstance(value, list | dict) and len(value) <= ITEMS:
-            for key, held in pairs_of(content_of(value)):
-                if replaced(held) is not held:
-                    base_of(value).__setitem__(value, key, replaced(held))
-    return reachable(roots, without=without) if replays else found
+    for value in reached_objects.values():
+        for slot in get_slots(value).values():
+            iterator_or_value = slot.value
+            if make_replayable(iterator_or_value) is not iterator_or_value:
+                slot.assign(make_replayable(iterator_or_value))
+        if isinstance(value, list | dict) and len(value) <= MAX_ITEMS:
+            for key, iterator_or_value in list_pairs(get_content(value)):
+                if make_replayable(iterator_or_value) is not iterator_or_value:
+                    get_builtin_base(value).__setitem__(value, key, make_replayable(iterator_or_value))
+    return find_reachable(roots, excluded_ids=excluded_ids) if replays else reached_objects
 
 
-def has_content(value: Any) -> bool:
+def has_mutable_content(value: Any) -> bool:
     """Whether it changes in place otherwise than by its attributes."""
-    return isinstance(value, (Tensor, np.ndarray, Replay, *BUFFERS, *GENERATORS)) or (
+    return isinstance(value, (Tensor, np.ndarray, ReplayableIterator, *BYTE_BUFFER_TYPES, *GENERATOR_TYPES)) or (
         is_container(value) and not isinstance(value, tuple)
     )
 
 
-def _is_small(value: Any, largest: int) -> bool:
+def _is_copied_size(value: Any, max_tensor_bytes: int) -> bool:
     if isinstance(value, Tensor):
         return (
             type(value) in (Tensor, nn.Parameter, nn.Buffer)
             and value.layout is torch.strided
             and not value.is_meta
-            and value.nbytes <= largest
+            and value.nbytes <= max_tensor_bytes
         )
-    return len(value) <= ITEMS if is_container(value) else True
+    return len(value) <= MAX_ITEMS if is_container(value) else True
 
 
-def position(value: Any) -> int | None:
+def get_file_position(value: Any) -> int | None:
     """Where it is in a file that is only read; None for anything else."""
     with contextlib.suppress(OSError, ValueError):  # a pipe; closed
         if isinstance(value, io.IOBase) and value.seekable() and not value.writable():
             try:
                 return value.tell()
             except OSError:
-                return _position_among_lines(value) if isinstance(value, io.TextIOWrapper) else None
+                return _find_position_among_lines(value) if isinstance(value, io.TextIOWrapper) else None
     return None
 
 
-def _position_among_lines(file: io.TextIOWrapper) -> int | None:
+def _find_position_among_lines(file: io.TextIOWrapper) -> int | None:
     """Where it is in a text file whose lines are iterated: `tell` does not work until it has been put somewhere again. None for large files."""
-    if os.fstat(file.fileno()).st_size > _ITERATED:
+    if os.fstat(file.fileno()).st_size > _MAX_ITERATED_FILE_BYTES:
         return None
-    left = _characters(file)
+    remaining = _count_remaining_characters(file)
     file.seek(0)
-    passed = _characters(file) - left
+    characters_read = _count_remaining_characters(file) - remaining
     file.seek(0)
-    file.read(passed)
+    file.read(characters_read)
     return file.tell()
 
 
-def _characters(file: io.TextIOWrapper) -> int:
+def _count_remaining_characters(file: io.TextIOWrapper) -> int:
     """How many are left in the file, which it reads."""
     return sum(map(len, iter(partial(file.read, 2**20), "")))
 
 
-def content_of(value: Any) -> Any:
-    """What `refill` takes, of types that a checkpoint holds."""
+def get_content(value: Any) -> Any:
+    """What `set_content` takes, of types that a checkpoint holds."""
     if isinstance(value, random.SystemRandom):
         return None  # the system's entropy has no state
     if isinstance(value, random.Random):
@@ -172,25 +188,25 @@ def content_of(value: Any) -> Any:
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    if isinstance(value, BUFFERS):
+    if isinstance(value, BYTE_BUFFER_TYPES):
         return bytes(value)
     if isinstance(value, dict):
-        return dict(base_of(value).items(value))
+        return dict(get_builtin_base(value).items(value))
     if isinstance(value, set):
         return set(value)
-    return list(base_of(value).__iter__(value)) if isinstance(value, list | deque) else value
+    return list(get_builtin_base(value).__iter__(value)) if isinstance(value, list | deque) else value
 
 
-def copied(value: Any) -> Any:
+def copy_content(value: Any) -> Any:
     """Its content, which later changes leave as it is."""
     if isinstance(value, Tensor | torch.Generator):
         return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
-    if isinstance(value, Replay):
+    if isinstance(value, ReplayableIterator):
         return copy.copy(value)
-    return value.copy() if isinstance(value, np.ndarray) else content_of(value)
+    return value.copy() if isinstance(value, np.ndarray) else get_content(value)
 
 
-def refill(value: Any, content: Any) -> bool:
+def set_content(value: Any, content: Any) -> bool:
     """Have it hold `content` again; whether it can."""
     if isinstance(value, Tensor) and value.is_meta:  # another stage holds it
         return True
@@ -201,8 +217,8 @@ def refill(value: Any, content: Any) -> bool:
             value[...] = content
             return True
         return False
-    if isinstance(value, Replay):
-        return value.refill(content)
+    if isinstance(value, ReplayableIterator):
+        return value.advance_to(content)
     if isinstance(value, array):
         del value[:]
         value.frombytes(content)
@@ -218,7 +234,7 @@ def refill(value: Any, content: Any) -> bool:
     elif isinstance(value, np.random.RandomState):
         value.set_state(content)
     elif is_container(value):
-        base = base_of(value)
+        base = get_builtin_base(value)
         items = list(content.values()) if isinstance(content, dict) and isinstance(value, list | deque) else content
         base.clear(value)
         (base.extend if isinstance(value, list | deque) else base.update)(value, items)
@@ -227,42 +243,54 @@ def refill(value: Any, content: Any) -> bool:
     return True
 
 
-def is_same_content(one: Any, other: Any) -> bool:
+def is_same_content(first: Any, second: Any) -> bool:
     """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy
-    if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, Replay):
-        return one.count == other.count
-    if isinstance(one, list | dict):
-        keys = list(one) == list(other) if isinstance(one, dict) else len(one) == len(other)
-        return keys and all(mine is each for (_, mine), (_, each) in zip(pairs_of(one), pairs_of(other), strict=True))
-    return repr(one) == repr(other)  # arrays within a generator's state have no single truth
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)  # one with NaN counts as changed, which costs a copy
+    if isinstance(first, np.ndarray):
+        return first.tobytes() == second.tobytes()
+    if isinstance(first, torch.Generator):
+        return torch.equal(first.get_state(), second.get_state())
+    if isinstance(first, ReplayableIterator):
+        return first.num_drawn == second.count
+    if isinstance(first, list | dict):
+        same_keys = list(first) == list(second) if isinstance(first, dict) else len(first) == len(second)
+        return same_keys and all(
+            first_item is second_item
+            for (_, first_item), (_, second_item) in zip(list_pairs(first), list_pairs(second), strict=True)
+        )
+    return repr(first) == repr(second)  # arrays within a generator's state have no single truth
 
 
-def pairs_of(content: Any) -> list[tuple[Any, Any]]:
+def list_pairs(content: Any) -> list[tuple[Any, Any]]:
     """The items of a dict, or those of a list by place."""
     return list(content.items() if isinstance(content, dict) else enumerate(content))
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(first_value: Any, second_value: Any) -> bool:
     """Whether two values are equal; two objects of the user's never are."""
-    if one is other:
+    if first_value is second_value:
         return True
-    if type(one) is not type(other):
+    if type(first_value) is not type(second_value):
         return False
-    if isinstance(one, PLAIN):
-        return bool(one == other or one != one)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    if isinstance(one, list | dict):
-        mine, theirs = pairs_of(one), pairs_of(other)
-        return len(mine) == len(theirs) and all(
-            a == b and _is_equal(first, second) for (a, first), (b, second) in zip(mine, theirs, strict=True)
+    if isinstance(first_value, PLAIN_TYPES):
+        return bool(first_value == second_value or first_value != first_value)
+    if isinstance(first_value, Tensor):
+        return (
+            first_value.shape == second_value.shape
+            and first_value.dtype == second_value.dtype
+            and torch.equal(first_value, second_value)
+        )
+    if isinstance(first_value, np.ndarray):
+        return (
+            first_value.shape == second_value.shape
+            and first_value.dtype == second_value.dtype
+            and first_value.tobytes() == second_value.tobytes()
+        )
+    if isinstance(first_value, list | dict):
+        first_pairs, second_pairs = list_pairs(first_value), list_pairs(second_value)
+        return len(first_pairs) == len(second_pairs) and all(
+            first_key == second_key and _is_equal(first_item, second_item)
+            for (first_key, first_item), (second_key, second_item) in zip(first_pairs, second_pairs, strict=True)
         )
     return False

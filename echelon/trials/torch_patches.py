@@ -13,32 +13,38 @@ from torch import Tensor, nn
 from torch.nn import functional, init
 from torch.nn.modules import module as hooks
 
-from echelon.trials.reachable import is_user
+from echelon.trials.reachable import is_user_defined
 
-_HOOKS = [name for name, value in vars(hooks).items() if name.startswith("_global_") and isinstance(value, dict)]
+_GLOBAL_HOOK_NAMES = [
+    name for name, value in vars(hooks).items() if name.startswith("_global_") and isinstance(value, dict)
+]
 
 
-class Patches:
+class TorchPatches:
     """What torch is now."""
 
     def __init__(self) -> None:
-        layers = [each for each in vars(nn).values() if isinstance(each, type)]
-        self._owners = [(owner, dict(vars(owner))) for owner in (torch, Tensor, functional, init, nn, *layers)]
-        self._hooks = {name: dict(getattr(hooks, name)) for name in _HOOKS}
+        layer_classes = [candidate for candidate in vars(nn).values() if isinstance(candidate, type)]
+        self._saved_attributes = [
+            (owner, dict(vars(owner))) for owner in (torch, Tensor, functional, init, nn, *layer_classes)
+        ]
+        self._saved_hooks = {name: dict(getattr(hooks, name)) for name in _GLOBAL_HOOK_NAMES}
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what the user's code changed since: not what echelon replaces for a while."""
-        for owner, held in self._owners:
-            changed = [(name, held[name]) for name, value in vars(owner).items() if held.get(name, value) is not value]
-            for name, value in changed:
-                if _is_users(vars(owner)[name]):
+        for owner, saved in self._saved_attributes:
+            replaced = [
+                (name, saved[name]) for name, value in vars(owner).items() if saved.get(name, value) is not value
+            ]
+            for name, value in replaced:
+                if _is_user_code(vars(owner)[name]):
                     setattr(owner, name, value)
-        for name, held in self._hooks.items():
-            live = getattr(hooks, name)
-            for key in [key for key, hook in live.items() if key not in held and _is_users(hook)]:
-                del live[key]
+        for name, saved in self._saved_hooks.items():
+            current_hooks = getattr(hooks, name)
+            for key in [key for key, hook in current_hooks.items() if key not in saved and _is_user_code(hook)]:
+                del current_hooks[key]
 
 
-def _is_users(value: Any) -> bool:
+def _is_user_code(value: Any) -> bool:
     code = getattr(value, "__func__", value)
-    return is_user(code if isinstance(code, FunctionType | type) else type(code))
+    return is_user_defined(code if isinstance(code, FunctionType | type) else type(code))

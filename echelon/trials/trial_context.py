@@ -21,45 +21,54 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from echelon.job import Job
-from echelon.trials.dataset_state import unread
+from echelon.trials.dataset_state import preserve_datasets
 from echelon.trials.snapshot import Snapshot
-from echelon.trials.torch_patches import Patches
+from echelon.trials.torch_patches import TorchPatches
 
 #: Larger tensors are not copied: they are not what steps count by.
-_LARGE = 2**22
+_MAX_TENSOR_BYTES = 2**22
 #: Fields of a job that may hold the samples themselves.
-_DATA = ("data", "evaluation", "warmup_data")
+_DATASET_FIELDS = ("data", "eval_data", "warmup_data")
 
 #: Groups made in a world of one are numbered from here: other ranks do not make them, and count on.
-_NUMBERS = itertools.count(1_000_000, 1_000)
+_GROUP_NUMBERS = itertools.count(1_000_000, 1_000)
 
 
 @contextlib.contextmanager
 def trial_context() -> Iterator[None]:
     """The code inside is called by this rank alone."""
-    with one_process(), uncompiled():
+    with single_process_world(), compile_disabled():
         yield
 
 
 @contextlib.contextmanager
-def without_trace(job: Job) -> Iterator[None]:
+def preserve_job_state(job: Job) -> Iterator[None]:
     """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
     classes), nothing that its data sets keep, and nothing in torch. Modules are left alone."""
     model = [job.model] if isinstance(job.model, nn.Module) else []
-    own = {id(each) for one in model for each in (*one.modules(), *one.parameters(), *one.buffers())}
-    given = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
-    roots = {name: each for name, each in given.items() if name not in _DATA or isinstance(each, Dataset)}
-    held, patches = Snapshot(roots, without=own | set(map(id, model)), largest=_LARGE), Patches()
+    model_part_ids = {
+        id(item)
+        for root_module in model
+        for item in (*root_module.modules(), *root_module.parameters(), *root_module.buffers())
+    }
+    job_fields = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
+    roots = {
+        name: item for name, item in job_fields.items() if name not in _DATASET_FIELDS or isinstance(item, Dataset)
+    }
+    snapshot, patches = (
+        Snapshot(roots, excluded_ids=model_part_ids | set(map(id, model)), max_tensor_bytes=_MAX_TENSOR_BYTES),
+        TorchPatches(),
+    )
     try:
-        with unread(job.data, job.evaluation, job.warmup_data):
+        with preserve_datasets(job.data, job.eval_data, job.warmup_data):
             yield
     finally:
-        held.put_back()
-        patches.put_back()
+        snapshot.restore()
+        patches.restore()
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def compile_disabled() -> Iterator[None]:
     """Run what torch.compile has compiled, or is to compile, as plain Python."""
     stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     with contextlib.nullcontext() if stance is None else stance("force_eager"):
@@ -67,27 +76,27 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_process() -> Iterator[None]:
+def single_process_world() -> Iterator[None]:
     """Have torch.distributed describe this process alone, where it describes several."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     from torch.distributed import distributed_c10d as c10d
 
-    world, groups, names = c10d._get_default_group(), c10d._world.group_count, dict(c10d._world.pg_names)
-    c10d._world.group_count = next(_NUMBERS)
-    c10d._update_default_pg(_alone(world))
+    world, group_count, group_names = c10d._get_default_group(), c10d._world.group_count, dict(c10d._world.pg_names)
+    c10d._world.group_count = next(_GROUP_NUMBERS)
+    c10d._update_default_pg(_get_single_rank_group(world))
     try:
         yield
     finally:
         c10d._update_default_pg(world)
-        c10d._world.group_count = groups
+        c10d._world.group_count = group_count
         # torch names a group of some ranks by how many groups the process has: ranks without this trial would wait under another name.
-        for group in c10d._world.pg_names.keys() - names.keys():
+        for group in c10d._world.pg_names.keys() - group_names.keys():
             del c10d._world.pg_names[group]
 
 
-def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _get_single_rank_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group of this process only; it ends with `world`, as all groups do."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -99,6 +108,6 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     backend = dist.get_backend_config(world)
     timeout = c10d._get_default_timeout(dist.get_backend(world))
     store: Any = dist.HashStore()
-    made, _ = c10d._new_process_group_helper(1, 0, [], backend, store, name, timeout=timeout)  # type: ignore[arg-type]
-    c10d._world.pg_group_ranks[made] = {0: 0}
-    return made
+    single_rank_group, _ = c10d._new_process_group_helper(1, 0, [], backend, store, name, timeout=timeout)  # type: ignore[arg-type]
+    c10d._world.pg_group_ranks[single_rank_group] = {0: 0}
+    return single_rank_group

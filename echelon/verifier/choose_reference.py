@@ -16,123 +16,138 @@ from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan import format_units
 from echelon.plan.certificate import ReferenceKind
-from echelon.plan.check import parts_batches, require
+from echelon.plan.check import require_executable, splits_batch
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
-from echelon.trials.shape_model import built
+from echelon.trials.shape_model import build_fake_model
 from echelon.trials.trial_context import trial_context
 
 #: Bytes of one parameter with its gradient and Adam's two states, in float64.
-_TRAINED = 4 * 8
+_BYTES_PER_PARAMETER = 4 * 8
 #: How many times that a reference may take, activations and all, before somebody should count.
-_AMPLE = 4
+_SAFETY_FACTOR = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Footing:
-    """What the plan is compared with: one device, the host's CPU, or another `plan`. `why` is empty for one device."""
+class ReferenceChoice:
+    """What the plan is compared with: one device, the host's CPU, or another `plan`. `reason` is empty for one device."""
 
     kind: ReferenceKind = "device"
     plan: Plan | None = None
-    why: str = ""
+    reason: str = ""
 
     @property
     def note(self) -> str:
         """What a reader must know of it; empty for one device."""
         if self.kind == "host":
-            return f"reference: one process on the host's CPU, {self.why}"
+            return f"reference: one process on the host's CPU, {self.reason}"
         if self.kind == "plan":
-            return f"reference: {self.plan}, {self.why}: an error that both plans share is not seen"
+            return f"reference: {self.plan}, {self.reason}: an error that both plans share is not seen"
         return ""
 
 
-def free(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that are free there now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 @trial_context()
-def surely_fits(job: Job, memory: int) -> bool:
+def fits_easily(job: Job, memory: int) -> bool:
     """Whether the model is so small beside `memory` that nobody need count. Nothing is allocated for it."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return sum(value.numel() for value in built(job).parameters()) * _TRAINED * _AMPLE <= memory
+        return (
+            sum(value.numel() for value in build_fake_model(job).parameters()) * _BYTES_PER_PARAMETER * _SAFETY_FACTOR
+            <= memory
+        )
 
 
-def needed(profile: Profile) -> float:
+def float64_memory(profile: Profile) -> float:
     """Bytes of a step of the whole global batch on one device, all in float64."""
-    wide = 8 * profile.elements
-    scale = wide / max(profile.bytes, 1)
+    parameter_bytes = 8 * profile.elements
+    bytes_ratio = parameter_bytes / max(profile.bytes, 1)
     activations = max(moment.alive.at(profile.batch) for moment in profile.moments)
     activations *= 2 if profile.precision in ("fp32", "tf32") else 4
     # Gradients twice: as the optimizer gets them, and as they were before clipping.
-    return wide + scale * (2 * profile.gradient_bytes + profile.state_bytes + profile.buffers) + activations
+    return (
+        parameter_bytes
+        + bytes_ratio * (2 * profile.gradient_bytes + profile.state_bytes + profile.buffers)
+        + activations
+    )
 
 
-def choose(plan: Plan, job: Job, profile: Profile | None, *, device: torch.device, memory: int, host: int) -> Footing:
-    """The strongest reference that has the memory: `memory` bytes on one device, `host` beside it where the device is a GPU."""
-    if profile is None or needed(profile) <= memory:
-        return Footing()
-    why = f"as the model needs {format_units.size(needed(profile))} in float64 and one device has {format_units.size(memory)}"
-    if device.type == "cuda" and needed(profile) <= host:
-        return Footing(kind="host", why=why)
-    return Footing(kind="plan", plan=_other(plan, job, profile), why=why)
+def choose_reference(
+    plan: Plan, job: Job, profile: Profile | None, *, device: torch.device, memory: int, host_memory: int
+) -> ReferenceChoice:
+    """The strongest reference that has the memory: `memory` bytes on one device, `host_memory` beside it where the device is a GPU."""
+    if profile is None or float64_memory(profile) <= memory:
+        return ReferenceChoice()
+    reason = f"as the model needs {format_units.format_bytes(float64_memory(profile))} in float64 and one device has {format_units.format_bytes(memory)}"
+    if device.type == "cuda" and float64_memory(profile) <= host_memory:
+        return ReferenceChoice(kind="host", reason=reason)
+    return ReferenceChoice(kind="plan", plan=_choose_reference_plan(plan, job, profile), reason=reason)
 
 
-def asked(words: str, plan: Plan, job: Job, profile: Profile | None = None) -> Footing:
+def parse_reference(text: str, plan: Plan, job: Job, profile: Profile | None = None) -> ReferenceChoice:
     """What the user wants it compared with: `device`, `host`, or a plan."""
-    if words in ("device", "host"):
-        return Footing(kind=words, why="as was asked for" if words == "host" else "")  # type: ignore[arg-type]
-    other = complete(from_text(words), job)
-    if other.ranks != plan.ranks:
+    if text in ("device", "host"):
+        return ReferenceChoice(kind=text, reason="as was asked for" if text == "host" else "")  # type: ignore[arg-type]
+    reference_plan = complete(from_text(text), job)
+    if reference_plan.ranks != plan.ranks:
         raise VerificationError(
-            f'reference "{other}": it needs {other.ranks} ranks, and the plan has {plan.ranks}; give one for as many'
+            f'reference "{reference_plan}": it needs {reference_plan.ranks} ranks, and the plan has {plan.ranks}; give one for as many'
         )
-    if _differs(plan, other):
-        footing = Footing(kind="plan", plan=other, why="as was asked for")
-        require_whole(footing, plan, profile)
-        return footing
-    raise VerificationError(f'reference "{other}": a plan that is compared with itself proves nothing; give another')
+    if _is_different_plan(plan, reference_plan):
+        choice = ReferenceChoice(kind="plan", plan=reference_plan, reason="as was asked for")
+        require_unsplit_batches(choice, plan, profile)
+        return choice
+    raise VerificationError(
+        f'reference "{reference_plan}": a plan that is compared with itself proves nothing; give another'
+    )
 
 
-def require_whole(footing: Footing, plan: Plan, profile: Profile | None) -> None:
+def require_unsplit_batches(choice: ReferenceChoice, plan: Plan, profile: Profile | None) -> None:
     """Raise where two plans that both part batches are compared, and samples may see each other: both would train the same wrong thing."""
-    if footing.plan is None or profile is None or profile.coupled is False:
+    if choice.plan is None or profile is None or profile.samples_coupled is False:
         return
-    if parts_batches(plan, profile.batch) and parts_batches(footing.plan, profile.batch):
+    if splits_batch(plan, profile.batch) and splits_batch(choice.plan, profile.batch):
         raise VerificationError(
-            f'reference "{footing.plan}": it parts batches as the plan does, and it is not known whether samples see each other, because '
-            f"{profile.uncompared}; give one that has whole batches: tp={plan.ranks} or pp={plan.ranks} without micro"
+            f'reference "{choice.plan}": it parts batches as the plan does, and it is not known whether samples see each other, because '
+            f"{profile.coupling_unknown_reason}; give one that has whole batches: tp={plan.ranks} or pp={plan.ranks} without micro"
         )
 
 
-def _differs(plan: Plan, other: Plan) -> bool:
+def _is_different_plan(plan: Plan, other: Plan) -> bool:
     return (plan.mesh, plan.zero) != (other.mesh, other.zero)
 
 
-def _other(plan: Plan, job: Job, profile: Profile) -> Plan:
+def _choose_reference_plan(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with the least machinery that cuts the model: sharded data parallelism. Beside that very plan, a tensor axis or stages."""
     refusal = f'the model does not fit one device, and there is nothing to compare "{plan}" with'
     remedy = 'take a smaller batch or model, or try it all the same with reference="device"'
     if plan.ranks == 1:
         raise VerificationError(f"{refusal}: one rank has no other plan; {remedy}")
-    if profile.norms:
+    if profile.batch_norms:
         raise VerificationError(
             f"{refusal}: its samples see each other, so that another plan computes another thing; {remedy}"
         )
     # Where samples may see each other one of the two has to compute batches as a whole.
-    whole = profile.coupled is not False and parts_batches(plan, profile.batch)
-    common = {"threads": plan.threads, "micro": None if whole else plan.micro, "recompute": plan.recompute}
+    needs_unsplit = profile.samples_coupled is not False and splits_batch(plan, profile.batch)
+    shared_settings = {
+        "threads": plan.threads,
+        "micro": None if needs_unsplit else plan.micro,
+        "recompute": plan.recompute,
+    }
     reasons = []
     for mesh, zero in (({"dp": plan.ranks}, 3), ({"tp": plan.ranks}, 0), ({"pp": plan.ranks}, 0)):
         try:
-            other = complete(Plan(mesh=Mesh(**mesh), zero=zero, **common), job, profile)  # type: ignore[arg-type]
-            require(other, profile)
-            require_whole(Footing(kind="plan", plan=other), plan, profile)
+            reference_plan = complete(Plan(mesh=Mesh(**mesh), zero=zero, **shared_settings), job, profile)  # type: ignore[arg-type]
+            require_executable(reference_plan, profile)
+            require_unsplit_batches(ReferenceChoice(kind="plan", plan=reference_plan), plan, profile)
         except EchelonError as error:
             reasons.append(str(error))
             continue
-        if _differs(plan, other):
-            return other
+        if _is_different_plan(plan, reference_plan):
+            return reference_plan
     raise VerificationError(f"{refusal}: {'; '.join(reasons)}; {remedy}")

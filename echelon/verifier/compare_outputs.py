@@ -18,135 +18,149 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.plan.batch_split import Span
-from echelon.verifier.compare import FLOOR, Difference
-from echelon.verifier.tensor_checksum import Mark, mark
+from echelon.plan.batch_split import SampleRange
+from echelon.verifier.compare import RELATIVE_FLOOR, Difference
+from echelon.verifier.tensor_checksum import TensorChecksum, compute_checksum
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class OutputSlice:
     """Which tensor of an output, for which samples."""
 
-    tensor: int
-    part: Span
+    tensor_index: int
+    sample_range: SampleRange
 
     def __str__(self) -> str:
-        first, last = self.part.start, self.part.stop - 1
-        return f"output {self.tensor} for {f'samples {first} to {last}' if last > first else f'sample {first}'}"
+        first_sample, last_sample = self.sample_range.start, self.sample_range.stop - 1
+        return f"output {self.tensor_index} for {f'samples {first_sample} to {last_sample}' if last_sample > first_sample else f'sample {first_sample}'}"
 
 
 #: None: given, but it cannot be told which part of it is of these samples.
-Outputs = Mapping[Given, Mark | None]
+OutputChecksums = Mapping[OutputSlice, TensorChecksum | None]
 
 
 @contextlib.contextmanager
-def listening(
+def record_outputs(
     model: nn.Module,
-    note: Callable[[list[Tensor | None]], None],
-    look: Callable[[Tensor], Tensor] = lambda value: value,
+    callback: Callable[[list[Tensor | None]], None],
+    unwrap: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> Iterator[None]:
-    """Call `note` with the tensors of each output of the model, None for one that is not whole here or has no fractions.
+    """Call `callback` with the tensors of each output of the model, None for one that is not whole here or has no fractions.
 
-    `look` gives the whole of a tensor that only looks like it.
+    `unwrap` gives the whole of a tensor that only looks like it.
     """
 
     @torch.no_grad()
-    def heard(_: nn.Module, __: Any, output: Any) -> None:
-        note([_numbers(look(leaf)) for leaf in leaves(output)])
+    def on_forward(_: nn.Module, __: Any, output: Any) -> None:
+        callback([_comparable_tensor(unwrap(leaf)) for leaf in output_tensors(output)])
 
     if isinstance(model, torch.jit.ScriptModule):
         yield
         return
-    hook = model.register_forward_hook(heard)
+    hook = model.register_forward_hook(on_forward)
     try:
         yield
     finally:
         hook.remove()
 
 
-def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that take hooks, with their paths: TorchScript's take none."""
     return ((path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
-def leaves(output: Any) -> Iterator[Tensor]:
+def output_tensors(output: Any) -> Iterator[Tensor]:
     """The tensors of an output of any structure, in its own order."""
     for leaf in tree_leaves(vars(output) if dataclasses.is_dataclass(output) else output):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from leaves(leaf)
+            yield from output_tensors(leaf)
 
 
-def _numbers(value: Tensor) -> Tensor | None:
-    held = not value.is_meta and not isinstance(value, FakeTensor | DTensor)
-    return value if held and (value.is_floating_point() or value.is_complex()) else None
+def _comparable_tensor(value: Tensor) -> Tensor | None:
+    is_local = not value.is_meta and not isinstance(value, FakeTensor | DTensor)
+    return value if is_local and (value.is_floating_point() or value.is_complex()) else None
 
 
-def marked(
-    tensors: Sequence[Tensor | None], part: Span, *, first: int = 0, of: int | None = None
-) -> dict[Given, Mark | None]:
-    """The marks of an output for the samples `part` of the batch, where it has `of` samples and these are those from `first` on."""
-    found: dict[Given, Mark | None] = {}
-    for number, tensor in enumerate(tensors):
+def checksum_outputs(
+    tensors: Sequence[Tensor | None], sample_range: SampleRange, *, first: int = 0, batch_size: int | None = None
+) -> dict[OutputSlice, TensorChecksum | None]:
+    """The marks of an output for the samples `sample_range` of the batch, where it has `batch_size` samples and these are those from `first` on."""
+    checksums: dict[OutputSlice, TensorChecksum | None] = {}
+    for index, tensor in enumerate(tensors):
         if tensor is not None:
-            mine = _share(tensor, first, part.size, part.size if of is None else of)
-            found[Given(number, part)] = None if mine is None else mark(mine)
-    return found
+            samples = _slice_samples(
+                tensor, first, sample_range.size, sample_range.size if batch_size is None else batch_size
+            )
+            checksums[OutputSlice(index, sample_range)] = None if samples is None else compute_checksum(samples)
+    return checksums
 
 
-def singles(part: Span) -> list[Span]:
+def single_sample_ranges(sample_range: SampleRange) -> list[SampleRange]:
     """Its samples one by one."""
-    return [Span(at, at + 1) for at in range(part.start, part.stop)]
+    return [SampleRange(position, position + 1) for position in range(sample_range.start, sample_range.stop)]
 
 
-def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
-    if size == of:
+def _slice_samples(tensor: Tensor, first: int, size: int, batch_size: int) -> Tensor | None:
+    if size == batch_size:
         return tensor
-    dim = next((dim for dim, length in enumerate(tensor.shape) if length == of), None)
+    dim = next((dim for dim, length in enumerate(tensor.shape) if length == batch_size), None)
     return None if dim is None else tensor.narrow(dim, first, size)
 
 
-def compared(plan: Outputs, true: Outputs, step: int) -> list[Difference]:
+def compare_outputs(actual: OutputChecksums, expected: OutputChecksums, step: int) -> list[Difference]:
     """How far each share of each tensor is off, where both runs have it in one shape."""
-    sizes = [each.norm for each in true.values() if each is not None and not each.broken]
-    floor = FLOOR * max(sizes, default=0.0)  # of what is zero but for rounding
-    found = []
-    for given, expected in true.items():
-        mine = plan.get(given)
-        if mine is not None and expected is not None and mine.shape == expected.shape:
-            why = "it holds NaN" if mine.broken else ""
-            value = mine.apart(expected, floor)
-            found.append(Difference(kind="output", name=str(given), step=step, value=value, why=why))
-    return found
+    norms = [checksum.norm for checksum in expected.values() if checksum is not None and not checksum.has_nan]
+    floor = RELATIVE_FLOOR * max(norms, default=0.0)  # of what is zero but for rounding
+    differences = []
+    for output_slice, expected_checksum in expected.items():
+        actual_checksum = actual.get(output_slice)
+        if (
+            actual_checksum is not None
+            and expected_checksum is not None
+            and actual_checksum.shape == expected_checksum.shape
+        ):
+            reason = "it holds NaN" if actual_checksum.has_nan else ""
+            value = actual_checksum.relative_difference(expected_checksum, floor)
+            differences.append(Difference(kind="output", name=str(output_slice), step=step, value=value, reason=reason))
+    return differences
 
 
-def left_out(plan: Outputs, true: Outputs, parts: Sequence[Span]) -> str:
-    """What a reader must know of outputs that are not compared; `parts`: how the samples are shared out. Empty: all are."""
-    tensors = sorted({given.tensor for given in (*plan, *true)})
-    every = [Given(number, part) for number in tensors for part in parts]
-    reasons = {given: _why_not(given, plan, true) for given in every}
-    out = [f"{given} ({reason})" for given, reason in reasons.items() if reason]
-    if not tensors:
+def uncompared_outputs_note(
+    actual: OutputChecksums, expected: OutputChecksums, sample_ranges: Sequence[SampleRange]
+) -> str:
+    """What a reader must know of outputs that are not compared; `sample_ranges`: how the samples are shared out. Empty: all are."""
+    tensor_indices = sorted({output_slice.tensor_index for output_slice in (*actual, *expected)})
+    output_slices = [OutputSlice(index, sample_range) for index in tensor_indices for sample_range in sample_ranges]
+    reasons = {output_slice: _uncompared_reason(output_slice, actual, expected) for output_slice in output_slices}
+    uncompared = [f"{output_slice} ({reason})" for output_slice, reason in reasons.items() if reason]
+    if not tensor_indices:
         return "the model's outputs are not compared: no run tells of any that has fractions"
-    if len(out) == len(every):
+    if len(uncompared) == len(output_slices):
         return f"the model's outputs are not compared: {', '.join(dict.fromkeys(reasons.values()))}"
     return (
-        f"outputs of {len(every) - len(out)} of {len(every)} shares are compared, without {listed(out)}" if out else ""
+        f"outputs of {len(output_slices) - len(uncompared)} of {len(output_slices)} shares are compared, without {format_names(uncompared)}"
+        if uncompared
+        else ""
     )
 
 
-def _why_not(given: Given, plan: Outputs, true: Outputs) -> str:
-    if given not in plan:
+def _uncompared_reason(output_slice: OutputSlice, actual: OutputChecksums, expected: OutputChecksums) -> str:
+    if output_slice not in actual:
         return "the plan's run does not give it once for each micro-batch, or not whole"
-    if given not in true:
+    if output_slice not in expected:
         return "the reference does not give it"
-    mine, expected = plan[given], true[given]
-    if mine is None or expected is None:
-        return "no dim of samples in " + ("the plan's run" if mine is None else "the reference")
-    return "" if mine.shape == expected.shape else f"{mine.shape}, in the reference {expected.shape}"
+    actual_checksum, expected_checksum = actual[output_slice], expected[output_slice]
+    if actual_checksum is None or expected_checksum is None:
+        return "no dim of samples in " + ("the plan's run" if actual_checksum is None else "the reference")
+    return (
+        ""
+        if actual_checksum.shape == expected_checksum.shape
+        else f"{actual_checksum.shape}, in the reference {expected_checksum.shape}"
+    )
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def format_names(names: Sequence[str], limit: int = 8) -> str:
     """Names for a note, the first of them where they are many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

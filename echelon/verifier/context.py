@@ -7,96 +7,121 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from echelon.job import Job
-from echelon.plan.batch_split import Span, split
+from echelon.plan.batch_split import SampleRange, split_batch
 from echelon.plan.plan import Plan
-from echelon.trials.determinism import Stillness
+from echelon.trials.determinism import DeterministicMode
 from echelon.verifier import first_divergence, precision_drift, tolerances
-from echelon.verifier.choose_reference import Footing
+from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.compare import Bounds, Difference
-from echelon.verifier.compare_outputs import left_out, listed
-from echelon.verifier.reference import Record
-from echelon.verifier.reference_data import Feed
-from echelon.verifier.tensor_checksum import Holdings, copies, starts
+from echelon.verifier.compare_outputs import format_names, uncompared_outputs_note
+from echelon.verifier.reference import StepRecord
+from echelon.verifier.reference_data import ReferenceData
+from echelon.verifier.tensor_checksum import RankChecksums, compare_replicas, compare_start_values
 
 
-class Basis:
+class VerificationContext:
     """What is known before the runs, whatever the truth is computed on."""
 
-    def __init__(self, job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing) -> None:
-        self.job, self.plan, self.feed, self.steps, self.footing = job, plan, feed, steps, footing
+    def __init__(
+        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
+    ) -> None:
+        self.job, self.plan, self.data, self.steps, self.reference_choice = job, plan, data, steps, reference_choice
         #: Hash of the parameters' names and shapes.
-        self.model = ""
-        self.still = Stillness()
+        self.model_hash = ""
+        self.determinism = DeterministicMode()
         #: Whether the model takes random numbers at all, as far as is known.
-        self.draws = True
+        self.draws_random_numbers = True
         self.bounds = Bounds()
         self.notes: list[str] = []
 
-    def parts(self, step: int) -> list[Span]:
+    def output_ranges(self, step: int) -> list[SampleRange]:
         """How a step's samples are shared out where outputs are compared."""
         plan = self.plan
-        return [part for share in split(self.feed.size(step), plan.mesh.dp, plan.micro, plan.shares) for part in share]
+        return [
+            sample_range
+            for rank_ranges in split_batch(self.data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)
+            for sample_range in rank_ranges
+        ]
 
-    def reconsider(self, proof: Referee) -> None:
+    def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
         """Before a no: whether rounding alone explains it. Only a reference on one device can be run again so as to tell."""
 
 
-class Referee:
+class Comparator:
     """Holds a run against the truth and keeps how far they are apart. `exact`: the run is in float64 too."""
 
-    def __init__(self, basis: Basis, start: Mapping[str, Tensor], order: Mapping[str, int], *, exact: bool) -> None:
-        """`start`: the truth's parameters and buffers before the first step, `noise.copied`."""
-        self._basis, self._start, self._exact = basis, start, exact
+    def __init__(
+        self,
+        context: VerificationContext,
+        start_values: Mapping[str, Tensor],
+        forward_order: Mapping[str, int],
+        *,
+        in_float64: bool,
+    ) -> None:
+        """`start_values`: the truth's parameters and buffers before the first step, `noise.copied`."""
+        self._context, self._start_values, self._in_float64 = context, start_values, in_float64
         #: Module path -> when forward first entered it.
-        self.order = order
-        self._slack = tolerances.Slack(start)
+        self.forward_order = forward_order
+        self._parameter_tolerance = tolerances.ParameterTolerance(start_values)
         self.differences: list[Difference] = []
         #: The first divergent tensor, as long as there is one.
-        self.worst: Difference | None = None
-        self._zero: dict[str, None] = {}
-        self._left_out = ""
+        self.first_divergence: Difference | None = None
+        self._zero_gradients: dict[str, None] = {}
+        self._outputs_note = ""
         #: What all gradients of the first step are multiplied by, in a run that is not in float64.
-        self.factor: float | None = None
+        self.gradient_factor: float | None = None
 
     @property
     def notes(self) -> list[str]:
         """What was left out."""
-        names = list(self._zero)
-        zero = f"drift leaves out gradients that are zero in truth and rounding alone: {listed(names)}"
-        return [*filter(None, [self._left_out]), *([zero] if names else [])]
+        names = list(self._zero_gradients)
+        note = f"drift leaves out gradients that are zero in truth and rounding alone: {format_names(names)}"
+        return [*filter(None, [self._outputs_note]), *([note] if names else [])]
 
     @property
-    def divergent(self) -> str:
+    def divergence_text(self) -> str:
         """The first divergent tensor, in words; empty where there is none."""
-        return "" if self.worst is None else first_divergence.describe(self.worst, self._basis.bounds)
+        return (
+            ""
+            if self.first_divergence is None
+            else first_divergence.describe(self.first_divergence, self._context.bounds)
+        )
 
-    def begin(self, holdings: Holdings, step: int) -> None:
+    def compare_start(self, checksums: RankChecksums, step: int) -> None:
         """Compare what the ranks start from with the truth's values."""
-        self.note(starts(holdings, self._start, step))
+        self.add_differences(compare_start_values(checksums, self._start_values, step))
 
-    def judge(self, mine: Record, true: Record, holdings: Holdings = ()) -> None:
+    def compare_step(self, actual: StepRecord, expected: StepRecord, checksums: RankChecksums = ()) -> None:
         """Compare a step of the run with the truth's, and what the ranks hold after it with each other."""
-        made = tolerances.differences(mine, true, self._slack)
-        if self._exact and mine.step == self._basis.steps[0]:
-            self._left_out = left_out(mine.outputs, true.outputs, self._basis.parts(mine.step))
-        if not self._exact:
-            if mine.step == self._basis.steps[0]:
-                self.factor = precision_drift.factor(mine, true)
+        differences = tolerances.compare_records(actual, expected, self._parameter_tolerance)
+        if self._in_float64 and actual.step == self._context.steps[0]:
+            self._outputs_note = uncompared_outputs_note(
+                actual.outputs, expected.outputs, self._context.output_ranges(actual.step)
+            )
+        if not self._in_float64:
+            if actual.step == self._context.steps[0]:
+                self.gradient_factor = precision_drift.common_gradient_factor(actual, expected)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
-            self._zero.update(dict.fromkeys(tolerances.zeros(true.gradients)))
-            made = [each for each in made if first_divergence.owner(each) not in self._zero]
-        self.note([*made, *copies(holdings, mine.step)])
+            self._zero_gradients.update(dict.fromkeys(tolerances.zero_gradients(expected.gradients)))
+            differences = [
+                difference
+                for difference in differences
+                if first_divergence.parameter_name(difference) not in self._zero_gradients
+            ]
+        self.add_differences([*differences, *compare_replicas(checksums, actual.step)])
 
-    def note(self, made: Sequence[Difference]) -> None:
+    def add_differences(self, differences: Sequence[Difference]) -> None:
         """Take more differences into account."""
-        self.differences += made
-        self.repeat()
+        self.differences += differences
+        self.find_first_divergence()
 
-    def repeat(self) -> None:
+    def find_first_divergence(self) -> None:
         """Name the first divergent tensor again, under the bounds as they are now."""
-        self.worst = first_divergence.first(self.differences, self._basis.bounds, self.order)
+        self.first_divergence = first_divergence.find_first_divergence(
+            self.differences, self._context.bounds, self.forward_order
+        )
 
 
-def without_dropout(paths: Sequence[str]) -> str:
+def dropout_note(paths: Sequence[str]) -> str:
     """The note on modules whose dropout was turned off."""
-    return f"dropout is off in both runs, so its masks are no part of the proof: {listed(paths)}"
+    return f"dropout is off in both runs, so its masks are no part of the proof: {format_names(paths)}"

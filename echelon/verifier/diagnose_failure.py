@@ -19,51 +19,51 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from echelon.data.sample_digest import digest
-from echelon.engine.process_groups import Ranks
-from echelon.plan.batch_split import rounds, split
+from echelon.engine.process_groups import WorldCommunicator
+from echelon.plan.batch_split import count_micro_batches, split_batch
 from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.profiler.sample_coupling import first_line
 from echelon.verifier import explain_failure, job_reader, known_bugs
-from echelon.verifier.candidate_run import Held, Trial
-from echelon.verifier.compare import BROKEN, Difference
-from echelon.verifier.compare_outputs import hookable, leaves
-from echelon.verifier.context import Referee
-from echelon.verifier.reference import Record, Reference
-from echelon.verifier.single_device import Case
-from echelon.verifier.tensor_checksum import Mark, mark
+from echelon.verifier.candidate_run import CandidateRun, Replication
+from echelon.verifier.compare import NOT_COMPARABLE, Difference
+from echelon.verifier.compare_outputs import hookable_modules, output_tensors
+from echelon.verifier.context import Comparator
+from echelon.verifier.reference import Reference, StepRecord
+from echelon.verifier.single_device import SingleDeviceContext
+from echelon.verifier.tensor_checksum import TensorChecksum, compute_checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Diagnosis:
     """What it told, in words, and how far the outputs are off where any could be compared."""
 
     remarks: tuple[str, ...]
-    outputs: Finding | None
+    output_finding: Finding | None
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ModuleOutput:
     """What one call of a module gave: the marks of its floating tensors, None for one that is not whole here."""
 
     path: str
     call: int
-    marks: tuple[Mark | None, ...]
+    checksums: tuple[TensorChecksum | None, ...]
 
 
-class Watch:
+class ModuleOutputRecorder:
     """Notes the outputs of a model's modules, in the order in which they are ready."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[Any] = []
         self._calls: dict[str, int] = {}
-        self.outputs: list[Output] = []
+        self.outputs: list[ModuleOutput] = []
 
     def __enter__(self) -> Self:
         self._hooks = [
-            module.register_forward_hook(lambda _, __, output, path=path: self._note(path, output))
-            for path, module in hookable(self._model)
+            module.register_forward_hook(lambda _, __, output, path=path: self._record(path, output))
+            for path, module in hookable_modules(self._model)
         ]
         return self
 
@@ -73,169 +73,207 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, path: str, output: Any) -> None:
-        marks = tuple(_mark(leaf) for leaf in leaves(output) if leaf.is_floating_point())
+    def _record(self, path: str, output: Any) -> None:
+        checksums = tuple(_local_checksum(leaf) for leaf in output_tensors(output) if leaf.is_floating_point())
         self._calls[path] = self._calls.get(path, 0) + 1
-        self.outputs.append(Output(path, self._calls[path], marks))
+        self.outputs.append(ModuleOutput(path, self._calls[path], checksums))
 
 
-def _mark(value: Tensor) -> Mark | None:
+def _local_checksum(value: Tensor) -> TensorChecksum | None:
     """None: another stage's, which has no numbers here, or a shard."""
-    return None if value.is_meta or isinstance(value, FakeTensor | DTensor) else mark(value)
+    return None if value.is_meta or isinstance(value, FakeTensor | DTensor) else compute_checksum(value)
 
 
-def look(trial: Trial, ranks: Ranks, steps: Sequence[int], case: Case | None, proof: Referee | None) -> Look | None:
+def diagnose(
+    candidate: CandidateRun,
+    ranks: WorldCommunicator,
+    steps: Sequence[int],
+    context: SingleDeviceContext | None,
+    comparator: Comparator | None,
+) -> Diagnosis | None:
     """Called by every rank with a fresh run; `steps` up to the one that diverged. The answer is rank 0's."""
-    number = steps[-1]
-    for earlier in steps[:-1]:
-        trial.step(earlier)
-    with ranks.together():
-        made = expected_outputs(case.at(number), number) if case is not None else []
-    expected: list[Output] = ranks.gather(made)[0]
-    read = ranks.gather([digest(micro.batch) for micro in trial.batch(number).micros])
-    trial.prepare(number)
-    with Watch(trial.run.model) as watch:
-        mine = trial.step(number)
-    compared = ranks.gather(_apart(watch.outputs, expected) if trial.run.data.rank == 0 else {})
-    held = trial.held()
-    with ranks.together():
-        if case is None or proof is None or mine is None:
+    step = steps[-1]
+    for earlier_step in steps[:-1]:
+        candidate.step(earlier_step)
+    with ranks.raise_on_all_ranks():
+        outputs = expected_outputs(context.reference_at(step), step) if context is not None else []
+    expected: list[ModuleOutput] = ranks.all_gather_object(outputs)[0]
+    digests_by_rank = ranks.all_gather_object(
+        [digest(micro_batch.batch) for micro_batch in candidate.read_batch(step).micro_batches]
+    )
+    candidate.prepare(step)
+    with ModuleOutputRecorder(candidate.run.model) as recorder:
+        actual = candidate.step(step)
+    differences_by_rank = ranks.all_gather_object(
+        _output_differences(recorder.outputs, expected) if candidate.run.data_parallel.rank == 0 else {}
+    )
+    replication = candidate.gather_replication()
+    with ranks.raise_on_all_ranks():
+        if context is None or comparator is None or actual is None:
             return None
-        outputs = _finding(expected, compared, case.bounds.widest("output"))
+        output_finding = _summarize_outputs(expected, differences_by_rank, context.bounds.widest("output"))
         try:
-            remarks = _remarks(case, proof, mine, held, read, outputs)
+            remarks = _collect_remarks(context, comparator, actual, replication, digests_by_rank, output_finding)
         except Exception as error:
             # A model that cannot be run in parts, say. The verdict stands without its cause.
             remarks = [f"what it looks like could not be found out: {type(error).__name__}: {first_line(error)}"]
-        return Look(remarks=tuple(filter(None, remarks)), outputs=outputs)
+        return Diagnosis(remarks=tuple(filter(None, remarks)), output_finding=output_finding)
 
 
-def _remarks(
-    case: Case,
-    proof: Referee,
-    mine: Record,
-    held: Mapping[str, Held],
-    read: Sequence[Sequence[str]],
-    outputs: Finding | None,
+def _collect_remarks(
+    context: SingleDeviceContext,
+    comparator: Comparator,
+    actual: StepRecord,
+    replication: Mapping[str, Replication],
+    digests_by_rank: Sequence[Sequence[str]],
+    output_finding: Finding | None,
 ) -> list[str]:
-    evidence = _evidence(case, proof, mine, held, outputs)
-    remarks = [explain_failure.likely(evidence), _data(case, mine.step, read)]
+    evidence = _collect_evidence(context, comparator, actual, replication, output_finding)
+    remarks = [explain_failure.explain(evidence), _describe_misread_samples(context, actual.step, digests_by_rank)]
     return [
         *remarks,
-        _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss", "output") else "",
+        _describe_outputs(output_finding, context.plan)
+        if evidence.divergence.kind in ("gradient", "loss", "output")
+        else "",
     ]
 
 
-def expected_outputs(reference: Reference, number: int) -> list[Output]:
+def expected_outputs(reference: Reference, step: int) -> list[ModuleOutput]:
     """The outputs for rank 0's first micro-batch; nothing where batch norm sees those of other ranks beside it."""
-    if reference.coupled and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
+    if reference.couples_samples and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
-    part = split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro, reference.plan.shares)[0][0]
-    batch = reference.batch(number, np.arange(part.start, part.stop))
-    with Watch(reference.model) as watch, reference.still():
-        reference.loss(batch, part.size)
-    return watch.outputs
+    sample_range = split_batch(
+        reference.data.samples_in(step), reference.plan.mesh.dp, reference.plan.micro, reference.plan.batch_shares
+    )[0][0]
+    batch = reference.read_batch(step, np.arange(sample_range.start, sample_range.stop))
+    with ModuleOutputRecorder(reference.model) as recorder, reference.deterministic():
+        reference.compute_loss(batch, sample_range.size)
+    return recorder.outputs
 
 
-def _apart(mine: Sequence[Output], expected: Sequence[Output]) -> dict[int, float]:
+def _output_differences(actual: Sequence[ModuleOutput], expected: Sequence[ModuleOutput]) -> dict[int, float]:
     """Number of an expected output -> how far this rank's is off; none for those that are not whole here."""
-    here = {(output.path, output.call): output.marks for output in mine}
-    found = {}
-    for number, output in enumerate(expected):
-        both = list(zip(here.get((output.path, output.call), ()), output.marks, strict=False))
-        whole = [(a, b) for a, b in both if a is not None and b is not None and a.shape == b.shape]
-        if whole and len(whole) == len(output.marks):
-            found[number] = max(a.apart(b) for a, b in whole)
-    return found
+    checksums_by_call = {(output.path, output.call): output.checksums for output in actual}
+    differences = {}
+    for index, output in enumerate(expected):
+        checksum_pairs = list(
+            zip(checksums_by_call.get((output.path, output.call), ()), output.checksums, strict=False)
+        )
+        comparable_pairs = [(a, b) for a, b in checksum_pairs if a is not None and b is not None and a.shape == b.shape]
+        if comparable_pairs and len(comparable_pairs) == len(output.checksums):
+            differences[index] = max(a.relative_difference(b) for a, b in comparable_pairs)
+    return differences
 
 
-def _finding(expected: Sequence[Output], compared: Sequence[Mapping[int, float]], bound: float) -> Finding | None:
+def _summarize_outputs(
+    expected: Sequence[ModuleOutput], differences_by_rank: Sequence[Mapping[int, float]], bound: float
+) -> Finding | None:
     """The first output that is off or, where none is, the one that is nearest to it. `bound`: of what the model gives in the end."""
-    worst: dict[int, float] = {}
-    for number, value in chain.from_iterable(each.items() for each in compared):
-        worst[number] = max(value, worst.get(number, 0.0))
-    if not worst:
+    worst_by_output: dict[int, float] = {}
+    for index, value in chain.from_iterable(differences.items() for differences in differences_by_rank):
+        worst_by_output[index] = max(value, worst_by_output.get(index, 0.0))
+    if not worst_by_output:
         return None
-    off = [number for number in sorted(worst) if worst[number] > bound]
-    chosen = off[0] if off else max(worst, key=lambda number: worst[number])
+    out_of_bounds = [index for index in sorted(worst_by_output) if worst_by_output[index] > bound]
+    chosen = out_of_bounds[0] if out_of_bounds else max(worst_by_output, key=lambda index: worst_by_output[index])
     where = expected[chosen].path or "the model itself"
-    return Finding(kind="output", tensors=len(worst), worst=worst[chosen], where=where, bound=bound)
+    return Finding(
+        kind="output", tensors=len(worst_by_output), max_difference=worst_by_output[chosen], where=where, bound=bound
+    )
 
 
-def _about_outputs(finding: Finding | None, plan: Plan) -> str:
+def _describe_outputs(finding: Finding | None, plan: Plan) -> str:
     if finding is None:
         return ""
-    if finding.good:
+    if finding.is_within_bound:
         return f"forward looks right: the outputs of {finding.tensors} modules agree on data rank 0"
-    size = "is not finite" if finding.worst == BROKEN else f"is off by {finding.worst:.1e}"
-    cut = next((f" (cut over tp: {each.cut})" for each in plan.placements if each.path == finding.where), "")
-    likely = {"row": "; looks like a sum over tp that is missing, or a bias that every rank adds"}
-    hint = next((words for kind, words in likely.items() if f": {kind})" in cut), "")
-    return f"forward is wrong: the first output that is off is that of {finding.where}{cut}, which {size}{hint}"
+    amount = "is not finite" if finding.max_difference == NOT_COMPARABLE else f"is off by {finding.max_difference:.1e}"
+    cut_note = next(
+        (f" (cut over tp: {placement.cut})" for placement in plan.placements if placement.path == finding.where), ""
+    )
+    hints_by_cut = {"row": "; looks like a sum over tp that is missing, or a bias that every rank adds"}
+    hint = next((hint_text for cut_kind, hint_text in hints_by_cut.items() if f": {cut_kind})" in cut_note), "")
+    return f"forward is wrong: the first output that is off is that of {finding.where}{cut_note}, which {amount}{hint}"
 
 
-def _data(case: Case, number: int, read: Sequence[Sequence[str]]) -> str:
+def _describe_misread_samples(context: SingleDeviceContext, step: int, digests_by_rank: Sequence[Sequence[str]]) -> str:
     """Which rank read other samples than the batch has for it."""
-    plan, feed = case.plan, case.feed
-    for rank, digests in enumerate(read):
-        mine = plan.mesh.coordinate(rank)["dp"]
-        for turn, part in enumerate(split(feed.size(number), plan.mesh.dp, plan.micro, plan.shares)[mine]):
-            positions = np.arange(part.start, part.stop)
-            first, again = (digest(feed.take(number, positions)) for _ in range(2))
-            if first == again and turn < len(digests) and digests[turn] != first:
+    plan, data = context.plan, context.data
+    for rank, digests in enumerate(digests_by_rank):
+        data_rank = plan.mesh.coordinate(rank)["dp"]
+        for index, sample_range in enumerate(
+            split_batch(data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)[data_rank]
+        ):
+            positions = np.arange(sample_range.start, sample_range.stop)
+            digest_of_batch, digest_again = (digest(data.read(step, positions)) for _ in range(2))
+            if digest_of_batch == digest_again and index < len(digests) and digests[index] != digest_of_batch:
                 return (
-                    f"rank {rank} read other samples than those at {part.start} to {part.stop - 1} of the batch: looks like an order of the "
+                    f"rank {rank} read other samples than those at {sample_range.start} to {sample_range.stop - 1} of the batch: looks like an order of the "
                     "data that each rank drew with its own seed"
                 )
     return ""
 
 
-def _evidence(
-    case: Case, proof: Referee, mine: Record, held: Mapping[str, Held], outputs: Finding | None
+def _collect_evidence(
+    context: SingleDeviceContext,
+    comparator: Comparator,
+    actual: StepRecord,
+    replication: Mapping[str, Replication],
+    output_finding: Finding | None,
 ) -> explain_failure.Evidence:
-    assert proof.worst is not None
-    worst = proof.worst
-    old = case.at(worst.step)
-    turns = rounds(case.feed.size(worst.step), case.plan.mesh.dp, case.plan.micro, case.plan.shares)
-    named = dict(old.model.named_parameters())
+    assert comparator.first_divergence is not None
+    divergence = comparator.first_divergence
+    reference = context.reference_at(divergence.step)
+    micro_batch_count = count_micro_batches(
+        context.data.samples_in(divergence.step), context.plan.mesh.dp, context.plan.micro, context.plan.batch_shares
+    )
+    parameters = dict(reference.model.named_parameters())
     return explain_failure.Evidence(
-        worst=worst,
-        differences=[each for each in proof.differences if each.step == worst.step],
-        bounds=case.bounds,
-        plan=case.plan,
-        turns=turns,
-        mine=mine,
-        true=case.at(worst.step).step(worst.step),
-        before={
-            "parameter": {name: value.detach() for name, value in named.items()},
-            "buffer": {name: value.clone() for name, value in old.model.named_buffers()},
+        divergence=divergence,
+        differences=[each for each in comparator.differences if each.step == divergence.step],
+        bounds=context.bounds,
+        plan=context.plan,
+        micro_batch_count=micro_batch_count,
+        actual=actual,
+        expected=context.reference_at(divergence.step).step(divergence.step),
+        tensors_before={
+            "parameter": {name: value.detach() for name, value in parameters.items()},
+            "buffer": {name: value.clone() for name, value in reference.model.named_buffers()},
         },
-        previous={} if old.last is None else old.last.gradients,
-        suspects=_suspects(case.at(worst.step), worst),
-        moves=lambda: known_bugs.moves(case.at(worst.step), worst.step),
-        changed=known_bugs.changed_by_forward(case.at(worst.step), worst.step),
-        held=held,
-        kinds={name: type(old.model.get_submodule(name.rpartition(".")[0])).__name__ for name in named},
-        aliases={each: name for name in named for each in known_bugs.names_of(old.model, name) if each != name},
-        order=proof.order,
-        later=_later(case.reference(), turns * worst.step) if worst.kind == "parameter" and turns > 1 else {},
-        forward=None if outputs is None else outputs.good,
+        previous_gradients={} if reference.last_record is None else reference.last_record.gradients,
+        known_bugs=_possible_bugs(context.reference_at(divergence.step), divergence),
+        loss_changes_on_repeat=lambda: known_bugs.loss_changes_on_repeat(
+            context.reference_at(divergence.step), divergence.step
+        ),
+        changed_by_forward=known_bugs.changed_by_forward(context.reference_at(divergence.step), divergence.step),
+        replication=replication,
+        module_classes={
+            name: type(reference.model.get_submodule(name.rpartition(".")[0])).__name__ for name in parameters
+        },
+        aliases={
+            each: name for name in parameters for each in known_bugs.aliases_of(reference.model, name) if each != name
+        },
+        forward_order=comparator.forward_order,
+        steps_by_rate=_rates_after_steps(context.build_reference(), micro_batch_count * divergence.step)
+        if divergence.kind == "parameter" and micro_batch_count > 1
+        else {},
+        forward_agrees=None if output_finding is None else output_finding.is_within_bound,
     )
 
 
-def _later(fresh: Reference, steps: int) -> dict[float, int]:
+def _rates_after_steps(reference: Reference, steps: int) -> dict[float, int]:
     """The learning rates that the schedules give when they are stepped so often."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedules that are stepped without their optimizers say so
-        for schedule in fresh.schedules:
-            for _ in range(0 if job_reader.wants_loss(schedule) else steps):
+        for schedule in reference.schedules:
+            for _ in range(0 if job_reader.requires_metric(schedule) else steps):
                 schedule.step()
-    return {float(group["lr"]): steps for each in fresh.optimizers for group in each.param_groups}
+    return {float(group["lr"]): steps for optimizer in reference.optimizers for group in optimizer.param_groups}
 
 
-def _suspects(reference: Reference, worst: Difference) -> Iterator[known_bugs.Suspect]:
+def _possible_bugs(reference: Reference, divergence: Difference) -> Iterator[known_bugs.KnownBug]:
     """One after another, as they are asked for: each costs a pass over the batch."""
-    name = worst.name if worst.kind == "gradient" else ""
+    name = divergence.name if divergence.kind == "gradient" else ""
     if name:
-        yield from known_bugs.uses(reference, worst.step, name)
-    yield from known_bugs.weighings(known_bugs.parts(reference, worst.step, name))
+        yield from known_bugs.tied_weight_gradients(reference, divergence.step, name)
+    yield from known_bugs.wrong_weightings(known_bugs.sum_micro_batches(reference, divergence.step, name))

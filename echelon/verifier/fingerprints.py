@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.errors import JobError
 from echelon.plan.document_cache import installed_versions
-from echelon.plan.profile import fingerprint
+from echelon.plan.profile import model_fingerprint
 
 
 def job_hash(spec: str | Path) -> str:
@@ -17,20 +17,20 @@ def job_hash(spec: str | Path) -> str:
     file, _, name = str(spec).rpartition(".py:")
     path = Path(file + ".py" if file else spec)
     try:
-        text = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise JobError(f"{path}: the job file cannot be read ({error}); a certificate is for its text") from error
-    return hashlib.sha256(text + b"\0" + (name if file else "job").encode()).hexdigest()
+    return hashlib.sha256(content + b"\0" + (name if file else "job").encode()).hexdigest()
 
 
 def model_hash(model: nn.Module) -> str:
     """Hash of the parameters' names, shapes and dtypes, as the profile and checkpoints hold it."""
-    return fingerprint(
+    return model_fingerprint(
         (name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in model.named_parameters()
     )
 
 
 def versions() -> dict[str, str]:
     """The versions on which a proof depends."""
-    found = installed_versions(("echelon", "torch", "numpy"))
-    return {name: found[name] for name in ("echelon", "torch", "numpy")}
+    installed = installed_versions(("echelon", "torch", "numpy"))
+    return {name: installed[name] for name in ("echelon", "torch", "numpy")}

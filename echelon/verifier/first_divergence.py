@@ -7,98 +7,120 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from echelon.verifier.compare import BOUND, KINDS, Bounds, Difference, wide
-from echelon.verifier.reference import Record
+from echelon.verifier.compare import DIFFERENCE_KINDS, FLOAT64_BOUND, Bounds, Difference, to_float64
+from echelon.verifier.reference import StepRecord
 
 #: How exactly a tensor must be a multiple of the reference to be called one.
-CLEAN = 1e-6
+FACTOR_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class TensorPair:
     """A tensor of the plan's run and the reference's."""
 
-    plan: Tensor
-    true: Tensor
+    actual: Tensor
+    expected: Tensor
 
 
-def first(differences: Iterable[Difference], bounds: Bounds, order: Mapping[str, int]) -> Difference | None:
+def find_first_divergence(
+    differences: Iterable[Difference], bounds: Bounds, forward_order: Mapping[str, int]
+) -> Difference | None:
     """The first difference over its bound: by step, then in the order in which a step makes things, then in forward order."""
-    over = [each for each in differences if not bounds.hold(each)]
-    return min(over, key=lambda each: (each.step, KINDS.index(each.kind), place(owner(each), order)), default=None)
+    out_of_bounds = [difference for difference in differences if not bounds.allows(difference)]
+    return min(
+        out_of_bounds,
+        key=lambda difference: (
+            difference.step,
+            DIFFERENCE_KINDS.index(difference.kind),
+            forward_position(parameter_name(difference), forward_order),
+        ),
+        default=None,
+    )
 
 
-def owner(difference: Difference) -> str:
+def parameter_name(difference: Difference) -> str:
     """The parameter or buffer that a difference is about."""
     return difference.name.split("/")[1] if difference.kind == "optimizer" else difference.name
 
 
-def place(name: str, order: Mapping[str, int]) -> int:
+def forward_position(name: str, forward_order: Mapping[str, int]) -> int:
     """When forward first entered the module that owns `name`; one it never enters itself stands with its parent."""
     path = name
     while path:
         path = path.rpartition(".")[0]
-        if path in order:
-            return order[path]
-    return len(order)
+        if path in forward_order:
+            return forward_order[path]
+    return len(forward_order)
 
 
-def pair(worst: Difference, mine: Record, true: Record) -> Pair | None:
+def tensor_pair(difference: Difference, actual: StepRecord, expected: StepRecord) -> TensorPair | None:
     """The two tensors behind a difference, where both runs have one."""
-    of: Mapping[str, Callable[[Record], Mapping[str, Tensor | None]]] = {
+    readers: Mapping[str, Callable[[StepRecord], Mapping[str, Tensor | None]]] = {
         "gradient": lambda record: record.gradients, "buffer": lambda record: record.buffers,
         "parameter": lambda record: record.parameters, "optimizer": lambda record: record.optimizer,
         "loss": lambda record: {"loss": record.loss}, "norm": lambda record: {"gradient norm": record.norm},
     }  # fmt: skip
-    if worst.kind not in of:
+    if difference.kind not in readers:
         return None
-    plan, reference = (of[worst.kind](record).get(worst.name) for record in (mine, true))
-    return None if plan is None or reference is None else Pair(plan=plan, true=reference)
+    actual_tensor, expected_tensor = (
+        readers[difference.kind](record).get(difference.name) for record in (actual, expected)
+    )
+    return (
+        None
+        if actual_tensor is None or expected_tensor is None
+        else TensorPair(actual=actual_tensor, expected=expected_tensor)
+    )
 
 
-def describe(worst: Difference, bounds: Bounds) -> str:
+def describe(divergence: Difference, bounds: Bounds) -> str:
     """What is off and by how much."""
-    size = worst.why or f"relative difference {worst.value:.1e}, bound {bounds.of(worst):.0e}"
+    amount = (
+        divergence.reason or f"relative difference {divergence.value:.1e}, bound {bounds.bound_for(divergence):.0e}"
+    )
     where = {
-        "loss": f"loss at step {worst.step}",
-        "norm": f"gradient norm at step {worst.step}",
-        "start": f"{worst.name} before the first step",
-        "copy": f"{worst.name} after step {worst.step}",
-        "draw": f"{worst.name} with random numbers on, at step {worst.step}",
-        "output": f"{worst.name} at step {worst.step}",
-        "optimizer": f"{worst.name.rpartition('/')[2]} of {owner(worst)} (optimizer state) at step {worst.step}",
+        "loss": f"loss at step {divergence.step}",
+        "norm": f"gradient norm at step {divergence.step}",
+        "start": f"{divergence.name} before the first step",
+        "copy": f"{divergence.name} after step {divergence.step}",
+        "draw": f"{divergence.name} with random numbers on, at step {divergence.step}",
+        "output": f"{divergence.name} at step {divergence.step}",
+        "optimizer": f"{divergence.name.rpartition('/')[2]} of {parameter_name(divergence)} (optimizer state) at step {divergence.step}",
     }
-    return f"{where.get(worst.kind, f'{worst.kind} of {worst.name} at step {worst.step}')}: {size}"
+    return (
+        f"{where.get(divergence.kind, f'{divergence.kind} of {divergence.name} at step {divergence.step}')}: {amount}"
+    )
 
 
-def explains(value: Tensor, pair: Pair) -> bool:
+def equals_candidate_tensor(value: Tensor, pair: TensorPair) -> bool:
     """Whether the plan's tensor is `value` rather than the reference's."""
-    mine, true = wide(pair.plan), wide(pair.true)
-    if mine.shape != value.shape or not value.isfinite().all() or not mine.isfinite().all():
+    actual, expected = to_float64(pair.actual), to_float64(pair.expected)
+    if actual.shape != value.shape or not value.isfinite().all() or not actual.isfinite().all():
         return False
-    left = float((mine - value).abs().max()) if mine.numel() else 0.0
-    return left <= CLEAN * float(value.abs().max()) + BOUND and left < 1e-3 * float((mine - true).abs().max())
+    residual = float((actual - value).abs().max()) if actual.numel() else 0.0
+    return residual <= FACTOR_TOLERANCE * float(value.abs().max()) + FLOAT64_BOUND and residual < 1e-3 * float(
+        (actual - expected).abs().max()
+    )
 
 
-def ratio(pair: Pair) -> float | None:
+def exact_ratio(pair: TensorPair) -> float | None:
     """The number that the reference is multiplied by, where there is one."""
-    factor = proportion(pair.plan, pair.true)
+    factor = scalar_multiple(pair.actual, pair.expected)
     if factor is None:
         return None
-    mine, true = wide(pair.plan), wide(pair.true)
+    actual, expected = to_float64(pair.actual), to_float64(pair.expected)
     # It has to explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" but for that.
-    left = float((mine - factor * true).abs().max())
-    return factor if left <= 1e-3 * float((mine - true).abs().max()) else None
+    residual = float((actual - factor * expected).abs().max())
+    return factor if residual <= 1e-3 * float((actual - expected).abs().max()) else None
 
 
-def proportion(value: Tensor, base: Tensor) -> float | None:
+def scalar_multiple(value: Tensor, base: Tensor) -> float | None:
     """`value` as a multiple of `base`, where it is one."""
-    a, b = wide(value).flatten(), wide(base).flatten()
+    a, b = to_float64(value).flatten(), to_float64(base).flatten()
     if a.shape != b.shape or a.is_complex() or not (a.isfinite().all() and b.isfinite().all()):
         return None
     square = float(b @ b)
     if square == 0.0:
         return None
     factor = float(a @ b) / square
-    left = float((a - factor * b).abs().max())
-    return factor if left <= CLEAN * max(abs(factor), CLEAN) * float(b.abs().max()) else None
+    residual = float((a - factor * b).abs().max())
+    return factor if residual <= FACTOR_TOLERANCE * max(abs(factor), FACTOR_TOLERANCE) * float(b.abs().max()) else None

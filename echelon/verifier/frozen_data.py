@@ -15,44 +15,44 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from echelon.data.source import is_stream, open_source
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.job import Job
-from echelon.trials.dataset_state import unread
-from echelon.verifier.reference_data import open_feed
+from echelon.trials.dataset_state import preserve_datasets
+from echelon.verifier.reference_data import open_reference_data
 
 
 class FrozenSamples(Dataset[Any]):
     """A data set of which some samples were read beforehand."""
 
-    def __init__(self, data: Any, kept: Mapping[int, Any]) -> None:
-        self._data, self._kept = data, kept
+    def __init__(self, data: Any, samples: Mapping[int, Any]) -> None:
+        self._data, self._samples = data, samples
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> Any:
-        return self._kept[index] if index in self._kept else self._data[index]
+        return self._samples[index] if index in self._samples else self._data[index]
 
 
-def freeze(job: Job, ranks: Ranks, steps: int) -> Job | None:
+def freeze_samples(job: Job, ranks: WorldCommunicator, steps: int) -> Job | None:
     """The job with the samples of its first steps as rank 0 reads them; None: it has no samples by number. Every rank must call it."""
     if is_stream(job.data) or not hasattr(job.data, "__getitem__"):
         return None
-    kept: dict[int, Any] = {}
-    with ranks.together():
-        if ranks.world.main:
-            with unread(job.data):
-                kept = {int(index): job.data[int(index)] for index in _numbers(job, steps)}
-    box = [kept]
+    samples: dict[int, Any] = {}
+    with ranks.raise_on_all_ranks():
+        if ranks.world.is_main:
+            with preserve_datasets(job.data):
+                samples = {int(index): job.data[int(index)] for index in _sample_ids(job, steps)}
+    broadcast_list = [samples]
     if ranks.size > 1:
-        dist.broadcast_object_list(box, 0)
-    return dataclasses.replace(job, data=FrozenSamples(job.data, box[0]))
+        dist.broadcast_object_list(broadcast_list, 0)
+    return dataclasses.replace(job, data=FrozenSamples(job.data, broadcast_list[0]))
 
 
-def _numbers(job: Job, steps: int) -> np.ndarray:
+def _sample_ids(job: Job, steps: int) -> np.ndarray:
     """The samples that a proof of `steps` steps reads."""
-    order = open_source(job.data, collate=job.collate, seed=job.seed).order(
-        batch=job.batch, seed=job.seed, drop_last=job.drop_last
+    order = open_source(job.data, collate=job.collate, seed=job.seed).make_order(
+        batch=job.batch_size, seed=job.seed, drop_last=job.drop_last
     )
-    chosen = open_feed(job).steps(steps)
-    return np.unique(np.concatenate([order.ids(step, 0, order.size(step)) for step in chosen]))
+    chosen_steps = open_reference_data(job).choose_steps(steps)
+    return np.unique(np.concatenate([order.ids(step, 0, order.batch_size(step)) for step in chosen_steps]))

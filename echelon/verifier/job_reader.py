@@ -14,117 +14,123 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST, open_stored, tensors
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE, open_checkpoint, read_full_tensors
 from echelon.errors import JobError
 from echelon.job import Job, call_optimizer
 from echelon.tree import to_device
 from echelon.trials.lazy_modules import initialise_lazy
 
 
-def fill(model: nn.Module, job: Job) -> None:
+def initialize_values(model: nn.Module, job: Job) -> None:
     """Give `model` the values a training starts from: what its factory left on the meta device, then the job's weights."""
     initialise_lazy(model, job)
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own):
+        own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own_tensors):
             module.to_empty(device="cpu", recurse=False)
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if reset is not None:
-                reset()
+            reset_parameters = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset_parameters is not None:
+                reset_parameters()
     if job.weights is not None:
         # Not strict: a tied weight is stored once. Whatever is wrongly left out shows against the plan's run.
-        model.load_state_dict(_weights(Path(job.weights)), strict=False)
+        model.load_state_dict(_load_weights(Path(job.weights)), strict=False)
 
 
-def _weights(path: Path) -> dict[str, Tensor]:
+def _load_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        return _stored(path)
+        return _load_checkpoint(path)
     if path.suffix == ".json":
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         for file in files:
             if Path(file).name != file or file.endswith(".json"):
                 raise JobError(f"{path}: shard name {file!r} leaves the folder; name files that lie beside the index")
-        return {name: value for file in files for name, value in _weights(path.parent / file).items()}
+        return {name: value for file in files for name, value in _load_weights(path.parent / file).items()}
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(path)
-    loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return loaded
+    state_dict: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return state_dict
 
 
-def _stored(path: Path) -> dict[str, Tensor]:
+def _load_checkpoint(path: Path) -> dict[str, Tensor]:
     """The model's tensors of a checkpoint, or of the one with most steps of a run."""
-    made = [path, *(each for each in path.glob("checkpoints/step-*") if each.name[5:].isdigit())]
-    whole = [each for each in made if (each / MANIFEST).is_file()]
-    if not whole:
+    candidates = [
+        path,
+        *(folder_path for folder_path in path.glob("checkpoints/step-*") if folder_path.name[5:].isdigit()),
+    ]
+    complete = [folder_path for folder_path in candidates if (folder_path / MANIFEST_FILE).is_file()]
+    if not complete:
         raise JobError(
             f"weights={path}: a folder without a checkpoint; give a run or a checkpoint, or a file of weights"
         )
-    folder = max(whole, key=lambda each: 0 if each == path else int(each.name[5:]))
-    stored = open_stored(folder)
-    held = tensors(stored, "model/")
-    return {name.removeprefix("model/"): value for name, value in held.items()} | _tables(
-        folder, stored.manifest["parameters"]
+    folder = max(complete, key=lambda folder_path: 0 if folder_path == path else int(folder_path.name[5:]))
+    checkpoint = open_checkpoint(folder)
+    tensors_by_name = read_full_tensors(checkpoint, "model/")
+    return {name.removeprefix("model/"): value for name, value in tensors_by_name.items()} | _load_server_tables(
+        folder, checkpoint.manifest["parameters"]
     )
 
 
-def _tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def _load_server_tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """Of a checkpoint with a parameter server: its tables, as tensors."""
     if not (folder / "server" / "manifest.json").is_file():
         return {}
     from echelon.server.store.shard_checkpoint import read_manifest
-    from echelon.server.store.table_export import every_row
+    from echelon.server.store.table_export import iterate_complete_rows
 
-    found = {}
+    tables = {}
     for spec in read_manifest(folder / "server")["specs"]:
         if spec["what"] == "table":
             table = torch.empty(shapes[spec["name"]], dtype=torch.float64 if spec["dtype"] == "f8" else torch.float32)
-            for ids, values in every_row(folder / "server", spec["name"], len(table), spec["dtype"]):
+            for ids, values in iterate_complete_rows(folder / "server", spec["name"], len(table), spec["dtype"]):
                 table[torch.from_numpy(ids)] = torch.from_numpy(values)
-            found[spec["name"]] = table
-    return found
+            tables[spec["name"]] = table
+    return tables
 
 
-def cast(batch: Any, device: torch.device, dtype: torch.dtype | None = torch.float64) -> Any:
+def cast_batch(batch: Any, device: torch.device, dtype: torch.dtype | None = torch.float64) -> Any:
     """`batch` on `device`, its floating tensors in `dtype` (None: as they are)."""
     return to_device(
         batch, device, lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     )
 
 
-def optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
+def build_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
     """The job's optimizers over what trains."""
-    made = call_optimizer(job, [(name, value) for name, value in model.named_parameters() if value.requires_grad])
-    return [made] if isinstance(made, Optimizer) else list(made)
+    result = call_optimizer(job, [(name, value) for name, value in model.named_parameters() if value.requires_grad])
+    return [result] if isinstance(result, Optimizer) else list(result)
 
 
-def schedules(job: Job, made: Sequence[Optimizer], steps: int) -> list[Any]:
+def build_schedules(job: Job, optimizers: Sequence[Optimizer], steps: int) -> list[Any]:
     """A schedule for each optimizer, but those that evaluations step (ReduceLROnPlateau): a proof has none."""
-    if job.schedule is None:
+    if job.lr_schedule is None:
         return []
-    required = [
-        each for each in inspect.signature(job.schedule).parameters.values()
+    required_parameters = [
+        each for each in inspect.signature(job.lr_schedule).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    found = [job.schedule(each, steps) if len(required) > 1 else job.schedule(each) for each in made]
-    return [schedule for schedule in found if job.evaluation is None or not wants_loss(schedule)]
+    schedules = [
+        job.lr_schedule(each, steps) if len(required_parameters) > 1 else job.lr_schedule(each) for each in optimizers
+    ]
+    return [schedule for schedule in schedules if job.eval_data is None or not requires_metric(schedule)]
 
 
-def wants_loss(schedule: Any) -> bool:
+def requires_metric(schedule: Any) -> bool:
     """Whether its `step` must be given a number."""
     return any(
-        each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        for each in inspect.signature(schedule.step).parameters.values()
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(schedule.step).parameters.values()
     )
 
 
-def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Tensor]:
+def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Every tensor of the optimizers' states, as `number of the optimizer/parameter/state`."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {
         f"{index}/{names[id(parameter)]}/{key}": value
-        for index, optimizer in enumerate(made)
+        for index, optimizer in enumerate(optimizers)
         for parameter, state in optimizer.state.items()
         if id(parameter) in names and isinstance(state, dict)  # other keys hold what belongs to no parameter
         for key, value in state.items()
@@ -132,22 +138,24 @@ def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Te
     }
 
 
-def loss_parameters(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Tensor]:
+def loss_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """What the optimizers hold besides the model's parameters, in order: those of the loss."""
-    models = {id(value) for value in model.parameters()}
-    held = [value for optimizer in made for group in optimizer.param_groups for value in group["params"]]
-    others = [value for value in held if id(value) not in models]
-    return {f"parameter {number} of the loss": value for number, value in enumerate(others, 1)}
+    model_ids = {id(value) for value in model.parameters()}
+    optimized = [value for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]]
+    extra = [value for value in optimized if id(value) not in model_ids]
+    return {f"parameter {number} of the loss": value for number, value in enumerate(extra, 1)}
 
 
-def groups(model: nn.Module, made: Sequence[Optimizer], standins: Iterable[tuple[str, Tensor]] = ()) -> dict[str, str]:
-    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size. `standins`: tensors that
+def optimizer_groups(
+    model: nn.Module, optimizers: Sequence[Optimizer], substitutes: Iterable[tuple[str, Tensor]] = ()
+) -> dict[str, str]:
+    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size. `substitutes`: tensors that
     optimizers hold in place of the model's parameters."""
-    names = {id(value): name for name, value in (*model.named_parameters(), *standins)}
-    found: dict[str, str] = {}
-    for index, optimizer in enumerate(made):
+    names = {id(value): name for name, value in (*model.named_parameters(), *substitutes)}
+    groups: dict[str, str] = {}
+    for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            alike = f"{index} {settings}"
-            found |= {names[id(value)]: alike for value in group["params"] if id(value) in names}
-    return found
+            group_key = f"{index} {settings}"
+            groups |= {names[id(value)]: group_key for value in group["params"] if id(value) in names}
+    return groups

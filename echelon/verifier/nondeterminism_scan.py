@@ -11,93 +11,98 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; us
 from torch.utils._pytree import tree_leaves
 
 from echelon.trials import host_random
-from echelon.trials.determinism import WIDE
-from echelon.verifier.compare_outputs import hookable
+from echelon.trials.determinism import WIDENED_DTYPES
+from echelon.verifier.compare_outputs import hookable_modules
 
 
-class Survey(TorchDispatchMode):
+class NondeterminismScan(TorchDispatchMode):
     """Watches one step of the reference: which modules compute below float64, which draw random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.narrow: dict[str, str] = {}
-        self.random: dict[str, str] = {}
+        self.low_precision_modules: dict[str, str] = {}
+        self.random_modules: dict[str, str] = {}
         self._model = model
         self._stack: list[str] = []
         self._hooks: list[Any] = []
-        self._own = [
+        self._module_generators = [
             value for module in model.modules() for value in vars(module).values() if isinstance(value, random.Random)
         ]
-        self._states: Any = None
+        self._host_state: Any = None
 
-    def __enter__(self) -> Survey:
-        for path, module in hookable(self._model):
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._enter(path)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._leave()))
-        self._states = self._host_states()
+    def __enter__(self) -> NondeterminismScan:
+        for path, module in hookable_modules(self._model):
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._enter_module(path)))
+            self._hooks.append(module.register_forward_hook(lambda *_: self._leave_module()))
+        self._host_state = self._read_host_state()
         super().__enter__()
         return self
 
-    def _enter(self, path: str) -> None:
-        self._note_host()
+    def _enter_module(self, path: str) -> None:
+        self._check_host_state()
         self._stack.append(path)
 
-    def _leave(self) -> None:
-        self._note_host()
+    def _leave_module(self) -> None:
+        self._check_host_state()
         self._stack.pop()  # a hook that returned it would replace the module's output
 
-    def _host_states(self) -> Any:
-        return host_random.states(), [each.getstate() for each in self._own]
+    def _read_host_state(self) -> Any:
+        return host_random.read_host_random_states(), [generator.getstate() for generator in self._module_generators]
 
-    def _note_host(self) -> None:
+    def _check_host_state(self) -> None:
         """Python's and NumPy's generators move unseen by torch: whoever ran since they were looked at has drawn."""
-        states = self._host_states()
-        if states != self._states:
-            self._states = states
-            self.random.setdefault(self._where, "Python's or NumPy's random numbers")
+        state = self._read_host_state()
+        if state != self._host_state:
+            self._host_state = state
+            self.random_modules.setdefault(self._current_module, "Python's or NumPy's random numbers")
 
     @property
-    def _where(self) -> str:
+    def _current_module(self) -> str:
         return (self._stack[-1] or "the model itself") if self._stack else "the loss or backward"
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._note_host()
+        self._check_host_state()
         self._stack.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = (kwargs or {}).get("generator")
-        before = _generators(own) if torch.Tag.nondeterministic_seeded in func.tags else []
+        generator = (kwargs or {}).get("generator")
+        states_before = _generator_states(generator) if torch.Tag.nondeterministic_seeded in func.tags else []
         result = func(*args, **(kwargs or {}))
-        where = self._where
+        module = self._current_module
         # Such an operator may draw nothing, as attention without dropout: a generator that moved tells.
-        if any(not torch.equal(old, new) for old, new in zip(before, _generators(own) if before else [], strict=True)):
-            self.random.setdefault(where, str(func))
+        if any(
+            not torch.equal(state_before, state_after)
+            for state_before, state_after in zip(
+                states_before, _generator_states(generator) if states_before else [], strict=True
+            )
+        ):
+            self.random_modules.setdefault(module, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.
-        computed = (
+        is_arithmetic = (
             not func.is_view
-            and func.overloadpacket not in _CONSTANT
-            and any(_floating(leaf) for leaf in tree_leaves((args, kwargs)))
+            and func.overloadpacket not in _OVERWRITING_OPS
+            and any(_is_floating(leaf) for leaf in tree_leaves((args, kwargs)))
         )
-        if computed and any(_floating(leaf) and leaf.dtype in WIDE for leaf in tree_leaves(result)):
-            self.narrow.setdefault(where, str(func))
+        if is_arithmetic and any(_is_floating(leaf) and leaf.dtype in WIDENED_DTYPES for leaf in tree_leaves(result)):
+            self.low_precision_modules.setdefault(module, str(func))
         return result
 
 
 #: They overwrite what they are given.
-_CONSTANT = (torch.ops.aten.fill_, torch.ops.aten.zero_)
+_OVERWRITING_OPS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
 
 
-def _floating(leaf: Any) -> bool:
+def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _generators(own: torch.Generator | None) -> list[Tensor]:
+def _generator_states(generator: torch.Generator | None) -> list[Tensor]:
     """The states of the default generators, or of the one that an operator was given."""
-    if own is not None:
-        return [own.get_state()]
+    if generator is not None:
+        return [generator.get_state()]
     return (
         [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
         if torch.cuda.is_available()

@@ -10,55 +10,61 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.job import Job
-from echelon.plan.batch_split import Span
+from echelon.plan.batch_split import SampleRange
 from echelon.plan.plan import Plan
-from echelon.trials.determinism import Stillness
+from echelon.trials.determinism import DeterministicMode
 from echelon.verifier import job_reader
-from echelon.verifier.candidate_run import Trial
-from echelon.verifier.choose_reference import Footing
-from echelon.verifier.compare_outputs import hookable, singles
-from echelon.verifier.context import Basis, without_dropout
-from echelon.verifier.reference import Record
-from echelon.verifier.reference_data import Feed
+from echelon.verifier.candidate_run import CandidateRun
+from echelon.verifier.choose_reference import ReferenceChoice
+from echelon.verifier.compare_outputs import hookable_modules, single_sample_ranges
+from echelon.verifier.context import VerificationContext, dropout_note
+from echelon.verifier.reference import StepRecord
+from echelon.verifier.reference_data import ReferenceData
 
 
-class Versus(Basis):
+class PlanReferenceContext(VerificationContext):
     """Another plan tells."""
 
-    def __init__(self, job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing) -> None:
-        super().__init__(job, plan, feed, steps, footing)
-        self.still = Stillness(random=True, narrow=True)
+    def __init__(
+        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
+    ) -> None:
+        super().__init__(job, plan, data, steps, reference_choice)
+        self.determinism = DeterministicMode(fix_random=True, widen_casts=True)
         self.notes = [
             "not surveyed: whatever draws is held at the middle of its distribution, casts are lifted to float64"
         ]
 
-    def parts(self, step: int) -> list[Span]:
-        return singles(Span(0, self.feed.size(step)))  # the two plans share the samples out in ways of their own
+    def output_ranges(self, step: int) -> list[SampleRange]:
+        return single_sample_ranges(
+            SampleRange(0, self.data.samples_in(step))
+        )  # the two plans share the samples out in ways of their own
 
 
-class Peer(Trial):
+class ReferencePlanRun(CandidateRun):
     """The other plan's run on this rank."""
 
-    def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness) -> None:
-        super().__init__(job, plan, ranks, still, torch.float64, singly=True)
+    def __init__(self, job: Job, plan: Plan, ranks: WorldCommunicator, determinism: DeterministicMode) -> None:
+        super().__init__(job, plan, ranks, determinism, torch.float64, per_sample=True)
         #: Module path -> when forward first entered it on this rank.
-        self.order: dict[str, int] = {}
-        for path, module in hookable(self.run.model):
-            module.register_forward_pre_hook(lambda *_, path=path: self._enter(path))
+        self.forward_order: dict[str, int] = {}
+        for path, module in hookable_modules(self.run.model):
+            module.register_forward_pre_hook(lambda *_, path=path: self._record_entry(path))
 
-    def _enter(self, path: str) -> None:
-        self.order.setdefault(path, len(self.order))
+    def _record_entry(self, path: str) -> None:
+        self.forward_order.setdefault(path, len(self.forward_order))
 
-    def _step(self, number: int) -> Record | None:
-        standins = [pair for each in self.run.whole.values() for pair in each.parameters.items()]
-        told = self._ranks.gather(job_reader.groups(self.run.model, self.run.optimizers, standins))
-        record = super()._step(number)
-        groups = {name: group for each in told for name, group in each.items()}
+    def _run_step(self, step: int) -> StepRecord | None:
+        substitutes = [pair for each in self.run.full_tensor_optimizers.values() for pair in each.parameters.items()]
+        groups_by_rank = self._ranks.all_gather_object(
+            job_reader.optimizer_groups(self.run.model, self.run.optimizers, substitutes)
+        )
+        record = super()._run_step(step)
+        groups = {name: group for each in groups_by_rank for name, group in each.items()}
         return None if record is None else dataclasses.replace(record, groups=groups)
 
-    def tell(self, basis: Basis) -> None:
+    def add_notes(self, context: VerificationContext) -> None:
         """What is known of the model only when it is there."""
-        if self.silenced:
-            basis.notes.append(without_dropout(self.silenced))
+        if self.modules_without_dropout:
+            context.notes.append(dropout_note(self.modules_without_dropout))

@@ -13,37 +13,42 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from echelon.verifier.compare import wide
-from echelon.verifier.reference import Record
+from echelon.verifier.compare import to_float64
+from echelon.verifier.reference import StepRecord
 
 #: Half of a format's digits: the drift beyond which a reader should look twice.
-ALLOWED = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
+DRIFT_BOUNDS = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
 #: How far from one a common factor has to be: more than four times the widest of those.
-GROSS = 0.4
+MIN_FACTOR_DEVIATION = 0.4
 #: Gradients below this part of the largest are rounding for the most part in half precision.
-_SMALL = 1e-3
+_SMALL_GRADIENT = 1e-3
 #: How near a tensor has to be to that multiple, the share of tensors that must be, and the fewest numbers that mean anything.
-_NEAR, _MOST, _FEWEST = 0.25, 0.9, 8
+_FACTOR_TOLERANCE, _MIN_SHARE, _MIN_ELEMENTS = 0.25, 0.9, 8
 
 
-def factor(mine: Record, true: Record) -> float | None:
+def common_gradient_factor(actual: StepRecord, expected: StepRecord) -> float | None:
     """The number that the gradients of a step are multiplied by; None where there is no such number, or where it is near one."""
     pairs = [
-        (_flat(plan), _flat(expected))
-        for name, expected in true.gradients.items()
-        if expected is not None and (plan := mine.gradients.get(name)) is not None and plan.shape == expected.shape
+        (_flatten(actual_gradient), _flatten(expected_gradient))
+        for name, expected_gradient in expected.gradients.items()
+        if expected_gradient is not None
+        and (actual_gradient := actual.gradients.get(name)) is not None
+        and actual_gradient.shape == expected_gradient.shape
     ]
     largest = max((float(b.norm()) for _, b in pairs), default=0.0)
-    pairs = [(a, b) for a, b in pairs if float(b.norm()) > _SMALL * largest]
-    if sum(b.numel() for _, b in pairs) < _FEWEST:
+    pairs = [(a, b) for a, b in pairs if float(b.norm()) > _SMALL_GRADIENT * largest]
+    if sum(b.numel() for _, b in pairs) < _MIN_ELEMENTS:
         return None
-    found = median(float(a @ b) / float(b @ b) for a, b in pairs)
-    if not math.isfinite(found) or abs(found - 1) <= GROSS:
+    common_factor = median(float(a @ b) / float(b @ b) for a, b in pairs)
+    if not math.isfinite(common_factor) or abs(common_factor - 1) <= MIN_FACTOR_DEVIATION:
         return None
-    near = [float((a - found * b).norm()) <= _NEAR * abs(found) * float(b.norm()) for a, b in pairs]
-    return found if sum(near) >= _MOST * len(near) else None
+    is_near = [
+        float((a - common_factor * b).norm()) <= _FACTOR_TOLERANCE * abs(common_factor) * float(b.norm())
+        for a, b in pairs
+    ]
+    return common_factor if sum(is_near) >= _MIN_SHARE * len(is_near) else None
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    value = wide(tensor)
+def _flatten(tensor: Tensor) -> Tensor:
+    value = to_float64(tensor)
     return (torch.view_as_real(value) if value.is_complex() else value).flatten()

@@ -17,25 +17,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
-from echelon.plan.batch_split import rounds
+from echelon.plan.batch_split import count_micro_batches
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_count
-from echelon.profiler.repeated_blocks import TRACED, Run, find
+from echelon.profiler.repeated_blocks import TRACED_BLOCKS, RepeatedBlocks, find_repeated_blocks
 from echelon.trials.deep_copies import copy_module
-from echelon.trials.shape_model import built, call_factory
+from echelon.trials.shape_model import build_fake_model, call_factory
 
 #: Passes over a global batch that a proof of two or three steps makes, reference and plan together, and the part of a product's rate
 #: that a model's step reaches. Measured on GPT and ResNet steps on 2 cores.
-_PASSES, _EFFICIENCY = 8.0, 0.4
+_PASSES_PER_PROOF, _EFFICIENCY = 8.0, 0.4
 #: The part of the time that the passes may take; building models, gathering and comparing take the rest.
-_COMPUTING = 0.5
+_COMPUTE_SHARE = 0.5
 #: Side of the product that the rate is measured with.
-_SIDE = 512
+_MATRIX_SIZE = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ReducedJob:
     """A job and a plan that stand for larger ones, and what was left out."""
 
     job: Job
@@ -46,82 +46,82 @@ class Sample:
 
 def affordable_flops(device: torch.device, seconds: float) -> float:
     """Floating-point operations that a step of the proof may have so that it ends in `seconds`."""
-    return _COMPUTING * seconds * _EFFICIENCY * rate(device) / _PASSES
+    return _COMPUTE_SHARE * seconds * _EFFICIENCY * measure_flops_rate(device) / _PASSES_PER_PROOF
 
 
-def smaller(job: Job, plan: Plan, profile: Profile, affordable: float, total: int) -> Sample | None:
-    """What to prove in place of the whole job where a step may have `affordable` operations; None: the whole. `total`: steps of the
+def reduce_job(job: Job, plan: Plan, profile: Profile, affordable: float, total_steps: int) -> ReducedJob | None:
+    """What to prove in place of the whole job where a step may have `affordable` operations; None: the whole. `total_steps`: steps of the
     whole training."""
-    needed = profile.flops(job.batch)
-    if needed <= affordable:
+    needed_flops = profile.flops(job.batch_size)
+    if needed_flops <= affordable:
         return None
-    batch, micro = _batch(plan, job.batch, affordable / needed)
-    note = f"the time allows {batch} samples a step, of {job.batch}"
-    if batch < job.batch:
+    batch, micro_size = _reduced_batch(plan, job.batch_size, affordable / needed_flops)
+    note = f"the time allows {batch} samples a step, of {job.batch_size}"
+    if batch < job.batch_size:
         # As many steps as the whole training has: schedules depend on it.
-        job = dataclasses.replace(job, batch=batch, epochs=None, steps=total)
-        plan, profile = dataclasses.replace(plan, micro=micro), dataclasses.replace(profile, batch=batch)
-    found = _blocks(job) if profile.flops(batch) > affordable else None
-    if found is not None:
-        note += f" and the first {TRACED} of {found.count} equal blocks in {found.path or 'the model'}"
-        job = dataclasses.replace(job, model=_shortened(job, found))
-        plan = _without(plan, found, job)
-    return Sample(job=job, plan=plan, profile=profile, note=f"sampled: {note}")
+        job = dataclasses.replace(job, batch_size=batch, epochs=None, steps=total_steps)
+        plan, profile = dataclasses.replace(plan, micro=micro_size), dataclasses.replace(profile, batch=batch)
+    blocks = _find_blocks(job) if profile.flops(batch) > affordable else None
+    if blocks is not None:
+        note += f" and the first {TRACED_BLOCKS} of {blocks.count} equal blocks in {blocks.path or 'the model'}"
+        job = dataclasses.replace(job, model=_shorten_model(job, blocks))
+        plan = _remove_blocks(plan, blocks, job)
+    return ReducedJob(job=job, plan=plan, profile=profile, note=f"sampled: {note}")
 
 
-def _batch(plan: Plan, batch: int, share: float) -> tuple[int, int | None]:
+def _reduced_batch(plan: Plan, batch: int, affordable_share: float) -> tuple[int, int | None]:
     """Samples of a step and of a micro-batch that keep the plan's structure: every rank, several rounds, an uneven rest."""
-    dp, turns = plan.mesh.dp, rounds(batch, plan.mesh.dp, plan.micro, plan.shares)
-    turns = min(turns, max(2, stage_count(plan))) if plan.mesh.pp > 1 else min(turns, 2)
+    dp, micro_batches = plan.mesh.dp, count_micro_batches(batch, plan.mesh.dp, plan.micro, plan.batch_shares)
+    micro_batches = min(micro_batches, max(2, stage_count(plan))) if plan.mesh.pp > 1 else min(micro_batches, 2)
     # Two in each micro-batch at least: batch norm and some code treat a single one apart.
-    least = max(dp * turns * min(2, plan.micro or 2), sum(plan.shares))
-    fewer = max(int(batch * share), least)
-    fewer += bool(batch % dp) * (fewer % dp == 0)
-    if fewer >= batch:
+    min_samples = max(dp * micro_batches * min(2, plan.micro or 2), sum(plan.batch_shares))
+    samples = max(int(batch * affordable_share), min_samples)
+    samples += bool(batch % dp) * (samples % dp == 0)
+    if samples >= batch:
         return batch, plan.micro
-    return fewer, None if plan.micro is None else max(-(-fewer // dp) // turns, 1)
+    return samples, None if plan.micro is None else max(-(-samples // dp) // micro_batches, 1)
 
 
-def rate(device: torch.device) -> float:
+def measure_flops_rate(device: torch.device) -> float:
     """Floating-point operations that the device makes in a second, in float64."""
-    one = torch.rand(_SIDE, _SIDE, dtype=torch.float64, device=device)
+    matrix = torch.rand(_MATRIX_SIZE, _MATRIX_SIZE, dtype=torch.float64, device=device)
     best = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
-        float((one @ one)[0, 0])  # reading a number waits for a GPU
+        float((matrix @ matrix)[0, 0])  # reading a number waits for a GPU
         best = min(best, time.perf_counter() - begin)
-    return 2 * _SIDE**3 / best
+    return 2 * _MATRIX_SIZE**3 / best
 
 
-def _blocks(job: Job) -> Run | None:
+def _find_blocks(job: Job) -> RepeatedBlocks | None:
     """The longest list of equal blocks."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return find(built(job))
+            return find_repeated_blocks(build_fake_model(job))
     except Exception:  # a model that cannot be built without its values: it is proved whole
         return None
 
 
-def _shortened(job: Job, run: Run) -> Callable[[], nn.Module]:
-    def model() -> nn.Module:
-        made: Any = copy_module(job.model) if isinstance(job.model, nn.Module) else call_factory(job.model)
-        holder = made.get_submodule(run.path)
-        for name in list(holder._modules)[TRACED:]:
+def _shorten_model(job: Job, blocks: RepeatedBlocks) -> Callable[[], nn.Module]:
+    def build_model() -> nn.Module:
+        model: Any = copy_module(job.model) if isinstance(job.model, nn.Module) else call_factory(job.model)
+        holder = model.get_submodule(blocks.path)
+        for name in list(holder._modules)[TRACED_BLOCKS:]:
             del holder._modules[name]
-        return made
+        return model
 
-    return model
+    return build_model
 
 
-def _without(plan: Plan, run: Run, job: Job) -> Plan:
+def _remove_blocks(plan: Plan, blocks: RepeatedBlocks, job: Job) -> Plan:
     """The plan for the shortened model: what it says of the blocks that are left stays."""
-    gone = tuple(f"{run.block(number)}." for number in range(TRACED, run.count))
+    removed = tuple(f"{blocks.block_path(number)}." for number in range(TRACED_BLOCKS, blocks.count))
     plan = dataclasses.replace(
         plan,
         model=None,
-        placements=tuple(each for each in plan.placements if not f"{each.path}.".startswith(gone)),
-        uncut=tuple(each for each in plan.uncut if not f"{each.path}.".startswith(gone)),
+        placements=tuple(placement for placement in plan.placements if not f"{placement.path}.".startswith(removed)),
+        replicated=tuple(placement for placement in plan.replicated if not f"{placement.path}.".startswith(removed)),
         segments=(),
         stages=(),
     )
-    return complete(plan, job) if plan.open else plan
+    return complete(plan, job) if plan.incomplete else plan

@@ -24,28 +24,34 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
-from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.batch_split import split
+from echelon.job import Job, call_loss, call_model, cast_model
+from echelon.plan.batch_split import split_batch
 from echelon.plan.plan import Plan
-from echelon.trials.determinism import UPDATE, seed_build, seed_samples
-from echelon.trials.isolation import Isolated
+from echelon.trials.determinism import OPTIMIZER_STEP_MODE, seed_from_position, seed_model_build
+from echelon.trials.isolation import IsolatedJob
 from echelon.trials.lazy_modules import initialise_lazy
-from echelon.trials.random_state import random_states
+from echelon.trials.random_state import preserve_random_states
 from echelon.trials.shape_model import call_factory
 from echelon.trials.trial_context import trial_context
 from echelon.verifier import job_reader
-from echelon.verifier.compare_outputs import Given, Outputs, hookable, listening, marked
+from echelon.verifier.compare_outputs import (
+    OutputChecksums,
+    OutputSlice,
+    checksum_outputs,
+    hookable_modules,
+    record_outputs,
+)
 from echelon.verifier.fingerprints import model_hash
-from echelon.verifier.reference_data import Feed
-from echelon.verifier.tensor_checksum import Mark
+from echelon.verifier.reference_data import ReferenceData
+from echelon.verifier.tensor_checksum import TensorChecksum
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
-_SOME_SIZE = 10**6
+_MIN_ELEMENTS_FOR_THREADS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class StepRecord:
     """What one step made. Gradients are those before clipping. Tensors are live: they hold until the next step."""
 
     step: int
@@ -56,15 +62,15 @@ class Record:
     buffers: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     #: The learning rate of each parameter group in this step.
-    rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()
     #: Parameter -> its group, `recipe.groups`; where it is not told all are taken as one.
     groups: Mapping[str, str] = field(default_factory=dict)
     #: The norm of the gradients that rank 0 holds, before clipping.
-    own: Tensor | None = None
+    local_norm: Tensor | None = None
     #: What the model gave; of the first step alone.
-    outputs: Outputs = field(default_factory=dict)
+    outputs: OutputChecksums = field(default_factory=dict)
     #: Parameters whose optimizer state a parameter server holds and does not tell.
-    untold: frozenset[str] = frozenset()
+    server_trained: frozenset[str] = frozenset()
 
 
 class Reference:
@@ -73,167 +79,179 @@ class Reference:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", shake: float = 0.0,
-        still: Callable[[], AbstractContextManager[object]] = nullcontext, pristine: nn.Module | None = None,
+        self, job: Job, plan: Plan, data: ReferenceData, *, device: torch.device | str = "cpu", perturbation: float = 0.0,
+        determinism: Callable[[], AbstractContextManager[object]] = nullcontext, pristine: nn.Module | None = None,
         dtype: torch.dtype | None = torch.float64,
     ) -> None:  # fmt: skip
-        """`still` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
+        """`determinism` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
         run took it. `dtype`: of the model, its inputs and what the loss holds; None: as they are."""
         with trial_context():
-            self._isolated, self._dtype = Isolated(job, dtype, pristine), dtype
-        self.job, self.plan, self.feed, self.hold = self._isolated.job, plan, feed, still
+            self._isolated_job, self._dtype = IsolatedJob(job, dtype, pristine), dtype
+        self.job, self.plan, self.data, self.determinism = self._isolated_job.job, plan, data, determinism
         self.device = torch.device(device)
-        with self._active(), random_states():
-            seed_build(job.seed)
-            made = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
-            initialise_lazy(made, self.job)
-            job_reader.fill(made, self.job)
-            self.fingerprint = model_hash(made)  # of the model as it is, before float64
-            self.model: nn.Module = (made if dtype is None else lift(made, dtype)).to(self.device).train()
-            if shake:
-                _shake(self.model, shake)
-            self._names = frozenset(name for name, _ in self.model.named_parameters())
-            self.optimizers = job_reader.optimizers(self.job, self.model)
-            self.schedules = job_reader.schedules(self.job, self.optimizers, feed.total)
-            self._others = job_reader.loss_parameters(self.model, self.optimizers)
+        with self._active_trial(), preserve_random_states():
+            seed_model_build(job.seed)
+            model = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
+            initialise_lazy(model, self.job)
+            job_reader.initialize_values(model, self.job)
+            self.fingerprint = model_hash(model)  # of the model as it is, before float64
+            self.model: nn.Module = (model if dtype is None else cast_model(model, dtype)).to(self.device).train()
+            if perturbation:
+                _perturb(self.model, perturbation)
+            self._trained_names = frozenset(name for name, _ in self.model.named_parameters())
+            self.optimizers = job_reader.build_optimizers(self.job, self.model)
+            self.schedules = job_reader.build_schedules(self.job, self.optimizers, data.total_steps)
+            self._loss_parameters = job_reader.loss_parameters(self.model, self.optimizers)
         #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
-        self.seeded = False
+        self.seeds_micro_batches = False
         #: Module path -> when the first forward entered it.
-        self.order: dict[str, int] = {}
+        self.forward_order: dict[str, int] = {}
         #: What the model gave in the step that was made last, of the first one alone.
-        self._outputs: dict[Given, Mark | None] = {}
+        self._outputs: dict[OutputSlice, TensorChecksum | None] = {}
         #: What was changed in the optimizers' steps: draws that were held, casts that were lifted.
-        self.held_update: set[str] = set()
+        self.altered_update_ops: set[str] = set()
         #: What the last step made.
-        self.last: Record | None = None
+        self.last_record: StepRecord | None = None
 
     def active(self) -> AbstractContextManager[None]:
         """Its own values are in place of what the job's functions keep."""
-        return self._isolated.active()
+        return self._isolated_job.active()
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of the parameters that the optimizers were made for: layers that forward makes later are in none of them, and are not trained."""
-        return {name: value.grad for name, value in self.model.named_parameters() if name in self._names}
+        return {name: value.grad for name, value in self.model.named_parameters() if name in self._trained_names}
 
     @property
-    def coupled(self) -> bool:
+    def couples_samples(self) -> bool:
         """Whether samples of a batch see each other through batch norm."""
         return any(
             isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
             for module in self.model.modules()
         )
 
-    def pieces(self, size: int) -> list[np.ndarray]:
+    def position_groups(self, samples: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
-        shares = split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares)
-        local = self.plan.batchnorm == "local" if self.coupled else self.seeded
-        if not self.coupled and not local:
-            return [np.arange(size)]
-        if local:
-            return [np.arange(part.start, part.stop) for share in shares for part in share]
+        ranges_by_rank = split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.batch_shares)
+        is_sequential = self.plan.batchnorm == "local" if self.couples_samples else self.seeds_micro_batches
+        if not self.couples_samples and not is_sequential:
+            return [np.arange(samples)]
+        if is_sequential:
+            return [
+                np.arange(sample_range.start, sample_range.stop)
+                for rank_ranges in ranges_by_rank
+                for sample_range in rank_ranges
+            ]
         return [
-            np.concatenate([np.arange(part.start, part.stop) for part in turn]) for turn in zip(*shares, strict=True)
+            np.concatenate([np.arange(sample_range.start, sample_range.stop) for sample_range in round_ranges])
+            for round_ranges in zip(*ranges_by_rank, strict=True)
         ]
 
-    def step(self, number: int, loss: Tensor | None = None) -> Record:
-        """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
-        loss = self.backward(number) if loss is None else loss
+    def step(self, step: int, loss: Tensor | None = None) -> StepRecord:
+        """Train on the batch of step `step`; `loss`: what `backward` of it gave, where it is done already."""
+        loss = self.backward(step) if loss is None else loss
         # Copies: clipping changes gradients in place, and so do some optimizers.
-        gradients = {name: _copied(value) for name, value in self.gradients().items()}
-        if self.job.clip is None:
+        gradients = {name: _copy_gradient(value) for name, value in self.gradients().items()}
+        if self.job.clip_norm is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
-            norm = _clipped(list(self.model.parameters()), self.job.clip)
-        gradients |= {name: _copied(value.grad) for name, value in self._others.items()}
+            norm = _clip_gradients(list(self.model.parameters()), self.job.clip_norm)
+        gradients |= {name: _copy_gradient(value.grad) for name, value in self._loss_parameters.items()}
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
-        groups = job_reader.groups(self.model, self.optimizers)
-        with self._active():
-            with UPDATE() as held:
+        groups = job_reader.optimizer_groups(self.model, self.optimizers)
+        with self._active_trial():
+            with OPTIMIZER_STEP_MODE() as update_mode:
                 for optimizer in self.optimizers:
                     optimizer.step()
-            self.held_update |= held.changed
+            self.altered_update_ops |= update_mode.changed_functions
             for schedule in self.schedules:
-                schedule.step(float(loss)) if job_reader.wants_loss(schedule) else schedule.step()
-        self.last = Record(
-            step=number, loss=loss, norm=norm, gradients=gradients,
-            parameters=dict(self.model.named_parameters()) | self._others,
+                schedule.step(float(loss)) if job_reader.requires_metric(schedule) else schedule.step()
+        self.last_record = StepRecord(
+            step=step, loss=loss, norm=norm, gradients=gradients,
+            parameters=dict(self.model.named_parameters()) | self._loss_parameters,
             buffers=dict(self.model.named_buffers()), optimizer=job_reader.optimizer_state(self.model, self.optimizers),
-            rates=rates, groups=groups, outputs=self._outputs,
+            learning_rates=rates, groups=groups, outputs=self._outputs,
         )  # fmt: skip
         self._outputs = {}
-        return self.last
+        return self.last_record
 
     @contextlib.contextmanager
-    def _active(self) -> Iterator[None]:
+    def _active_trial(self) -> Iterator[None]:
         """Only this rank calls what runs inside, on this run's own copies."""
-        with trial_context(), self._isolated.active():
+        with trial_context(), self._isolated_job.active():
             yield
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
+    def deterministic(self) -> Iterator[None]:
         """The context of forward, loss and backward: this run's own copies of what the job's functions reach, made comparable."""
-        with self._active(), self.hold():
+        with self._active_trial(), self.determinism():
             yield
 
-    def backward(self, number: int) -> Tensor:
-        """Leave the gradients of step `number`'s global loss in the model; give that loss."""
-        trained = [*self.model.parameters(), *self._others.values()]
+    def backward(self, step: int) -> Tensor:
+        """Leave the gradients of step `step`'s global loss in the model; give that loss."""
+        trained = [*self.model.parameters(), *self._loss_parameters.values()]
         for parameter in trained:
             parameter.grad = None
-        first = not self.order
-        hooks = self._note_order() if first else []
-        total, count = torch.zeros((), dtype=torch.float64), 0.0
-        for piece in self.pieces(self.feed.size(number)):
-            batch = self.batch(number, piece)
-            note = partial(self._note_outputs, piece, self.feed.size(number))
-            if self.seeded:
-                seed_samples(self.job.seed, number, int(piece[0]))
-            with self.still(), _cores(self.model), listening(self.model, note) if first else nullcontext():
-                part, weight = self.loss(batch, len(piece))
-                part.backward()
-            total += part.detach().double().cpu()
-            count += weight
-        trained = [*self.model.parameters(), *self._others.values()]  # forward may have made layers
+        is_first = not self.forward_order
+        hooks = self._record_forward_order() if is_first else []
+        total_loss, total_count = torch.zeros((), dtype=torch.float64), 0.0
+        for positions in self.position_groups(self.data.samples_in(step)):
+            batch = self.read_batch(step, positions)
+            on_outputs = partial(self._record_outputs, positions, self.data.samples_in(step))
+            if self.seeds_micro_batches:
+                seed_from_position(self.job.seed, step, int(positions[0]))
+            with (
+                self.deterministic(),
+                _use_all_cores(self.model),
+                record_outputs(self.model, on_outputs) if is_first else nullcontext(),
+            ):
+                loss_sum, loss_count = self.compute_loss(batch, len(positions))
+                loss_sum.backward()
+            total_loss += loss_sum.detach().double().cpu()
+            total_count += loss_count
+        trained = [*self.model.parameters(), *self._loss_parameters.values()]  # forward may have made layers
         for parameter in trained:
             if parameter.grad is not None:
-                parameter.grad.div_(count)
+                parameter.grad.div_(total_count)
         for hook in hooks:
             hook.remove()
-        return total / count
+        return total_loss / total_count
 
-    def _note_outputs(self, piece: np.ndarray, size: int, tensors: list[Tensor | None]) -> None:
+    def _record_outputs(self, positions: np.ndarray, samples: int, tensors: list[Tensor | None]) -> None:
         """As the plan shares out the samples of a piece."""
-        places = {int(position): place for place, position in enumerate(piece)}
-        for share in split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares):
-            for part in share:
-                if part.start in places:
-                    self._outputs |= marked(tensors, part, first=places[part.start], of=len(piece))
+        row_by_position = {int(position): row for row, position in enumerate(positions)}
+        for rank_ranges in split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.batch_shares):
+            for sample_range in rank_ranges:
+                if sample_range.start in row_by_position:
+                    self._outputs |= checksum_outputs(
+                        tensors, sample_range, first=row_by_position[sample_range.start], batch_size=len(positions)
+                    )
 
-    def batch(self, number: int, piece: np.ndarray) -> Any:
-        """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
-        return job_reader.cast(self.feed.take(number, piece), self.device, self._dtype)
+    def read_batch(self, step: int, positions: np.ndarray) -> Any:
+        """These positions of step `step`'s batch. Not to be read inside `deterministic`: data sets may draw and cast as they like."""
+        return job_reader.cast_batch(self.data.read(step, positions), self.device, self._dtype)
 
-    def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
+    def compute_loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
         """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
         value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
         # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
-        part, weight = value if isinstance(value, tuple) else (value * samples, samples)
-        return part, float(weight)
+        total, count = value if isinstance(value, tuple) else (value * samples, samples)
+        return total, float(count)
 
-    def _note_order(self) -> list[RemovableHandle]:
-        def note(path: str) -> None:
-            self.order.setdefault(path, len(self.order))
+    def _record_forward_order(self) -> list[RemovableHandle]:
+        def record(path: str) -> None:
+            self.forward_order.setdefault(path, len(self.forward_order))
 
         return [
-            module.register_forward_pre_hook(lambda *_, path=path: note(path)) for path, module in hookable(self.model)
+            module.register_forward_pre_hook(lambda *_, path=path: record(path))
+            for path, module in hookable_modules(self.model)
         ]
 
 
 @contextlib.contextmanager
-def _cores(model: nn.Module) -> Iterator[None]:
+def _use_all_cores(model: nn.Module) -> Iterator[None]:
     """All cores for a model of some size: the other ranks wait, so theirs are free."""
     before = torch.get_num_threads()
-    if sum(value.numel() for value in model.parameters()) >= _SOME_SIZE:
+    if sum(value.numel() for value in model.parameters()) >= _MIN_ELEMENTS_FOR_THREADS:
         torch.set_num_threads(usable_cores())
     try:
         yield
@@ -241,29 +259,29 @@ def _cores(model: nn.Module) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _shake(model: nn.Module, size: float) -> None:
-    """Move every parameter's elements by `size` of themselves, up or down. Zeros stay, and with them what is equal by design."""
-    draw = torch.Generator().manual_seed(0)
+def _perturb(model: nn.Module, relative_size: float) -> None:
+    """Move every parameter's elements by `relative_size` of themselves, up or down. Zeros stay, and with them what is equal by design."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # counters and seeds are exact
-            signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1).to(parameter.device)
-            parameter.add_(parameter * signs, alpha=size)
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter.device)
+            parameter.add_(parameter * signs, alpha=relative_size)
 
 
-def _clipped(parameters: list[nn.Parameter], largest: float) -> Tensor:
+def _clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     """The norm, to which gradients are brought down. torch clips no sparse ones, and some optimizers take no others."""
     if not any(value.grad is not None and value.grad.is_sparse for value in parameters):
-        return clip_grad_norm_(parameters, largest)
-    given = [value.grad for value in parameters if value.grad is not None]
-    norm = get_total_norm([grad.to_dense() if grad.is_sparse else grad for grad in given])
-    for grad in given:
-        grad.mul_(torch.clamp(largest / (norm + 1e-6), max=1.0))
+        return clip_grad_norm_(parameters, max_norm)
+    gradients = [value.grad for value in parameters if value.grad is not None]
+    norm = get_total_norm([grad.to_dense() if grad.is_sparse else grad for grad in gradients])
+    for grad in gradients:
+        grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _copied(gradient: Tensor | None) -> Tensor | None:
+def _copy_gradient(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()

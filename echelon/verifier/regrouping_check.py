@@ -15,124 +15,141 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.engine.checkpoint.function_state import unchanged
-from echelon.engine.checkpoint.run_attributes import model_snapshot
-from echelon.engine.evaluated_loss import recounted
-from echelon.engine.loss_weights import Averages, divisor, doubts, weighed
-from echelon.engine.metrics import differentiable
+from echelon.engine.checkpoint.function_state import preserve_function_state
+from echelon.engine.checkpoint.run_attributes import snapshot_model
+from echelon.engine.evaluated_loss import recount_pair
+from echelon.engine.loss_weights import LossAverages, is_uncertain, step_divisor, weigh_by_count
+from echelon.engine.metrics import as_graph_leaves
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import call_loss, call_model
-from echelon.loss_counts import given_again
-from echelon.plan.batch_split import split
+from echelon.loss_counts import repeat_samples
+from echelon.plan.batch_split import split_batch
 from echelon.tree import map_tensors, tree_leaves
-from echelon.trials.random_state import random_states
+from echelon.trials.random_state import preserve_random_states
 from echelon.verifier.reference import Reference
 
 #: Orders that are tried besides the batch's own, and the relative difference that rounding explains (float64).
-_ORDERS, _ROUNDING = 6, 1e-7
+_TRIED_ORDERS, _ROUNDING_BOUND = 6, 1e-7
 
 
 def require_separable_loss(reference: Reference, step: int) -> None:
     """Raise where the parts of a regrouped batch do not make its loss. Says nothing about a loss that cannot be called on rows of a batch alone."""
-    plan, size = reference.plan, reference.feed.size(step)
-    parts = [part.size for share in split(size, plan.mesh.dp, plan.micro, plan.shares) for part in share if part.size]
-    if reference.job.loss is None or len(parts) < 2:
+    plan, batch_size = reference.plan, reference.data.samples_in(step)
+    part_sizes = [
+        sample_range.size
+        for rank_ranges in split_batch(batch_size, plan.mesh.dp, plan.micro, plan.batch_shares)
+        for sample_range in rank_ranges
+        if sample_range.size
+    ]
+    if reference.job.loss is None or len(part_sizes) < 2:
         return
     try:
-        worst = _Loss(reference, step, size).worst_difference(parts)
+        largest_difference = _RowLoss(reference, step, batch_size).largest_difference(part_sizes)
     except Exception:  # a loss that takes other shapes only: the proof of the batch as it is stands
         return
-    if worst > _ROUNDING:
+    if largest_difference > _ROUNDING_BOUND:
         raise VerificationError(
-            f"the loss of a batch does not follow from the losses of its parts where samples are grouped otherwise (it is off by {worst:.1%}): it "
+            f"the loss of a batch does not follow from the losses of its parts where samples are grouped otherwise (it is off by {largest_difference:.1%}): it "
             "normalises by what the other samples of a part are, as class weights from the batch do; use fixed weights, return (sum, count), or "
             "train without parts (dp=1)"
         )
 
 
-class _Loss:
+class _RowLoss:
     """The loss as a function of rows of one batch."""
 
-    def __init__(self, reference: Reference, step: int, size: int) -> None:
-        self._reference, self._size = reference, size
-        batch = reference.batch(step, np.arange(size))
+    def __init__(self, reference: Reference, step: int, batch_size: int) -> None:
+        self._reference, self._batch_size = reference, batch_size
+        batch = reference.read_batch(step, np.arange(batch_size))
         model = reference.model
-        held, buffers = model_snapshot(model), [(value, value.clone()) for value in model.buffers()]
-        with torch.no_grad(), reference.still():
+        attributes, buffers = snapshot_model(model), [(value, value.clone()) for value in model.buffers()]
+        with torch.no_grad(), reference.deterministic():
             output = call_model(reference.job, model, batch)
-            for value, before in buffers:
-                value.copy_(before)
-        held.put_back()
+            for value, value_before in buffers:
+                value.copy_(value_before)
+        attributes.restore()
         self._rows = (output, batch)
-        if not all(_is_rows(leaf, size) for leaf in tree_leaves(self._rows)):
+        if not all(_has_row_per_sample(leaf, batch_size) for leaf in tree_leaves(self._rows)):
             raise ValueError("a part of it has no row per sample")
 
-    def worst_difference(self, parts: Sequence[int]) -> float:
-        """Between the loss of all rows and what `parts` come to, relative, over several orders; 0 where the rows as they are differ: it keeps state, or draws."""
-        draw, own, worst = torch.Generator().manual_seed(0), torch.arange(self._size), 0.0
+    def largest_difference(self, part_sizes: Sequence[int]) -> float:
+        """Between the loss of all rows and what `part_sizes` come to, relative, over several orders; 0 where the rows as they are differ: it keeps state, or draws."""
+        generator, own_order, largest = torch.Generator().manual_seed(0), torch.arange(self._batch_size), 0.0
         reference = self._reference
-        with reference.still(), unchanged(reference.job, reference.model), random_states():
-            if (self._difference(own, parts) or 0.0) > _ROUNDING:
+        with (
+            reference.deterministic(),
+            preserve_function_state(reference.job, reference.model),
+            preserve_random_states(),
+        ):
+            if (self._relative_difference(own_order, part_sizes) or 0.0) > _ROUNDING_BOUND:
                 return 0.0
-            for _ in range(_ORDERS):
-                order = torch.randperm(self._size, generator=draw)
-                worst = max(worst, self._difference(order, parts) or 0.0)
-        return worst
+            for _ in range(_TRIED_ORDERS):
+                order = torch.randperm(self._batch_size, generator=generator)
+                largest = max(largest, self._relative_difference(order, part_sizes) or 0.0)
+        return largest
 
-    def _difference(self, order: Tensor, parts: Sequence[int]) -> float | None:
+    def _relative_difference(self, order: Tensor, part_sizes: Sequence[int]) -> float | None:
         """None: a training would stop here, or compare the step with one device."""
-        whole = _number(self._value(order))
-        together = self._together([*order.split(list(parts))])
-        if whole is None or together is None:
+        full_loss = _finite_loss(self._loss_of_rows(order))
+        combined_loss = self._combine_parts([*order.split(list(part_sizes))])
+        if full_loss is None or combined_loss is None:
             return None
-        return abs(together - whole) / max(abs(whole), 1e-12)
+        return abs(combined_loss - full_loss) / max(abs(full_loss), 1e-12)
 
-    def _together(self, parts: Sequence[Tensor]) -> float | None:
-        averages = Averages(self._reference.device)
-        averages.begin()
-        values, found = [self._value(rows) for rows in parts], list[tuple[Tensor, Tensor]]()
-        if isinstance(values[0], tuple):
-            counts = [self._count(rows, value) for rows, value in zip(parts, values, strict=True)]
-            return sum(_plain(total) for total, _ in values) / sum(counts) if sum(counts) else None
-        for rows, value in zip(parts, values, strict=True):
-            terms = averages.add(value, len(rows), partial(self._value, rows))
+    def _combine_parts(self, rows_by_part: Sequence[Tensor]) -> float | None:
+        averages = LossAverages(self._reference.device)
+        averages.begin_step()
+        losses, weighed_terms = [self._loss_of_rows(rows) for rows in rows_by_part], list[tuple[Tensor, Tensor]]()
+        if isinstance(losses[0], tuple):
+            counts = [self._true_count(rows, loss) for rows, loss in zip(rows_by_part, losses, strict=True)]
+            return sum(_to_float(total) for total, _ in losses) / sum(counts) if sum(counts) else None
+        for rows, loss in zip(rows_by_part, losses, strict=True):
+            terms = averages.add_part(loss, len(rows), partial(self._loss_of_rows, rows))
             if terms:
-                found.append(weighed(value.detach(), terms[0]))
-        sums = averages.share()
+                weighed_terms.append(weigh_by_count(loss.detach(), terms[0]))
+        sums = averages.pack()
         try:
-            unequal = averages.unequal(sums.tolist(), 0)
+            unequal = averages.has_unequal_counts(sums.tolist(), 0)
         except DivergenceError:
             return None
-        if doubts(sums.tolist()):
+        if is_uncertain(sums.tolist()):
             return None
         if unequal:
-            count = torch.stack([count for _, count in found]).sum()
-            return float(sum(total for total, _ in found) / divisor(sums, count))
-        return sum(_plain(value) * len(rows) for rows, value in zip(parts, values, strict=True)) / self._size
-
-    def _count(self, rows: Tensor, pair: tuple[Any, Any]) -> float:
-        """What a loss given as (sum, count) really counts, as in a training."""
-        found, _ = recounted(
-            torch.tensor([_plain(each) for each in pair], dtype=torch.float64), partial(self._value, rows)
+            count = torch.stack([count for _, count in weighed_terms]).sum()
+            return float(sum(total for total, _ in weighed_terms) / step_divisor(sums, count))
+        return (
+            sum(_to_float(loss) * len(rows) for rows, loss in zip(rows_by_part, losses, strict=True)) / self._batch_size
         )
-        return _plain(pair[1]) if found is None or found[1].isnan() else float(found[1])
 
-    def _value(self, rows: Tensor, times: int = 1) -> Any:
+    def _true_count(self, rows: Tensor, pair: tuple[Any, Any]) -> float:
+        """What a loss given as (sum, count) really counts, as in a training."""
+        recount, _ = recount_pair(
+            torch.tensor([_to_float(item) for item in pair], dtype=torch.float64), partial(self._loss_of_rows, rows)
+        )
+        return _to_float(pair[1]) if recount is None or recount[1].isnan() else float(recount[1])
+
+    def _loss_of_rows(self, rows: Tensor, times: int = 1) -> Any:
         output, batch = map_tensors(lambda value: value[rows.to(value.device)], self._rows)
-        given = given_again((differentiable(output), batch), len(rows), times)
+        model_output_and_batch = repeat_samples((as_graph_leaves(output), batch), len(rows), times)
         with torch.enable_grad():
-            return None if given is None else call_loss(self._reference.job, given[0], given[1], self._reference.model)
+            return (
+                None
+                if model_output_and_batch is None
+                else call_loss(
+                    self._reference.job, model_output_and_batch[0], model_output_and_batch[1], self._reference.model
+                )
+            )
 
 
-def _is_rows(leaf: Any, size: int) -> bool:
-    return leaf is None or (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size)
+def _has_row_per_sample(leaf: Any, batch_size: int) -> bool:
+    return leaf is None or (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size)
 
 
-def _number(value: Any) -> float | None:
+def _finite_loss(value: Any) -> float | None:
     total, count = value if isinstance(value, tuple) else (value, 1.0)
-    number = _plain(total) / _plain(count)
-    return number if math.isfinite(number) else None
+    loss = _to_float(total) / _to_float(count)
+    return loss if math.isfinite(loss) else None
 
 
-def _plain(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+def _to_float(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)

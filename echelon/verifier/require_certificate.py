@@ -10,7 +10,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 
 
-def require(
+def require_certificate(
     path: str | Path,
     *,
     plan: Plan,
@@ -24,9 +24,11 @@ def require(
     if not Path(path).is_file():
         raise VerificationError(f"{path}: no certificate there; `echelon verify` writes one")
     certificate = Certificate.load(path)
-    reasons = certificate.stale(plan=plan, job=job, model=model, versions=versions, inputs=inputs, graph=graph)
+    reasons = certificate.mismatch_reasons(
+        plan=plan, job=job, model=model, versions=versions, inputs=inputs, graph=graph
+    )
     if reasons:
         raise VerificationError(
-            f"{path} does not cover this run; verify again:\n" + "\n".join(f"  - {each}" for each in reasons)
+            f"{path} does not cover this run; verify again:\n" + "\n".join(f"  - {reason}" for reason in reasons)
         )
     return certificate

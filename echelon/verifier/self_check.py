@@ -10,77 +10,85 @@ import numpy as np
 from echelon.data.sample_digest import digest
 from echelon.plan.certificate import Finding
 from echelon.verifier import tolerances
-from echelon.verifier.compare import BROKEN, Difference
-from echelon.verifier.context import Referee
+from echelon.verifier.compare import NOT_COMPARABLE, Difference
+from echelon.verifier.context import Comparator
 from echelon.verifier.diagnose_failure import expected_outputs
-from echelon.verifier.first_divergence import first
-from echelon.verifier.single_device import Case
-from echelon.verifier.tolerances import Slack, copied
+from echelon.verifier.first_divergence import find_first_divergence
+from echelon.verifier.single_device import SingleDeviceContext
+from echelon.verifier.tolerances import ParameterTolerance, copy_to_float64
 
 #: Not finite in both runs: a fault of the job, and the same fault in both.
-_SAME = ("neither run is finite", "it holds NaN")
+_SAME_FAULT = ("neither run is finite", "it holds NaN")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsteady:
+class Nondeterminism:
     """How two runs of one device differ, in words and as a finding."""
 
-    words: str
+    description: str
     finding: Finding
 
 
-def self_check(case: Case, proof: Referee) -> Unsteady | None:
+def self_check(context: SingleDeviceContext, comparator: Comparator) -> Nondeterminism | None:
     """Two runs of the reference against each other, up to the step at which the plan departs; None: they agree, or the plan does."""
-    if proof.worst is None:
+    if comparator.first_divergence is None:
         return None
-    steps = case.steps[: case.steps.index(proof.worst.step) + 1]
-    return _data(case, steps) or _numbers(case, steps, proof)
+    steps = context.steps[: context.steps.index(comparator.first_divergence.step) + 1]
+    return _compare_readings(context, steps) or _compare_runs(context, steps, comparator)
 
 
-def _data(case: Case, steps: Sequence[int]) -> Unsteady | None:
+def _compare_readings(context: SingleDeviceContext, steps: Sequence[int]) -> Nondeterminism | None:
     for step in steps:
-        positions = np.arange(case.feed.size(step))
-        once, again = (digest(case.feed.take(step, positions)) for _ in range(2))
-        if once != again:
-            words = (
+        positions = np.arange(context.data.samples_in(step))
+        digest_once, digest_again = (digest(context.data.read(step, positions)) for _ in range(2))
+        if digest_once != digest_again:
+            description = (
                 f"the data is not deterministic: the batch of step {step} differs between two readings, so ranks that read it by themselves "
                 "train on different samples; seed the data set's own random numbers by the sample's index"
             )
-            return Unsteady(words=words, finding=_finding(f"data (step {step})", 1, BROKEN, 0.0))
+            return Nondeterminism(
+                description=description, finding=_self_finding(f"data (step {step})", 1, NOT_COMPARABLE, 0.0)
+            )
     return None
 
 
-def _numbers(case: Case, steps: Sequence[int], proof: Referee) -> Unsteady | None:
-    one, other = case.reference(), case.reference()
-    slack = Slack(copied(dict(one.model.named_parameters())))
+def _compare_runs(context: SingleDeviceContext, steps: Sequence[int], comparator: Comparator) -> Nondeterminism | None:
+    first_run, second_run = context.build_reference(), context.build_reference()
+    parameter_tolerance = ParameterTolerance(copy_to_float64(dict(first_run.model.named_parameters())))
     for step in steps:
-        made = tolerances.differences(one.step(step), other.step(step), slack)
-        found = [each for each in made if each.why not in _SAME]
-        worst = first(found, case.bounds, proof.order)
-        if worst is not None:
-            off = sum(not case.bounds.hold(each) for each in found)
-            size = "a value that is not finite" if worst.value == BROKEN else f"{worst.value:.1e}"
-            words = (
-                f"the job is not deterministic: two runs of one device differ by {size} in the {worst.kind} of {worst.name} at step {step} "
-                f"({off} of {len(found)} values differ){_where(case, step)}; no plan can be proved until they agree: seed what it draws from, "
+        differences = tolerances.compare_records(first_run.step(step), second_run.step(step), parameter_tolerance)
+        relevant = [difference for difference in differences if difference.reason not in _SAME_FAULT]
+        divergence = find_first_divergence(relevant, context.bounds, comparator.forward_order)
+        if divergence is not None:
+            differing_count = sum(not context.bounds.allows(difference) for difference in relevant)
+            amount = "a value that is not finite" if divergence.value == NOT_COMPARABLE else f"{divergence.value:.1e}"
+            description = (
+                f"the job is not deterministic: two runs of one device differ by {amount} in the {divergence.kind} of {divergence.name} at step {step} "
+                f"({differing_count} of {len(relevant)} values differ){_first_differing_module(context, step)}; no plan can be proved until they agree: seed what it draws from, "
                 "or take it out"
             )
-            return Unsteady(words=words, finding=_of(worst, off, case))
+            return Nondeterminism(description=description, finding=_finding_of(divergence, differing_count, context))
     return None
 
 
-def _where(case: Case, step: int) -> str:
+def _first_differing_module(context: SingleDeviceContext, step: int) -> str:
     """The first module whose output differs between two runs."""
-    one, other = (expected_outputs(case.at(step), step) for _ in range(2))
-    for mine, true in zip(one, other, strict=False):
-        if mine != true and mine.marks:
-            return f", first in the output of {mine.path or 'the model itself'}"
-    return "" if not one else ", and the outputs of all modules agree: the loss, backward or the optimizer differs"
+    first_outputs, second_outputs = (expected_outputs(context.reference_at(step), step) for _ in range(2))
+    for first, second in zip(first_outputs, second_outputs, strict=False):
+        if first != second and first.checksums:
+            return f", first in the output of {first.path or 'the model itself'}"
+    return (
+        ""
+        if not first_outputs
+        else ", and the outputs of all modules agree: the loss, backward or the optimizer differs"
+    )
 
 
-def _of(worst: Difference, off: int, case: Case) -> Finding:
-    return _finding(f"{worst.kind} of {worst}", off, worst.value, case.bounds.of(worst))
+def _finding_of(divergence: Difference, tensors: int, context: SingleDeviceContext) -> Finding:
+    return _self_finding(
+        f"{divergence.kind} of {divergence}", tensors, divergence.value, context.bounds.bound_for(divergence)
+    )
 
 
-def _finding(where: str, tensors: int, worst: float, bound: float) -> Finding:
-    return Finding(kind="self", tensors=tensors, worst=worst, where=where, bound=bound)
+def _self_finding(where: str, tensors: int, worst: float, bound: float) -> Finding:
+    return Finding(kind="self", tensors=tensors, max_difference=worst, where=where, bound=bound)

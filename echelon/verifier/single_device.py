@@ -12,170 +12,203 @@ from torch import Tensor
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.sample_coupling import first_line
-from echelon.trials.determinism import Stillness, silence
+from echelon.trials.determinism import DeterministicMode, disable_randomness
 from echelon.verifier import tolerances
-from echelon.verifier.choose_reference import Footing
+from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.compare import Bounds
-from echelon.verifier.compare_outputs import listed
-from echelon.verifier.context import Basis, Referee, without_dropout
-from echelon.verifier.nondeterminism_scan import Survey
-from echelon.verifier.reference import Record, Reference
-from echelon.verifier.reference_data import Feed
+from echelon.verifier.compare_outputs import format_names
+from echelon.verifier.context import Comparator, VerificationContext, dropout_note
+from echelon.verifier.nondeterminism_scan import NondeterminismScan
+from echelon.verifier.reference import Reference, StepRecord
+from echelon.verifier.reference_data import ReferenceData
 
 
-class Case(Basis):
+class SingleDeviceContext(VerificationContext):
     """One device tells. `still` and `bounds` follow from a survey of the reference's first step."""
 
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        feed: Feed,
+        data: ReferenceData,
         steps: Sequence[int],
         device: torch.device | str = "cpu",
-        footing: Footing | None = None,
+        reference_choice: ReferenceChoice | None = None,
     ) -> None:
-        super().__init__(job, plan, feed, steps, footing or Footing())
+        super().__init__(job, plan, data, steps, reference_choice or ReferenceChoice())
         self.device = torch.device(device)
-        needed = ""
+        cast_error = ""
         try:
-            seen, truth = self._survey()
+            scan, warm_reference = self._scan_first_step()
         except RuntimeError as error:
             # Layers that cast their inputs to a type of their own (Keras) do not run beside weights that are now float64.
-            needed, self.still = first_line(error), Stillness(narrow=True)
-            seen, truth = self._survey()
-        left = seen
-        if seen.random or seen.narrow:
-            self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow or needed))
-            del truth  # before the next one is made
-            left, truth = self._survey()
-        if left.random and plan.mesh.pp == 1:
-            self.still = dataclasses.replace(self.still, seeded=True)
-            del truth
-            left, truth = self._survey()
-        self._truth: Truth | None = truth
-        self.model = truth.reference.fingerprint
-        self.draws = bool(truth.silenced or seen.random)
-        self._shake = tolerances.SHAKE_NARROW if left.narrow else tolerances.SHAKE
-        if left.narrow:
-            self.bounds = self._widened(tolerances.NARROW)
-        self.notes = [*_scope(truth.reference, feed, steps), *_held(truth.silenced, seen, left, self.still)]
-        if needed:
+            cast_error, self.determinism = first_line(error), DeterministicMode(widen_casts=True)
+            scan, warm_reference = self._scan_first_step()
+        remaining = scan
+        if scan.random_modules or scan.low_precision_modules:
+            self.determinism = DeterministicMode(
+                fix_random=bool(scan.random_modules), widen_casts=bool(scan.low_precision_modules or cast_error)
+            )
+            del warm_reference  # before the next one is made
+            remaining, warm_reference = self._scan_first_step()
+        if remaining.random_modules and plan.mesh.pp == 1:
+            self.determinism = dataclasses.replace(self.determinism, needs_seeding=True)
+            del warm_reference
+            remaining, warm_reference = self._scan_first_step()
+        self._warm_reference: WarmReference | None = warm_reference
+        self.model_hash = warm_reference.reference.fingerprint
+        self.draws_random_numbers = bool(warm_reference.modules_without_dropout or scan.random_modules)
+        self._perturbation = (
+            tolerances.FLOAT32_PERTURBATION if remaining.low_precision_modules else tolerances.FLOAT64_PERTURBATION
+        )
+        if remaining.low_precision_modules:
+            self.bounds = self._widen_bounds(tolerances.FLOAT32_BOUND)
+        self.notes = [
+            *_scope_notes(warm_reference.reference, data, steps),
+            *_determinism_notes(warm_reference.modules_without_dropout, scan, remaining, self.determinism),
+        ]
+        if cast_error:
             self.notes.append(
-                f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({needed})"
+                f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({cast_error})"
             )
 
-    def take(self) -> Truth:
+    def take_reference(self) -> WarmReference:
         """The reference that the survey has made; whoever takes it holds it alone, so that it goes when they have done with it."""
-        truth, self._truth = self._truth, None
-        assert truth is not None
-        return truth
+        warm_reference, self._warm_reference = self._warm_reference, None
+        assert warm_reference is not None
+        return warm_reference
 
-    def reconsider(self, proof: Referee) -> None:
+    def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
         """Rounding alone may be larger than the bounds. What it explains is granted, and said."""
-        if proof.worst is None:
+        if comparator.first_divergence is None:
             return
-        wider = self._widened(self.bounds.least)
-        eased = [each for each in proof.differences if not self.bounds.hold(each) and wider.hold(each)]
-        if eased:
-            self.bounds = wider
-            proof.repeat()
-            names = list(dict.fromkeys(f"{each.kind} of {each.name}, to {wider.of(each):.0e}" for each in eased))
+        wider_bounds = self._widen_bounds(self.bounds.default)
+        newly_allowed = [
+            difference
+            for difference in comparator.differences
+            if not self.bounds.allows(difference) and wider_bounds.allows(difference)
+        ]
+        if newly_allowed:
+            self.bounds = wider_bounds
+            comparator.find_first_divergence()
+            names = list(
+                dict.fromkeys(
+                    f"{difference.kind} of {difference.name}, to {wider_bounds.bound_for(difference):.0e}"
+                    for difference in newly_allowed
+                )
+            )
             self.notes.append(
-                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {listed(names)}"
+                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {format_names(names)}"
             )
 
-    def _widened(self, least: float) -> Bounds:
-        return tolerances.widened(self.reference(), self.reference(twin=True), self.steps, least=least)
+    def _widen_bounds(self, default: float) -> Bounds:
+        return tolerances.widen_bounds(
+            self.build_reference(), self.build_reference(perturbed=True), self.steps, default=default
+        )
 
-    def reference(self, *, twin: bool = False) -> Reference:
-        """A fresh one; a `twin` differs from it by rounding alone."""
-        shake = self._shake if twin else 0.0
-        reference = Reference(self.job, self.plan, self.feed, device=self.device, shake=shake, still=self.still)
-        reference.seeded = self.still.seeded
-        silence(reference.model)
+    def build_reference(self, *, perturbed: bool = False) -> Reference:
+        """A fresh one; a `perturbed` differs from it by rounding alone."""
+        perturbation = self._perturbation if perturbed else 0.0
+        reference = Reference(
+            self.job, self.plan, self.data, device=self.device, perturbation=perturbation, determinism=self.determinism
+        )
+        reference.seeds_micro_batches = self.determinism.needs_seeding
+        disable_randomness(reference.model)
         return reference
 
-    def at(self, step: int) -> Reference:
+    def reference_at(self, step: int) -> Reference:
         """A fresh one that has trained up to `step`."""
-        reference = self.reference()
-        for earlier in self.steps[: self.steps.index(step)]:
-            reference.step(earlier)
+        reference = self.build_reference()
+        for earlier_step in self.steps[: self.steps.index(step)]:
+            reference.step(earlier_step)
         return reference
 
-    def _survey(self) -> tuple[Survey, Truth]:
+    def _scan_first_step(self) -> tuple[NondeterminismScan, WarmReference]:
         """What the first step does, and the reference that made it."""
-        reference = Reference(self.job, self.plan, self.feed, device=self.device)
-        reference.seeded = self.still.seeded
-        silenced = silence(reference.model)
-        survey = Survey(reference.model)
+        reference = Reference(self.job, self.plan, self.data, device=self.device)
+        reference.seeds_micro_batches = self.determinism.needs_seeding
+        silenced = disable_randomness(reference.model)
+        scan = NondeterminismScan(reference.model)
 
         @contextlib.contextmanager
-        def watched() -> Iterator[None]:
-            with self.still(), survey:
+        def scanned() -> Iterator[None]:
+            with self.determinism(), scan:
                 yield
 
         # Forward may change parameters as well: a teacher's, rows of an embedding with max_norm.
-        start = tolerances.copied(dict(reference.model.named_parameters()) | dict(reference.model.named_buffers()))
-        reference.hold = watched
+        start_values = tolerances.copy_to_float64(
+            dict(reference.model.named_parameters()) | dict(reference.model.named_buffers())
+        )
+        reference.determinism = scanned
         loss = reference.backward(self.steps[0])
-        reference.hold = self.still
-        return survey, Truth(reference, loss, start, silenced)
+        reference.determinism = self.determinism
+        return scan, WarmReference(reference, loss, start_values, silenced)
 
 
-class Truth:
+class WarmReference:
     """A reference whose first step's gradients are made already."""
 
-    def __init__(self, reference: Reference, loss: Tensor, start: dict[str, Tensor], silenced: list[str]) -> None:
-        self.reference, self.silenced = reference, silenced
+    def __init__(
+        self, reference: Reference, loss: Tensor, start_values: dict[str, Tensor], modules_without_dropout: list[str]
+    ) -> None:
+        self.reference, self.modules_without_dropout = reference, modules_without_dropout
         self._loss: Tensor | None = loss
         #: What the run started from, `noise.copied`.
-        self.start = start
+        self.start_values = start_values
 
-    def step(self, number: int) -> Record:
+    def step(self, step: int) -> StepRecord:
         """As the reference's."""
         loss, self._loss = self._loss, None
-        return self.reference.step(number, loss)
+        return self.reference.step(step, loss)
 
 
-def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:
-    batch = feed.batch
-    if reference.seeded and not reference.coupled:
+def _scope_notes(reference: Reference, data: ReferenceData, steps: Sequence[int]) -> list[str]:
+    batch = data.batch_size
+    if reference.seeds_micro_batches and not reference.couples_samples:
         notes = ["the reference runs the plan's micro-batches one after another"]
-    elif not reference.coupled:
+    elif not reference.couples_samples:
         notes = [f"the reference runs each global batch of {batch} samples as one"]
     elif reference.plan.batchnorm == "local":
         notes = ["batch norm is local: the reference runs the plan's micro-batches one after another"]
     else:
         notes = ["batch norm is synchronised: the reference runs each round's micro-batches of all ranks as one"]
-    short = [feed.size(step) for step in steps if feed.size(step) < batch]
-    return [*notes, f"one of the steps is the epoch's last, of {short[-1]} samples"] if short else notes
+    short_sizes = [data.samples_in(step) for step in steps if data.samples_in(step) < batch]
+    return [*notes, f"one of the steps is the epoch's last, of {short_sizes[-1]} samples"] if short_sizes else notes
 
 
-def _held(silenced: Sequence[str], seen: Survey, left: Survey, still: Stillness) -> list[str]:
+def _determinism_notes(
+    modules_without_dropout: Sequence[str],
+    scan: NondeterminismScan,
+    remaining: NondeterminismScan,
+    determinism: DeterministicMode,
+) -> list[str]:
     """What was made comparable, and what could not be."""
     notes = []
-    if silenced:
-        notes.append(without_dropout(silenced))
-    if seen.random:
+    if modules_without_dropout:
+        notes.append(dropout_note(modules_without_dropout))
+    if scan.random_modules:
         notes.append(
-            f"random numbers are held at the middle of their distribution in both runs: {listed(_where(seen.random))}"
+            f"random numbers are held at the middle of their distribution in both runs: {format_names(_format_operators(scan.random_modules))}"
         )
-    if left.random:
-        how = (
+    if remaining.random_modules:
+        consequence = (
             "both runs are seeded alike before each micro-batch, which the reference runs one after another"
-            if still.seeded
+            if determinism.needs_seeding
             else "the runs draw different ones"
         )
-        notes.append(f"random numbers that could not be held: {listed(_where(left.random))}; {how}")
-    if seen.narrow:
-        notes.append(f"casts below float64 are lifted to float64 in both runs: {listed(_where(seen.narrow))}")
-    if left.narrow:
         notes.append(
-            f"computed below float64 all the same, with bounds from the reference's own rounding: {listed(_where(left.narrow))}"
+            f"random numbers that could not be held: {format_names(_format_operators(remaining.random_modules))}; {consequence}"
+        )
+    if scan.low_precision_modules:
+        notes.append(
+            f"casts below float64 are lifted to float64 in both runs: {format_names(_format_operators(scan.low_precision_modules))}"
+        )
+    if remaining.low_precision_modules:
+        notes.append(
+            f"computed below float64 all the same, with bounds from the reference's own rounding: {format_names(_format_operators(remaining.low_precision_modules))}"
         )
     return notes
 
 
-def _where(found: dict[str, str]) -> list[str]:
-    return [f"{path} ({operator})" for path, operator in found.items()]
+def _format_operators(operators: dict[str, str]) -> list[str]:
+    return [f"{path} ({operator})" for path, operator in operators.items()]

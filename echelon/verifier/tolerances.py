@@ -20,93 +20,113 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from echelon.verifier.compare import BOUND, Bounds, Difference, compare, magnitude, wide
-from echelon.verifier.compare_outputs import compared
-from echelon.verifier.reference import Record, Reference
+from echelon.verifier.compare import FLOAT64_BOUND, Bounds, Difference, compare_tensors, max_abs, to_float64
+from echelon.verifier.compare_outputs import compare_outputs
+from echelon.verifier.reference import Reference, StepRecord
 
 #: No bound is wider: semantic mistakes begin at about 1e-3.
-WIDEST = 1e-4
+MAX_BOUND = 1e-4
 #: Least bound where something is computed in float32.
-NARROW = 8 * float(torch.finfo(torch.float32).eps)
+FLOAT32_BOUND = 8 * float(torch.finfo(torch.float32).eps)
 #: What a twin's parameters are off by: 16 times the second is what float32 is granted in any case.
-SHAKE, SHAKE_NARROW = float(torch.finfo(torch.float64).eps), NARROW / 16
+FLOAT64_PERTURBATION, FLOAT32_PERTURBATION = float(torch.finfo(torch.float64).eps), FLOAT32_BOUND / 16
 
 
-class Slack:
+class ParameterTolerance:
     """How far each element of the parameters may be off because its gradient is noise."""
 
-    def __init__(self, start: Mapping[str, Tensor]) -> None:
-        """`start`: where the parameters began, `copied`."""
-        self._start = start
-        self._error: dict[str, Tensor] = {}
+    def __init__(self, start_values: Mapping[str, Tensor]) -> None:
+        """`start_values`: where the parameters began, `copy_to_float64`."""
+        self._start_values = start_values
+        self._gradient_errors: dict[str, Tensor] = {}
 
-    def note(self, plan: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> None:
+    def add_gradients(self, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
         """Take a step's gradients into account."""
-        for name, true in reference.items():
-            mine = plan.get(name)
-            if true is None or mine is None or mine.shape != true.shape:
+        for name, expected_gradient in expected.items():
+            actual_gradient = actual.get(name)
+            if expected_gradient is None or actual_gradient is None or actual_gradient.shape != expected_gradient.shape:
                 continue
-            true, mine = wide(true, true.device), wide(mine, true.device)
-            error = ((mine - true).abs() / true.abs()).nan_to_num(0.0, posinf=2.0).mul_(4.0).clamp_(max=2.0)
-            if name in self._error:
-                error = torch.maximum(error, self._error[name])
+            expected_gradient, actual_gradient = (
+                to_float64(expected_gradient, expected_gradient.device),
+                to_float64(actual_gradient, expected_gradient.device),
+            )
+            error = (
+                ((actual_gradient - expected_gradient).abs() / expected_gradient.abs())
+                .nan_to_num(0.0, posinf=2.0)
+                .mul_(4.0)
+                .clamp_(max=2.0)
+            )
+            if name in self._gradient_errors:
+                error = torch.maximum(error, self._gradient_errors[name])
             if error.any():
-                self._error[name] = error
+                self._gradient_errors[name] = error
 
-    def grant(self, parameters: Mapping[str, Tensor], groups: Mapping[str, str]) -> dict[str, Tensor]:
+    def compute_tolerances(self, parameters: Mapping[str, Tensor], groups: Mapping[str, str]) -> dict[str, Tensor]:
         """The slack of each parameter, given where the reference stands now: by the largest move in its own group."""
-        largest: dict[str, float] = {}
+        largest_moves: dict[str, float] = {}
         for name, value in parameters.items():
-            if name not in self._start:  # made in forward
+            if name not in self._start_values:  # made in forward
                 continue
-            start = self._start[name].to(value.device)
-            moved = float((wide(value, value.device) - start).abs().max()) if value.numel() else 0.0
+            start_value = self._start_values[name].to(value.device)
+            move = float((to_float64(value, value.device) - start_value).abs().max()) if value.numel() else 0.0
             group = groups.get(name, "")
-            largest[group] = max(moved, largest.get(group, 0.0))
-        return {name: error * largest.get(groups.get(name, ""), 0.0) for name, error in self._error.items()}
+            largest_moves[group] = max(move, largest_moves.get(group, 0.0))
+        return {
+            name: error * largest_moves.get(groups.get(name, ""), 0.0) for name, error in self._gradient_errors.items()
+        }
 
 
-def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_float64(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, safe from what becomes of them; in float64 but for whole numbers."""
-    fractions = {name: value.is_floating_point() or value.is_complex() for name, value in values.items()}
+    is_fractional = {name: value.is_floating_point() or value.is_complex() for name, value in values.items()}
     return {
-        name: wide(value).clone() if fractions[name] else value.detach().to("cpu", copy=True)
+        name: to_float64(value).clone() if is_fractional[name] else value.detach().to("cpu", copy=True)
         for name, value in values.items()
     }
 
 
-def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
+def zero_gradients(gradients: Mapping[str, Tensor | None]) -> list[str]:
     """The parameters whose gradient is zero in truth: in float64 it is nothing but rounding, yet not exactly zero."""
-    sizes = {name: magnitude(value) for name, value in gradients.items() if value is not None}
+    sizes = {name: max_abs(value) for name, value in gradients.items() if value is not None}
     largest = max(sizes.values(), default=0.0)
-    return [name for name, size in sizes.items() if 0.0 < size <= BOUND * largest]
+    return [name for name, size in sizes.items() if 0.0 < size <= FLOAT64_BOUND * largest]
 
 
-def widened(reference: Reference, twin: Reference, steps: Iterable[int], *, least: float = BOUND) -> Bounds:
-    """Bounds from the reference against its twin, none below `least`."""
-    granted: dict[tuple[str, str], float] = {}
-    slack = Slack(copied(dict(reference.model.named_parameters())))
-    for number in steps:
-        for each in differences(twin.step(number), reference.step(number), slack):
-            if each.value > WIDEST and not each.small:
+def widen_bounds(
+    reference: Reference, perturbed: Reference, steps: Iterable[int], *, default: float = FLOAT64_BOUND
+) -> Bounds:
+    """Bounds from the reference against its twin, none below `default`."""
+    bounds_by_tensor: dict[tuple[str, str], float] = {}
+    parameter_tolerance = ParameterTolerance(copy_to_float64(dict(reference.model.named_parameters())))
+    for step in steps:
+        for difference in compare_records(perturbed.step(step), reference.step(step), parameter_tolerance):
+            if difference.value > MAX_BOUND and not difference.below_floor:
                 continue
-            grant = min(16 * each.value, 1.0 if each.small else WIDEST)
-            if grant > max(least, granted.get((each.kind, each.name), 0.0)):
-                granted[each.kind, each.name] = grant
-    return Bounds(least=least, tensors=granted)
+            bound = min(16 * difference.value, 1.0 if difference.below_floor else MAX_BOUND)
+            if bound > max(default, bounds_by_tensor.get((difference.kind, difference.name), 0.0)):
+                bounds_by_tensor[difference.kind, difference.name] = bound
+    return Bounds(default=default, by_tensor=bounds_by_tensor)
 
 
-def differences(plan: Record, true: Record, slack: Slack) -> list[Difference]:
+def compare_records(
+    actual: StepRecord, expected: StepRecord, parameter_tolerance: ParameterTolerance
+) -> list[Difference]:
     """Every tensor that one step made, in the plan's run against the reference."""
-    slack.note(plan.gradients, true.gradients)
-    step = true.step
-    found = compare("gradient", plan.gradients, true.gradients, step=step)
-    found += compare("loss", {"loss": plan.loss}, {"loss": true.loss}, step=step)
-    if plan.norm is not None:
-        found += compare("norm", {"gradient norm": plan.norm}, {"gradient norm": true.norm}, step=step)
-    found += compare("buffer", plan.buffers, true.buffers, step=step)
-    granted = slack.grant(true.parameters, true.groups)
-    found += compare("parameter", plan.parameters, true.parameters, step=step, slack=granted)
-    told = {name: value for name, value in true.optimizer.items() if name.split("/")[1] not in plan.untold}
-    found += compare("optimizer", plan.optimizer, told, step=step)
-    return found + compared(plan.outputs, true.outputs, step)
+    parameter_tolerance.add_gradients(actual.gradients, expected.gradients)
+    step = expected.step
+    differences = compare_tensors("gradient", actual.gradients, expected.gradients, step=step)
+    differences += compare_tensors("loss", {"loss": actual.loss}, {"loss": expected.loss}, step=step)
+    if actual.norm is not None:
+        differences += compare_tensors(
+            "norm", {"gradient norm": actual.norm}, {"gradient norm": expected.norm}, step=step
+        )
+    differences += compare_tensors("buffer", actual.buffers, expected.buffers, step=step)
+    tolerances = parameter_tolerance.compute_tolerances(expected.parameters, expected.groups)
+    differences += compare_tensors(
+        "parameter", actual.parameters, expected.parameters, step=step, tolerances=tolerances
+    )
+    known_optimizer_state = {
+        name: value for name, value in expected.optimizer.items() if name.split("/")[1] not in actual.server_trained
+    }
+    differences += compare_tensors("optimizer", actual.optimizer, known_optimizer_state, step=step)
+    return differences + compare_outputs(actual.outputs, expected.outputs, step)

@@ -16,42 +16,49 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.read_order_check import require_independent_samples
 from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
-from echelon.plan.check import parts_batches, require
+from echelon.plan.check import require_executable, splits_batch
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.sample_coupling import first_line
-from echelon.trials.determinism import Stillness
-from echelon.trials.isolation import Isolated
-from echelon.trials.trial_context import without_trace
+from echelon.trials.determinism import DeterministicMode
+from echelon.trials.isolation import IsolatedJob
+from echelon.trials.trial_context import preserve_job_state
 from echelon.verifier import tolerances
-from echelon.verifier.batch_collation import Parted, as_ranks_collate
-from echelon.verifier.candidate_run import Trial
-from echelon.verifier.choose_reference import Footing, asked, choose, free, require_whole, surely_fits
-from echelon.verifier.compare import Bounds, findings
-from echelon.verifier.compare_outputs import listed
-from echelon.verifier.context import Basis, Referee
-from echelon.verifier.diagnose_failure import Look, look
+from echelon.verifier.batch_collation import RankCollatedData, collate_as_ranks
+from echelon.verifier.candidate_run import CandidateRun
+from echelon.verifier.choose_reference import (
+    ReferenceChoice,
+    choose_reference,
+    fits_easily,
+    free_memory,
+    parse_reference,
+    require_unsplit_batches,
+)
+from echelon.verifier.compare import Bounds, summarize_differences
+from echelon.verifier.compare_outputs import format_names
+from echelon.verifier.context import Comparator, VerificationContext
+from echelon.verifier.diagnose_failure import Diagnosis, diagnose
 from echelon.verifier.fingerprints import versions
-from echelon.verifier.loss_state_check import ReadState, find_read_state
-from echelon.verifier.plan_reference import Peer, Versus
-from echelon.verifier.precision_drift import ALLOWED, GROSS
-from echelon.verifier.reduced_job import Sample, affordable_flops, smaller
-from echelon.verifier.reference_data import Feed, open_feed
+from echelon.verifier.loss_state_check import DivergentLossState, find_divergent_loss_state
+from echelon.verifier.plan_reference import PlanReferenceContext, ReferencePlanRun
+from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION
+from echelon.verifier.reduced_job import ReducedJob, affordable_flops, reduce_job
+from echelon.verifier.reference_data import ReferenceData, open_reference_data
 from echelon.verifier.regrouping_check import require_separable_loss
-from echelon.verifier.self_check import Unsteady, self_check
-from echelon.verifier.single_device import Case
-from echelon.verifier.staleness import in_step, most_ahead, with_bound
-from echelon.verifier.tensor_checksum import copies
+from echelon.verifier.self_check import Nondeterminism, self_check
+from echelon.verifier.single_device import SingleDeviceContext
+from echelon.verifier.staleness import add_staleness_finding, measure_staleness, synchronous_plan
+from echelon.verifier.tensor_checksum import compare_replicas
 from echelon.world import World, read_world
 
 T = TypeVar("T")
 
-_UNHELD = (
+_RANDOM_PARTS_MESSAGE = (
     "{where}: parts of a batch draw other numbers than the whole, so that nobody can tell whether samples see each other; draw them through "
     "functions of torch, numpy.random or random, which a proof holds still, or use a plan that keeps batches whole"
 )
@@ -84,9 +91,9 @@ def verify(
         )
     if steps < 1:
         raise VerificationError(f"steps={steps}: a proof needs at least one step")
-    require(plan, profile)
+    require_executable(plan, profile)
     job = dataclasses.replace(job, warmup_data=None)  # its steps compute the same with other samples
-    with without_trace(job):
+    with preserve_job_state(job):
         return _verify(job, plan, world, steps, job_hash, device, profile, reference, memory, seconds)
 
 
@@ -102,205 +109,258 @@ def _verify(
     memory: int | None,
     seconds: float | None,
 ) -> Certificate:
-    if plan != in_step(plan):
-        proved = verify(
-            job, in_step(plan), world=world, steps=steps, job_hash=job_hash, device=device, profile=profile,
+    if plan != synchronous_plan(plan):
+        inner_certificate = verify(
+            job, synchronous_plan(plan), world=world, steps=steps, job_hash=job_hash, device=device, profile=profile,
             reference=reference, memory=memory,
         )  # fmt: skip
-        return _with_bound(proved, job, plan, world, device)
-    ranks = Ranks(world, device)
+        return _prove_staleness_bound(inner_certificate, job, plan, world, device)
+    ranks = WorldCommunicator(world, device)
     try:
-        sample = None if seconds is None else _sample(job, plan, profile, ranks, seconds)
-        if sample is not None:
-            proved = verify(
-                sample.job, sample.plan, world=world, steps=steps, job_hash=job_hash, device=device, profile=sample.profile,
+        reduced_job = None if seconds is None else _reduce_job(job, plan, profile, ranks, seconds)
+        if reduced_job is not None:
+            inner_certificate = verify(
+                reduced_job.job, reduced_job.plan, world=world, steps=steps, job_hash=job_hash, device=device, profile=reduced_job.profile,
                 reference=reference, memory=memory,
             )  # fmt: skip
-            return dataclasses.replace(proved, plan=plan, batch=job.batch, notes=(sample.note, *proved.notes))
-        with ranks.together():
-            if world.main and plan.mesh.dp > 1:
+            return dataclasses.replace(
+                inner_certificate, plan=plan, batch=job.batch_size, notes=(reduced_job.note, *inner_certificate.notes)
+            )
+        with ranks.raise_on_all_ranks():
+            if world.is_main and plan.mesh.dp > 1:
                 require_independent_samples(job)
-            feed = open_feed(job)
-            chosen = feed.steps(steps)
-            decided = _footing(job, plan, ranks, profile, reference, memory) if world.main else None
-        footing, known, unknown = _from_main(ranks, decided)
-        basis: Basis | None = None
-        with ranks.together():
-            if world.rank == world.size - 1 and not known:
-                unknown = _require(job, plan, footing)  # beside rank 0's first step: it takes about as long
-            if world.main:
-                feed = as_ranks_collate(feed, plan)
-                basis = _basis(job, plan, feed, chosen, footing, ranks)
-                if isinstance(feed, Parted):
-                    basis.notes.append(
+            data = open_reference_data(job)
+            chosen_steps = data.choose_steps(steps)
+            decision = _choose_reference(job, plan, ranks, profile, reference, memory) if world.is_main else None
+        reference_choice, is_checked, unknown_note = _broadcast(ranks, decision)
+        context: VerificationContext | None = None
+        with ranks.raise_on_all_ranks():
+            if world.rank == world.size - 1 and not is_checked:
+                unknown_note = _require_supported(
+                    job, plan, reference_choice
+                )  # beside rank 0's first step: it takes about as long
+            if world.is_main:
+                data = collate_as_ranks(data, plan)
+                context = _build_context(job, plan, data, chosen_steps, reference_choice, ranks)
+                if isinstance(data, RankCollatedData):
+                    context.notes.append(
                         "collation mixes samples or draws: one device gets the micro-batches of the plan, joined"
                     )
-        unknown = ranks.gather(unknown)[-1]
-        with ranks.together():
-            if basis and unknown and basis.still.seeded and parts_batches(plan, job.batch):
+        unknown_note = ranks.all_gather_object(unknown_note)[-1]
+        with ranks.raise_on_all_ranks():
+            if context and unknown_note and context.determinism.needs_seeding and splits_batch(plan, job.batch_size):
                 raise VerificationError(
-                    _UNHELD.format(where=listed([note for note in basis.notes if "be held" in note]))
+                    _RANDOM_PARTS_MESSAGE.format(
+                        where=format_names([note for note in context.notes if "be held" in note])
+                    )
                 )
-        if basis and unknown:
-            basis.notes.append(unknown)
-        still = _from_main(ranks, basis.still if basis else None)
-        proof, drift, skipped, kept = _beside(job, plan, ranks, chosen, basis, still, footing)
-        _draw(job, plan, ranks, chosen, basis, proof, still)
-        unsteady: Unsteady | None = None
-        with ranks.together():
-            if basis and proof:
-                basis.reconsider(proof)
-                unsteady = self_check(basis, proof) if isinstance(basis, Case) else None
-        seen = _look_again(job, plan, ranks, chosen, None if unsteady else basis, proof, still)
-        with ranks.together():
+        if context and unknown_note:
+            context.notes.append(unknown_note)
+        determinism = _broadcast(ranks, context.determinism if context else None)
+        comparator, drift_comparator, skipped_steps, loss_state = _run_side_by_side(
+            job, plan, ranks, chosen_steps, context, determinism, reference_choice
+        )
+        _check_random_draws(job, plan, ranks, chosen_steps, context, comparator, determinism)
+        nondeterminism: Nondeterminism | None = None
+        with ranks.raise_on_all_ranks():
+            if context and comparator:
+                context.widen_bounds_for_rounding(comparator)
+                nondeterminism = self_check(context, comparator) if isinstance(context, SingleDeviceContext) else None
+        diagnosis = _diagnose(
+            job, plan, ranks, chosen_steps, None if nondeterminism else context, comparator, determinism
+        )
+        with ranks.raise_on_all_ranks():
             certificate = (
-                _certificate(basis, proof, drift, seen, skipped, job_hash, unsteady, kept)
-                if basis and proof and drift
+                _build_certificate(
+                    context,
+                    comparator,
+                    drift_comparator,
+                    diagnosis,
+                    skipped_steps,
+                    job_hash,
+                    nondeterminism,
+                    loss_state,
+                )
+                if context and comparator and drift_comparator
                 else None
             )
-        text = _from_main(ranks, certificate.to_json() if certificate else None)
+        text = _broadcast(ranks, certificate.to_json() if certificate else None)
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
         ranks.close()
 
 
-def _sample(job: Job, plan: Plan, profile: Profile | None, ranks: Ranks, seconds: float) -> Sample | None:
+def _reduce_job(
+    job: Job, plan: Plan, profile: Profile | None, ranks: WorldCommunicator, seconds: float
+) -> ReducedJob | None:
     """The smaller job that all ranks prove in place of this one, by rank 0's clock; None: this one."""
     affordable = 0.0
-    with ranks.together():
-        if ranks.world.main:
-            profile = profile or _profile(job)[0]
+    with ranks.raise_on_all_ranks():
+        if ranks.world.is_main:
+            profile = profile or _profile_job(job)[0]
             affordable = math.inf if profile is None else affordable_flops(ranks.device, seconds)
-    affordable, profile = _from_main(ranks, (affordable, profile))
-    return None if profile is None else smaller(job, plan, profile, affordable, open_feed(job).total)
+    affordable, profile = _broadcast(ranks, (affordable, profile))
+    return None if profile is None else reduce_job(job, plan, profile, affordable, open_reference_data(job).total_steps)
 
 
-def _with_bound(
+def _prove_staleness_bound(
     certificate: Certificate, job: Job, plan: Plan, world: World, device: torch.device | None
 ) -> Certificate:
     """What was proved with all ranks in step, and what is seen of the bound that they keep as planned."""
-    ranks = Ranks(world, device)
+    ranks = WorldCommunicator(world, device)
     try:
-        return with_bound(certificate, plan, most_ahead(job, plan, ranks))
+        return add_staleness_finding(certificate, plan, measure_staleness(job, plan, ranks))
     finally:
         ranks.close()
 
 
-def _footing(
-    job: Job, plan: Plan, ranks: Ranks, profile: Profile | None, reference: str, memory: int | None
-) -> tuple[Footing, bool, str]:
+def _choose_reference(
+    job: Job, plan: Plan, ranks: WorldCommunicator, profile: Profile | None, reference: str, memory: int | None
+) -> tuple[ReferenceChoice, bool, str]:
     """What to compare with, whether the plan was held against a profile, and what has to be said where that was not possible."""
     if reference != "auto":
-        return asked(reference, plan, job, profile), profile is not None, _uncompared(plan, profile)
-    limit, unknown = free(ranks.device) if memory is None else memory, ""
-    if memory is None and profile is None and surely_fits(job, limit):
-        return Footing(), False, ""
+        return parse_reference(reference, plan, job, profile), profile is not None, _coupling_note(plan, profile)
+    memory_limit, unknown_note = free_memory(ranks.device) if memory is None else memory, ""
+    if memory is None and profile is None and fits_easily(job, memory_limit):
+        return ReferenceChoice(), False, ""
     if profile is None:
-        profile, unknown = _profile(job)
-        require(plan, profile)
-    chosen = choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu")))
-    return chosen, True, unknown or _uncompared(plan, profile)
+        profile, unknown_note = _profile_job(job)
+        require_executable(plan, profile)
+    choice = choose_reference(
+        plan, job, profile, device=ranks.device, memory=memory_limit, host_memory=free_memory(torch.device("cpu"))
+    )
+    return choice, True, unknown_note or _coupling_note(plan, profile)
 
 
-def _require(job: Job, plan: Plan, footing: Footing) -> str:
+def _require_supported(job: Job, plan: Plan, reference_choice: ReferenceChoice) -> str:
     """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell. Gives what
     has to be said where nobody knows."""
     if plan.mesh.dp == 1 and plan.micro is None:
         return ""
-    profile, unknown = _profile(job)
-    require(plan, profile)
-    require_whole(footing, plan, profile)
-    return unknown or _uncompared(plan, profile)
+    profile, unknown_note = _profile_job(job)
+    require_executable(plan, profile)
+    require_unsplit_batches(reference_choice, plan, profile)
+    return unknown_note or _coupling_note(plan, profile)
 
 
-def _uncompared(plan: Plan, profile: Profile | None) -> str:
+def _coupling_note(plan: Plan, profile: Profile | None) -> str:
     """What has to be said where the plan parts batches, and only this proof tells whether it may."""
-    if profile is None or profile.coupled is not None or not parts_batches(plan, profile.batch):
+    if profile is None or profile.samples_coupled is not None or not splits_batch(plan, profile.batch):
         return ""
     return (
-        f"beforehand it was not known whether samples of a batch see each other, because {profile.uncompared}: the reference computes whole "
+        f"beforehand it was not known whether samples of a batch see each other, because {profile.coupling_unknown_reason}: the reference computes whole "
         "batches, so that they would show here"
     )
 
 
-def _profile(job: Job) -> tuple[Profile | None, str]:
+def _profile_job(job: Job) -> tuple[Profile | None, str]:
     """None, and why, where it cannot be made: such a job may still be proved, or fail there for its own reason."""
     from echelon.profiler import profile
 
-    isolated = Isolated(job)
+    isolated_job = IsolatedJob(job)
     try:
-        with isolated.active():
-            return profile(isolated.job), ""
+        with isolated_job.active():
+            return profile(isolated_job.job), ""
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        return None, f"whether a training would refuse the plan is not known: the job could not be profiled ({why})"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return None, f"whether a training would refuse the plan is not known: the job could not be profiled ({reason})"
 
 
-def _basis(job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing, ranks: Ranks) -> Basis:
-    if footing.kind == "plan":
-        return Versus(job, plan, feed, steps, footing)
-    device = ranks.device if footing.kind == "device" else torch.device("cpu")
-    return Case(job, plan, feed, steps, device, footing)
-
-
-def _beside(
+def _build_context(
     job: Job,
     plan: Plan,
-    ranks: Ranks,
+    data: ReferenceData,
     steps: Sequence[int],
-    basis: Basis | None,
-    still: Stillness,
-    footing: Footing,
-) -> tuple[Referee | None, Referee | None, int, ReadState | None]:
+    reference_choice: ReferenceChoice,
+    ranks: WorldCommunicator,
+) -> VerificationContext:
+    if reference_choice.kind == "plan":
+        return PlanReferenceContext(job, plan, data, steps, reference_choice)
+    device = ranks.device if reference_choice.kind == "device" else torch.device("cpu")
+    return SingleDeviceContext(job, plan, data, steps, device, reference_choice)
+
+
+def _run_side_by_side(
+    job: Job,
+    plan: Plan,
+    ranks: WorldCommunicator,
+    steps: Sequence[int],
+    context: VerificationContext | None,
+    determinism: DeterministicMode,
+    reference_choice: ReferenceChoice,
+) -> tuple[Comparator | None, Comparator | None, int, DivergentLossState | None]:
     """The plan's runs in float64 and in its own precision, held against the truth; the number of steps that a loss scale made the
     second skip; and state of the loss that the plan does not keep as one device does. The referees are rank 0's."""
-    with _failing_as(plan), contextlib.ExitStack() as stack:
-        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64, singly=footing.plan is not None))
-        own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
-        peer = stack.enter_context(Peer(job, footing.plan, ranks, still)) if footing.plan is not None else None
-        start = peer.start() if peer is not None else {}
-        before = exact.holdings()
-        proof = drift = truth = None
-        with ranks.together():
-            if peer is not None and basis is not None:
-                basis.model = own.run.fingerprint  # of the model as it is, before float64
-                peer.tell(basis)
-            elif isinstance(basis, Case):
-                truth = basis.take()
-                start = truth.start
-            if basis is not None:
-                began, order = tolerances.copied(start), truth.reference.order if truth else peer.order if peer else {}
-                proof, drift = (Referee(basis, began, order, exact=each) for each in (True, False))
-                proof.begin(before, steps[0])
+    with _failures_of(plan), contextlib.ExitStack() as stack:
+        float64_run = stack.enter_context(
+            CandidateRun(job, plan, ranks, determinism, torch.float64, per_sample=reference_choice.plan is not None)
+        )
+        own_precision_run = stack.enter_context(
+            CandidateRun(job, plan, ranks, dataclasses.replace(determinism, widen_casts=False), None)
+        )
+        reference_run = (
+            stack.enter_context(ReferencePlanRun(job, reference_choice.plan, ranks, determinism))
+            if reference_choice.plan is not None
+            else None
+        )
+        start_values = reference_run.gather_start_values() if reference_run is not None else {}
+        checksums_before = float64_run.checksum_state()
+        comparator = drift_comparator = warm_reference = None
+        with ranks.raise_on_all_ranks():
+            if reference_run is not None and context is not None:
+                context.model_hash = own_precision_run.run.fingerprint  # of the model as it is, before float64
+                reference_run.add_notes(context)
+            elif isinstance(context, SingleDeviceContext):
+                warm_reference = context.take_reference()
+                start_values = warm_reference.start_values
+            if context is not None:
+                float64_start, forward_order = (
+                    tolerances.copy_to_float64(start_values),
+                    warm_reference.reference.forward_order
+                    if warm_reference
+                    else reference_run.forward_order
+                    if reference_run
+                    else {},
+                )
+                comparator, drift_comparator = (
+                    Comparator(context, float64_start, forward_order, in_float64=in_float64)
+                    for in_float64 in (True, False)
+                )
+                comparator.compare_start(checksums_before, steps[0])
         # The first step tells the drift, but for fp16: its loss scale may skip some before it has settled.
-        drifting = steps if (plan.precision or job.precision) == "fp16" else steps[:1]
-        for number in steps:
-            mine, rough = exact.step(number), own.step(number) if number in drifting else None
-            other = peer.step(number) if peer is not None else None
-            after = exact.holdings()
-            with ranks.together():
-                if proof and drift and mine:
-                    true = truth.step(number) if truth is not None else other
-                    assert true is not None
-                    proof.judge(mine, true, after)
-                    if rough:
-                        drift.judge(rough, true)
-        if basis is not None and truth is not None and truth.reference.held_update:
-            names = listed(sorted(truth.reference.held_update))
-            basis.notes.append(
+        drift_steps = steps if (plan.precision or job.precision) == "fp16" else steps[:1]
+        for step in steps:
+            actual, own_precision_record = (
+                float64_run.step(step),
+                own_precision_run.step(step) if step in drift_steps else None,
+            )
+            reference_record = reference_run.step(step) if reference_run is not None else None
+            checksums_after = float64_run.checksum_state()
+            with ranks.raise_on_all_ranks():
+                if comparator and drift_comparator and actual:
+                    expected = warm_reference.step(step) if warm_reference is not None else reference_record
+                    assert expected is not None
+                    comparator.compare_step(actual, expected, checksums_after)
+                    if own_precision_record:
+                        drift_comparator.compare_step(own_precision_record, expected)
+        if context is not None and warm_reference is not None and warm_reference.reference.altered_update_ops:
+            names = format_names(sorted(warm_reference.reference.altered_update_ops))
+            context.notes.append(
                 f"in the optimizers' steps random numbers are held and casts below float64 are lifted, in both runs: {names}"
             )
-        kept = None
-        if _from_main(ranks, proof.worst is None if proof else None):
-            with ranks.together():
-                if truth is not None:
-                    require_separable_loss(truth.reference, steps[-1])
-            kept = find_read_state(exact, steps[-1], truth.reference if truth else None)
-        return proof, drift, own.skipped, kept
+        loss_state = None
+        if _broadcast(ranks, comparator.first_divergence is None if comparator else None):
+            with ranks.raise_on_all_ranks():
+                if warm_reference is not None:
+                    require_separable_loss(warm_reference.reference, steps[-1])
+            loss_state = find_divergent_loss_state(
+                float64_run, steps[-1], warm_reference.reference if warm_reference else None
+            )
+        return comparator, drift_comparator, own_precision_run.skipped_steps, loss_state
 
 
 @contextlib.contextmanager
-def _failing_as(plan: Plan) -> Iterator[None]:
+def _failures_of(plan: Plan) -> Iterator[None]:
     """What the job raises under a plan, after one device has run it, is an answer: the plan does not run it."""
     try:
         yield
@@ -313,110 +373,126 @@ def _failing_as(plan: Plan) -> Iterator[None]:
         ) from error
 
 
-def _draw(
+def _check_random_draws(
     job: Job,
     plan: Plan,
-    ranks: Ranks,
+    ranks: WorldCommunicator,
     steps: Sequence[int],
-    basis: Basis | None,
-    proof: Referee | None,
-    still: Stillness,
+    context: VerificationContext | None,
+    comparator: Comparator | None,
+    determinism: DeterministicMode,
 ) -> None:
     """One step with random numbers as a training draws them. No reference can draw the same, and none is needed: what the ranks of the
     tensor axis all hold has to stay the same there."""
-    if plan.mesh.tp == 1 or not _from_main(ranks, basis.draws if basis else None):
+    if plan.mesh.tp == 1 or not _broadcast(ranks, context.draws_random_numbers if context else None):
         return
-    loud = dataclasses.replace(still, random=False)
-    with Trial(job, dataclasses.replace(plan, compile=False), ranks, loud, torch.float64, silent=False) as trial:
-        held = trial.drawn(steps[-1])
-    with ranks.together():
-        if proof:
-            proof.note(copies(held, steps[-1], "draw"))
+    random_mode = dataclasses.replace(determinism, fix_random=False)
+    with CandidateRun(
+        job, dataclasses.replace(plan, compile=False), ranks, random_mode, torch.float64, without_dropout=False
+    ) as candidate:
+        checksums = candidate.checksum_gradients(steps[-1])
+    with ranks.raise_on_all_ranks():
+        if comparator:
+            comparator.add_differences(compare_replicas(checksums, steps[-1], "draw"))
 
 
-def _look_again(
+def _diagnose(
     job: Job,
     plan: Plan,
-    ranks: Ranks,
+    ranks: WorldCommunicator,
     steps: Sequence[int],
-    basis: Basis | None,
-    proof: Referee | None,
-    still: Stillness,
-) -> Look | None:
+    context: VerificationContext | None,
+    comparator: Comparator | None,
+    determinism: DeterministicMode,
+) -> Diagnosis | None:
     """Why the proof failed, on rank 0; None where it did not, or where there is no one device to look at."""
-    case = basis if isinstance(basis, Case) else None
-    number = _from_main(ranks, proof.worst.step if case and proof and proof.worst else -1)
-    if number < 0:
+    device_context = context if isinstance(context, SingleDeviceContext) else None
+    step = _broadcast(
+        ranks, comparator.first_divergence.step if device_context and comparator and comparator.first_divergence else -1
+    )
+    if step < 0:
         return None
     # Compiled modules do not tell what those inside them give.
-    with Trial(job, dataclasses.replace(plan, compile=False), ranks, still, torch.float64) as trial:
-        return look(trial, ranks, steps[: steps.index(number) + 1], case, proof)
+    with CandidateRun(job, dataclasses.replace(plan, compile=False), ranks, determinism, torch.float64) as candidate:
+        return diagnose(candidate, ranks, steps[: steps.index(step) + 1], device_context, comparator)
 
 
-def _certificate(
-    basis: Basis,
-    proof: Referee,
-    drift: Referee,
-    seen: Look | None,
-    skipped: int,
+def _build_certificate(
+    context: VerificationContext,
+    comparator: Comparator,
+    drift_comparator: Comparator,
+    diagnosis: Diagnosis | None,
+    skipped_steps: int,
     job_hash: str,
-    unsteady: Unsteady | None = None,
-    kept: ReadState | None = None,
+    nondeterminism: Nondeterminism | None = None,
+    loss_state: DivergentLossState | None = None,
 ) -> Certificate:
-    found, footing = findings(proof.differences, basis.bounds), basis.footing
-    if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
-        found = (seen.outputs, *(each for each in found if each.kind != "output"))  # module by module, which tells more
-    notes = [*filter(None, [footing.note]), *basis.notes, *proof.notes, *drift.notes]
-    remarks = seen.remarks if seen is not None else ()
-    if proof.worst is not None and footing.plan is not None:
-        remarks = (f'either the plan is wrong or its reference "{footing.plan}" is: this proof cannot tell which',)
-    precision = basis.plan.precision or basis.job.precision
-    if skipped:
+    findings, reference_choice = summarize_differences(comparator.differences, context.bounds), context.reference_choice
+    if (
+        diagnosis is not None
+        and diagnosis.output_finding is not None
+        and not (diagnosis.output_finding.is_within_bound and _has_outputs(findings))
+    ):
+        findings = (
+            diagnosis.output_finding,
+            *(each for each in findings if each.kind != "output"),
+        )  # module by module, which tells more
+    notes = [*filter(None, [reference_choice.note]), *context.notes, *comparator.notes, *drift_comparator.notes]
+    remarks = diagnosis.remarks if diagnosis is not None else ()
+    if comparator.first_divergence is not None and reference_choice.plan is not None:
+        remarks = (
+            f'either the plan is wrong or its reference "{reference_choice.plan}" is: this proof cannot tell which',
+        )
+    precision = context.plan.precision or context.job.precision
+    if skipped_steps:
         notes.append(
-            f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled; where the first is, its drift "
+            f"in {precision} {skipped_steps} of {len(context.steps)} steps were skipped while the loss scale settled; where the first is, its drift "
             "decides nothing"
         )
-    divergent = "; ".join(filter(None, [proof.divergent, *remarks]))
-    if drift.factor is not None and not divergent:
-        where = f"gradients in {precision} at step {basis.steps[0]}"
-        worst = abs(drift.factor - 1)
-        tensors = len({each.name for each in drift.differences if each.kind == "gradient"})
-        found = (*found, Finding(kind="drift", tensors=tensors, worst=worst, where=where, bound=GROSS))
+    divergent = "; ".join(filter(None, [comparator.divergence_text, *remarks]))
+    if drift_comparator.gradient_factor is not None and not divergent:
+        where = f"gradients in {precision} at step {context.steps[0]}"
+        deviation = abs(drift_comparator.gradient_factor - 1)
+        tensors = len({each.name for each in drift_comparator.differences if each.kind == "gradient"})
+        findings = (
+            *findings,
+            Finding(kind="drift", tensors=tensors, max_difference=deviation, where=where, bound=MIN_FACTOR_DEVIATION),
+        )
         divergent = (
-            f"{where}: {drift.factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
+            f"{where}: {drift_comparator.gradient_factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
             f"{precision} alone, that is not taken out"
         )
-    if kept is not None and not divergent:
-        found, divergent = (*found, kept.finding), kept.words
-    if unsteady is not None:
-        found, divergent = (unsteady.finding, *found), unsteady.words
+    if loss_state is not None and not divergent:
+        findings, divergent = (*findings, loss_state.finding), loss_state.description
+    if nondeterminism is not None:
+        findings, divergent = (nondeterminism.finding, *findings), nondeterminism.description
         notes.append("not deterministic: two runs of one device differ, so that nothing is known of the plan")
     return Certificate(
-        plan=basis.plan,
+        plan=context.plan,
         job=job_hash,
-        model=basis.model,
+        model=context.model_hash,
         versions=versions(),
-        batch=basis.job.batch,
-        steps=len(basis.steps),
-        verified=all(each.good for each in found),
-        findings=found,
+        batch=context.job.batch_size,
+        steps=len(context.steps),
+        verified=all(each.is_within_bound for each in findings),
+        findings=findings,
         divergent=divergent,
-        drift=findings(drift.differences, Bounds(least=ALLOWED[precision])),
+        drift=summarize_differences(drift_comparator.differences, Bounds(default=DRIFT_BOUNDS[precision])),
         notes=tuple(notes),
-        deterministic=unsteady is None,
-        reference=footing.kind,
-        peer=footing.plan,
+        deterministic=nondeterminism is None,
+        reference=reference_choice.kind,
+        reference_plan=reference_choice.plan,
     )
 
 
-def _outputs(found: Sequence[Finding]) -> bool:
-    return any(each.kind == "output" for each in found)
+def _has_outputs(findings: Sequence[Finding]) -> bool:
+    return any(finding.kind == "output" for finding in findings)
 
 
-def _from_main(ranks: Ranks, value: T | None) -> T:
+def _broadcast(ranks: WorldCommunicator, value: T | None) -> T:
     """Rank 0's value on every rank."""
-    box = [value]
+    broadcast_list = [value]
     if ranks.world.size > 1:
-        dist.broadcast_object_list(box, 0)
-    assert box[0] is not None
-    return box[0]
+        dist.broadcast_object_list(broadcast_list, 0)
+    assert broadcast_list[0] is not None
+    return broadcast_list[0]

@@ -13,7 +13,7 @@ from bench.adversary.candidate import Outcome, Reused
 from bench.adversary.spec import catalogue
 from bench.adversary.verdict import Judge, decide, words_of
 from echelon.data.order import Order
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 
 FOLDER = Path(bench.adversary.__file__).parent
 SLICE = (
@@ -36,7 +36,7 @@ def test_the_judge_knows_the_documented_order() -> None:
     from bench.adversary import judge
 
     order = Order(samples=30, batch=8, seed=5)
-    ours = [int(each) for step in range(4, 8) for each in order.ids(step, 0, order.size(step))]
+    ours = [int(each) for step in range(4, 8) for each in order.ids(step, 0, order.batch_size(step))]
     assert judge.permutation(30, 5, 1) == ours
 
 
@@ -53,7 +53,7 @@ def judge_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
 
 
 @pytest.mark.slow
-def test_a_slice_of_the_catalogue(ranks: Pool, judge_process: Judge, tmp_path: Path) -> None:
+def test_a_slice_of_the_catalogue(ranks: RankPool, judge_process: Judge, tmp_path: Path) -> None:
     trainer, entries = Reused(tmp_path, timeout=120, pool=ranks), catalogue()
     for number, (job, plan, wanted) in enumerate(SLICE):
         entry = entries[job]

@@ -14,7 +14,7 @@ from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.sampling import only_whole
 
@@ -35,7 +35,7 @@ def losses(world: World, axis: str, plan: Plan) -> list[tuple[float, float | Non
     found: list[tuple[float, float | None]] = []
     with Run(SMALL.job(steps=4), plan, world) as run:
         for batch in run.batches():
-            parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = [micro.batch for micro in batch.micros]
+            parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = [micro.batch for micro in batch.micro_batches]
             inputs, targets = (torch.cat(each) for each in zip(*parts, strict=True))
             ours, loss = run.step(batch).loss, theirs.step(inputs, targets)
             found.append((float(ours), None if loss is None else float(loss)))
@@ -44,7 +44,7 @@ def losses(world: World, axis: str, plan: Plan) -> list[tuple[float, float | Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [pytest.param("tp", marks=only_whole), *(axis for axis in PLANS if axis != "tp")])
-def test_the_axes_by_hand_train_as_echelon_does(ranks: Pool, axis: str) -> None:
+def test_the_axes_by_hand_train_as_echelon_does(ranks: RankPool, axis: str) -> None:
     plan = complete(from_text(PLANS[axis]), SMALL.job())
     each = ranks.run(2, losses, axis, plan)
     ours = [one for one, _ in each[0]]
@@ -57,7 +57,7 @@ def test_the_axes_by_hand_train_as_echelon_does(ranks: Pool, axis: str) -> None:
 
 
 @only_whole
-def test_a_race_times_both(ranks: Pool) -> None:
+def test_a_race_times_both(ranks: RankPool) -> None:
     plan = complete(from_text(PLANS["zero"]), WORKLOADS["gpt-axes"].job())
     ours, theirs = ranks.run(2, race_axis, "zero", plan, 1, 1.0, timeout=300)[0]
     assert (ours.name, theirs.name) == ("echelon", "by hand")

@@ -34,9 +34,9 @@ from echelon.errors import EchelonError
 from echelon.plan import catalogue
 from echelon.profiler import profile as trace
 from echelon.simulator import calibration as constants
-from echelon.simulator.calibration import Fitted, fitted, rounded
-from echelon.simulator.sheet_memory import held_by_ranks, put_together, reserved
-from echelon.simulator.summarize_profile import distil
+from echelon.simulator.calibration import FittedConstants, load_constants, round_constants
+from echelon.simulator.sheet_memory import rank_memories, reserved_bytes, with_overheads
+from echelon.simulator.summarize_profile import summarize_profile
 from tests.sampling import only_whole, some
 
 SMALL: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_what_a_row_does_not_have_is_as_if_it_were_null(tmp_path: Path) -> None:
     assert refused == []
     assert rows[0].plan["zero_scope"] is None
     assert (rows[1].model["kv_heads"], rows[1].model["head_dim"], rows[1].model["ffn"]) == (4, 16, 256)
-    found = outcome(rows[1], cases(rows[1], worker), fitted())
+    found = outcome(rows[1], cases(rows[1], worker), load_constants())
     assert found.seconds_range[0] < found.seconds < found.seconds_range[1]
 
 
@@ -190,7 +190,7 @@ def test_plans_that_cannot_be_laid_out_are_forecast_by_the_nearest_that_can(
     tmp_path: Path, changes: dict[str, Any], told: str
 ) -> None:
     (row,) = scan(lines(tmp_path, small_row(**changes)))[0]
-    found = plain(row, outcome(row, cases(row, worker), fitted()))
+    found = plain(row, outcome(row, cases(row, worker), load_constants()))
     assert told in found["notes"][0]
     assert found["predicted_s"] > 0
 
@@ -228,13 +228,13 @@ def test_a_flash_attention_of_no_version_is_the_second_on_devices_that_came_afte
         scan(lines(tmp_path, small_row(hardware_gpu=gpu, plan_attention="flash")))[0][0]
         for gpu in ("A100-80GB", "B200-192GB")
     ]
-    assert [cases(row, worker)[0].layout.stack.attention for row in rows] == ["flash1", "flash2"]
+    assert [cases(row, worker)[0].layout.stack.attention_kernel for row in rows] == ["flash1", "flash2"]
 
 
 def test_schedules_are_read(tmp_path: Path) -> None:
     def chunks(**changes: Any) -> list[int]:
         (row,) = scan(lines(tmp_path, small_row(**SAID["pp"] | changes)))[0]
-        return sorted({len(case.layout.stages) // 4 for case in cases(row, worker)})
+        return sorted({len(case.layout.stage_blocks) // 4 for case in cases(row, worker)})
 
     deep = {"model_layers": 16}
     assert chunks(plan_schedule="1f1b", plan_vp=None) == [1]
@@ -254,21 +254,21 @@ def test_schedules_are_read(tmp_path: Path) -> None:
 def test_facts_that_a_row_says_have_an_effect(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
     wide = {"model_hidden": 1024, "model_ffn": 4096}
     rows = [scan(lines(tmp_path, small_row(**wide | each)))[0][0] for each in (first, second)]
-    seconds = [outcome(row, cases(row, worker), fitted()).seconds for row in rows]
+    seconds = [outcome(row, cases(row, worker), load_constants()).seconds for row in rows]
     assert seconds[0] != seconds[1]
 
 
 def test_parameters_of_one_byte_are_held_so(tmp_path: Path) -> None:
     rows = [scan(lines(tmp_path, small_row(**SAID["fp8"], plan_fp8_params=each)))[0][0] for each in (True, False)]
-    narrow, wide = (held_by_ranks(cases(row, worker)[0].layout)[0].parameters for row in rows)
+    narrow, wide = (rank_memories(cases(row, worker)[0].layout)[0].parameters for row in rows)
     assert narrow < wide
 
 
 def test_a_cards_memory_is_what_can_be_used_of_it(tmp_path: Path) -> None:
     (row,) = scan(lines(tmp_path, small_row(hardware_gpu="B200-192GB", hardware_mem_gb=192)))[0]
-    assert cases(row, worker)[0].layout.capacity == catalogue.device("B200-192GB").memory
+    assert cases(row, worker)[0].layout.capacity == catalogue.catalogue_device("B200-192GB").memory
     (less,) = scan(lines(tmp_path, small_row(hardware_gpu="A100-80GB", hardware_mem_gb=40)))[0]
-    assert cases(less, worker)[0].layout.capacity == int(40 * catalogue.SEEN * 2**30)
+    assert cases(less, worker)[0].layout.capacity == int(40 * catalogue.VISIBLE_MEMORY_FRACTION * 2**30)
 
 
 def test_ranges_of_memory_and_of_what_fits_are_told_apart_from_those_of_time() -> None:
@@ -284,21 +284,21 @@ def test_the_memory_of_a_fit_is_that_of_a_forecast(tmp_path: Path) -> None:
     """One function for both: many ranks at once give what each gives by itself, buckets and all."""
     changes = [{"plan_zero_stage": 3}, {"plan_zero_stage": 1, "plan_attention": "eager"}, SAID["pp"]]
     rows = [scan(lines(tmp_path, small_row(**each)))[0][0] for each in changes]
-    ranks = [each for row in rows for each in held_by_ranks(cases(row, worker)[0].layout)]
-    many = put_together(together(ranks), fitted())
-    each = [put_together(rank, fitted()) for rank in ranks]
+    ranks = [each for row in rows for each in rank_memories(cases(row, worker)[0].layout)]
+    many = with_overheads(together(ranks), load_constants())
+    each = [with_overheads(rank, load_constants()) for rank in ranks]
     assert each[0].buckets > 0
     for name in ("peak", "high", "framework"):
         assert list(getattr(many, name)) == pytest.approx([getattr(one, name) for one in each])
     capacity = 1e9
-    assert list(reserved(many, capacity, fitted())) == pytest.approx(
-        [reserved(one, capacity, fitted()) for one in each]
+    assert list(reserved_bytes(many, capacity, load_constants())) == pytest.approx(
+        [reserved_bytes(one, capacity, load_constants()) for one in each]
     )  # type: ignore[call-overload]
 
 
 def test_constants_are_scored_as_they_are_written() -> None:
-    odd = replace(fitted(), product=1.0123456789)
-    assert rounded(odd).product == json.loads(constants.written(odd))["product"]["value"] == 1.012
+    odd = replace(load_constants(), product=1.0123456789)
+    assert round_constants(odd).product == json.loads(constants.format_constants_file(odd))["product"]["value"] == 1.012
 
 
 def scored_row() -> dict[str, Any]:
@@ -329,25 +329,30 @@ def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
     made = deepen(shallow(key_of(model, core=core, half=True, fused_norm=False)), 6)
     assert {(p.name, p.shape) for p in made.parameters} == {(p.name, p.shape) for p in whole.parameters}
     assert sorted(map(repr, made.operators)) == sorted(map(repr, whole.operators))
-    assert [(v.path, v.crossing) for v in made.visits] == [(v.path, v.crossing) for v in whole.visits]
-    a, b = distil(made), distil(whole)
-    assert (a.layers, a.elements, a.given) == (b.layers, b.elements, b.given)
-    assert (astuple(a.kept), a.outside) == (pytest.approx(astuple(b.kept)), pytest.approx(b.outside))
-    assert a.loss == pytest.approx(b.loss, rel=0.02)
+    assert [(v.path, v.boundary_bytes) for v in made.pipeline_units] == [
+        (v.path, v.boundary_bytes) for v in whole.pipeline_units
+    ]
+    a, b = summarize_profile(made), summarize_profile(whole)
+    assert (a.layers, a.elements, a.block_output_bytes) == (b.layers, b.elements, b.block_output_bytes)
+    assert (astuple(a.saved), a.saved_outside_blocks) == (
+        pytest.approx(astuple(b.saved)),
+        pytest.approx(b.saved_outside_blocks),
+    )
+    assert a.loss_bytes == pytest.approx(b.loss_bytes, rel=0.02)
 
 
 def test_keys_and_values_are_as_wide_as_the_model_makes_them() -> None:
-    work = distil(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
-    assert work.keys == 2 * 32 * 2 * 2 * 16  # bytes, tokens, keys and values, heads of them, their size
-    assert work.given == 2 * 32 * 64
+    work = summarize_profile(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
+    assert work.key_value_bytes == 2 * 32 * 2 * 2 * 16  # bytes, tokens, keys and values, heads of them, their size
+    assert work.block_output_bytes == 2 * 32 * 64
 
 
 def test_columns_keep_their_inputs_whole_whatever_tp() -> None:
     """Of each block the residuals and norms keep what is whole, and so do the first products of attention and of the feed-forward part."""
-    work = distil(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
+    work = summarize_profile(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
     hidden = 2 * 32 * 64
     # Two norms keep what they read, the two columns what the norms gave.
-    assert work.kept.whole == pytest.approx(4 * hidden, rel=0.05)
+    assert work.saved.replicated == pytest.approx(4 * hidden, rel=0.05)
 
 
 def test_models_have_the_parameters_that_the_rows_print() -> None:
@@ -456,27 +461,27 @@ def test_a_source_is_left_out_of_all_that_it_is_forecast_by(
 ) -> None:
     """Whatever was fitted before, with it or without: the figures are the same. Its own printed times have no part in them."""
     rows, made = few
-    first = left_out(rows, made, fitted(), (0.5,))
+    first = left_out(rows, made, load_constants(), (0.5,))
     plain = json.loads(constants._FILE.read_text())
-    names = constants.bounds()  # but what was chosen by these very figures, and is told so
+    names = constants.constant_bounds()  # but what was chosen by these very figures, and is told so
     other = tmp_path / "fitted.json"
     other.write_text(
         json.dumps({name: each | ({"value": each["low"]} if name in names else {}) for name, each in plain.items()})
     )
     monkeypatch.setattr(constants, "_FILE", other)
-    fitted.cache_clear()
+    load_constants.cache_clear()
     try:
-        assert left_out(rows, made, fitted(), (0.5,)) == first
+        assert left_out(rows, made, load_constants(), (0.5,)) == first
     finally:
         monkeypatch.undo()
-        fitted.cache_clear()
+        load_constants.cache_clear()
     twice = [
         replace(row, measured=row.measured | {"iteration_s": 2 * row.measured["iteration_s"]})
         if row.source.startswith("Korthikanti")
         else row
         for row in rows
     ]
-    changed = left_out(twice, made, fitted(), (0.5,))
+    changed = left_out(twice, made, load_constants(), (0.5,))
     source = next(row.source for row in rows if row.source.startswith("Korthikanti"))
     before, after = (1 + each["time_by_source"][source]["median"] for each in (first, changed))
     assert after == pytest.approx(before / 2)
@@ -485,14 +490,14 @@ def test_a_source_is_left_out_of_all_that_it_is_forecast_by(
 @pytest.mark.slow
 def test_a_fit_comes_nearer_than_where_it_began(few: tuple[list[Row], dict[str, list[Case]]]) -> None:
     rows, made = few
-    begun = Fitted(**{name: (low + high) / 2 for name, (low, high) in constants.bounds().items()})
+    begun = FittedConstants(**{name: (low + high) / 2 for name, (low, high) in constants.constant_bounds().items()})
     done = fit(rows, made, (0.5,))
 
-    def error(by: Fitted) -> float:
+    def error(by: FittedConstants) -> float:
         return summary(rows, {row.id: outcome(row, made[row.id], by) for row in rows})["time"]["macro_median"]  # type: ignore[no-any-return]
 
     assert error(done) < 0.5 * error(begun)
-    for name, (low, high) in constants.bounds().items():
+    for name, (low, high) in constants.constant_bounds().items():
         assert low <= getattr(done, name) <= high
 
 
@@ -500,7 +505,7 @@ def test_the_chart_has_a_point_for_each_scored_set(
     tmp_path: Path, few: tuple[list[Row], dict[str, list[Case]]]
 ) -> None:
     rows, made = few
-    found = {row.id: outcome(row, made[row.id], fitted()) for row in rows}
+    found = {row.id: outcome(row, made[row.id], load_constants()) for row in rows}
     charts = [tmp_path / name for name in ("a.svg", "b.svg")]
     counts = {draw(rows, found, chart) for chart in charts}
     assert counts == {sum(map(len, time_errors(rows, found).values()))}
@@ -538,7 +543,10 @@ def test_the_loss_of_a_package_is_the_same_and_holds_less() -> None:
     assert packed.item() == pytest.approx(plain.item(), rel=1e-6)
     (one,), (other,) = (torch.autograd.grad(loss, logits) for loss in (plain, packed))
     assert torch.allclose(one, other, atol=1e-7)
-    held = [distil(shallow(key_of(SMALL, core=core, half=True, fused_norm=True))).loss for core in ("flash", "package")]
+    held = [
+        summarize_profile(shallow(key_of(SMALL, core=core, half=True, fused_norm=True))).loss_bytes
+        for core in ("flash", "package")
+    ]
     assert held[1] < held[0] / 2
 
 
@@ -551,7 +559,7 @@ def test_samples_of_bert_are_shorter_than_their_frame() -> None:
 def test_the_scores_that_are_written_down_hold() -> None:
     """In sample, as docs/published.md has them; those that miss what is wanted are marked there."""
     rows = read(ROWS)
-    found = {row.id: outcome(row, cases(row, worker), fitted()) for row in rows}
+    found = {row.id: outcome(row, cases(row, worker), load_constants()) for row in rows}
     scores = summary(rows, found)
     assert scores["time"]["macro_median"] <= 0.06
     assert scores["time"]["p90"] <= 0.16

@@ -19,6 +19,6 @@ def job() -> echelon.Job:
         loss=lambda output, batch: F.mse_loss(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(x, x.sum(1, keepdim=True)),
-        batch=16,
+        batch_size=16,
         epochs=3,
     )

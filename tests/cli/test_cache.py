@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.data.packed.remote_cache import Cache
-from echelon.plan.document_cache import Store, installed_versions
+from echelon.data.packed.remote_cache import FileCache
+from echelon.plan.document_cache import DocumentCache, installed_versions
 from echelon.plan.plan import Plan
 
 
@@ -28,8 +28,8 @@ def cache(*arguments: str) -> str:
 
 def test_show_tells_what_is_kept_and_whether_it_holds(folder: Path) -> None:
     assert "nothing is kept" in cache("show")
-    Store(folder).put("mine.py:job", Plan(), versions=installed_versions())
-    Store(folder).put("old.py:job", Plan(zero=1), versions={"torch": "1.0"})
+    DocumentCache(folder).put("mine.py:job", Plan(), versions=installed_versions())
+    DocumentCache(folder).put("old.py:job", Plan(zero=1), versions={"torch": "1.0"})
     text = cache("show")
     assert "mine.py:job" in text
     assert "stale" in text
@@ -38,20 +38,20 @@ def test_show_tells_what_is_kept_and_whether_it_holds(folder: Path) -> None:
 
 
 def test_copies_of_remote_data_are_shown_and_cleared_unless_somebody_reads_them(folder: Path) -> None:
-    copies = Cache(folder / "data", 100)
-    copies.hold("a", 10, lambda path: None).release()
-    held = copies.hold("b", 20, lambda path: None)
+    copies = FileCache(folder / "data", 100)
+    copies.acquire("a", 10, lambda path: None).close()
+    held = copies.acquire("b", 20, lambda path: None)
     (folder / "data/mine.txt").write_text("mine")
     assert "2 copies of remote data" in " ".join(cache("show").split())
     assert json.loads(cache("show", "--json"))["copies"] == {"folder": str(folder / "data"), "files": 2, "bytes": 30}
     assert f"1 copy of remote data deleted from {folder / 'data'}; 1 in use left there" in cache("clear")
     assert {path.name for path in (folder / "data").iterdir()} == {held.path.name, "mine.txt", "room.lock"}
-    held.release()
+    held.close()
     assert json.loads(cache("clear", "--json"))["copies"] == {"cleared": 1, "in_use": 0}
 
 
 def test_clear_deletes_all_of_it(folder: Path) -> None:
-    Store(folder).put("mine.py:job", Plan(), versions=installed_versions())
+    DocumentCache(folder).put("mine.py:job", Plan(), versions=installed_versions())
     assert json.loads(cache("clear", "--json"))["cleared"] == 1
-    assert Store(folder).show(versions=installed_versions()) == ()
+    assert DocumentCache(folder).list_entries(versions=installed_versions()) == ()
     assert "0 documents" in cache("clear")

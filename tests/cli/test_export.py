@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> tuple[Path, States]:
             if training.step_number in (2, 3):
                 training.save(checkpoints / f"step-{training.step_number:08d}")
                 states[training.step_number] = {k: v.clone() for k, v in training.model.state_dict().items()}
-    RunFolder(folder, keep=3).note_best(checkpoints / "step-00000002", 0.5, judge="")
+    RunFolder(folder, keep=3).write_best(checkpoints / "step-00000002", 0.5, evaluation_digest="")
     return folder, states
 
 

@@ -22,10 +22,10 @@ from bench.damage import mutated
 from bench.sample_dataset import WAYS, make, outcome
 from echelon.data import Packed, open_source
 from echelon.data.packed import reader, row_reader
-from echelon.data.packed.block_layout import folded
-from echelon.data.packed.from_samples import Values
-from echelon.data.packed.inspect import damages
-from echelon.data.packed.manifest import hash_of
+from echelon.data.packed.block_layout import fold_crc
+from echelon.data.packed.from_samples import SamplePackingSource
+from echelon.data.packed.inspect import find_damage
+from echelon.data.packed.manifest import hash_document
 from echelon.data.packed.pack import pack
 from echelon.errors import DataError
 from tests.data.test_packed import images
@@ -81,14 +81,14 @@ def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
     """Training and evaluation may read parts of one data set at the same time."""
     images(tmp_path / "set", 2, 200)
     data, meeting = Packed(tmp_path / "set"), threading.Barrier(2)
-    real = row_reader.damage
+    real = row_reader.find_block_damage
 
     def together(*arguments: Any) -> str | None:
         with contextlib.suppress(threading.BrokenBarrierError):
             meeting.wait(0.2)
         return real(*arguments)
 
-    monkeypatch.setattr(row_reader, "damage", together)
+    monkeypatch.setattr(row_reader, "find_block_damage", together)
     threads = [threading.Thread(target=data.batch, args=(np.arange(50),)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -115,13 +115,13 @@ def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_s
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole / "shard-00001.arrow").rename(whole / "gone")
-    looks: list[row_reader.File] = []
+    looks: list[row_reader.ShardFile] = []
 
-    def wrong(file: row_reader.File) -> str | None:
+    def wrong(file: row_reader.ShardFile) -> str | None:
         looks.append(file)
         if len(looks) == 9:
             (whole / "gone").rename(whole / "shard-00001.arrow")
-        return row_reader.wrong(file)
+        return row_reader.find_file_problem(file)
 
     monkeypatch.setattr(reader, "wrong", wrong)
     with pytest.warns(UserWarning, match="100 of 400 samples are skipped in 1 damaged part, "):
@@ -141,7 +141,7 @@ def rewritten(folder: Path, change: Callable[[Any], Any]) -> None:
     document = json.loads((folder / "manifest.json").read_text())
     document.pop("hash")
     change(document)
-    (folder / "manifest.json").write_text(json.dumps({**document, "hash": hash_of(document)}))
+    (folder / "manifest.json").write_text(json.dumps({**document, "hash": hash_document(document)}))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_manifest_that_was_made_to_lead_astray_is_refused(whole: Path, change:
 
 def test_offsets_that_were_made_to_lead_astray_are_refused(tmp_path: Path) -> None:
     """Also under the right checksum, which anybody can make: a row in front of its predecessor would be another column's."""
-    pack(Values([{"a": [1, 2, 3], "b": [4, 5]}] * 8, {}), tmp_path, shards=1)
+    pack(SamplePackingSource([{"a": [1, 2, 3], "b": [4, 5]}] * 8, {}), tmp_path, shards=1)
     (shard,) = Packed(tmp_path).manifests[0].shards
     content = np.fromfile(tmp_path / shard.file, np.uint8)
     content[shard.buffers[1][0] :][:72].view(np.int64)[3] = -20
@@ -193,7 +193,7 @@ def test_offsets_that_were_made_to_lead_astray_are_refused(tmp_path: Path) -> No
 
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
-    pack(Values([b"abc", b"\xff\xfe"], {}), tmp_path, shards=1)
+    pack(SamplePackingSource([b"abc", b"\xff\xfe"], {}), tmp_path, shards=1)
     rewritten(tmp_path, lambda told: told["columns"][0].update(kind="text"))
     assert Packed(tmp_path)[0] == "abc"
     with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
@@ -210,7 +210,7 @@ def test_damage_outside_of_the_samples_is_found_by_verify(whole: Path) -> None:
     with (whole / "shard-00001.arrow").open("r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"?")
-    assert [problem.rpartition("/")[2] for problem in damages(whole)] == [
+    assert [problem.rpartition("/")[2] for problem in find_damage(whole)] == [
         "shard-00001.arrow: Arrow's own part of it is damaged (its samples are not): other programs may fail to read it"
     ]
     assert Packed(whole)[150][1].item() == 150
@@ -243,7 +243,7 @@ def test_up_to_three_changed_words_change_a_checksum(changes: dict[int, int]) ->
     for word, by in changes.items():
         changed.view("<u8")[word] ^= np.uint64(by)
     changed = changed[: len(CONTENT)]
-    assert np.array_equal(changed, CONTENT) == (folded(changed, 0) == folded(CONTENT, 0))
+    assert np.array_equal(changed, CONTENT) == (fold_crc(changed, 0) == fold_crc(CONTENT, 0))
 
 
 @settings(deadline=None, max_examples=200)
@@ -256,7 +256,7 @@ def test_pieces_that_change_places_change_a_checksum(data: st.DataObject) -> Non
     one, other = (step * data.draw(st.integers(0, most)) for _ in range(2))
     changed = CONTENT.copy()
     changed[one : one + size], changed[other : other + size] = CONTENT[other : other + size], CONTENT[one : one + size]
-    assert np.array_equal(changed, CONTENT) == (folded(changed, 0) == folded(CONTENT, 0))
+    assert np.array_equal(changed, CONTENT) == (fold_crc(changed, 0) == fold_crc(CONTENT, 0))
 
 
 def test_pieces_that_change_places_show_even_where_their_sums_are_equal() -> None:
@@ -264,9 +264,9 @@ def test_pieces_that_change_places_show_even_where_their_sums_are_equal() -> Non
     content = np.zeros(2**18, np.uint8)
     words = content.view("<u8").reshape(-1, 512)  # a page each
     words[:] = np.random.default_rng(0).permuted(np.tile(np.arange(512) % 2, (len(words), 1)), axis=1)
-    right = folded(content, 0)
+    right = fold_crc(content, 0)
     for one, other in ((0, 1), (3, 40), (62, 63)):
         words[[one, other]] = words[[other, one]]
-        assert folded(content, 0) != right
+        assert fold_crc(content, 0) != right
         words[[one, other]] = words[[other, one]]
-    assert folded(content, 0) == right
+    assert fold_crc(content, 0) == right

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
-from echelon.verifier.reference_data import open_feed
+from echelon.verifier.reference_data import open_reference_data
 from echelon.world import World
 from tests.flow.jobs import make
 
@@ -21,10 +21,10 @@ class Ten(IterableDataset[Any]):
 
 
 def sizes(data: Any, drop_last: bool) -> list[int]:
-    job = make(data=data, batch=4, epochs=None, steps=6, drop_last=drop_last)
+    job = make(data=data, batch_size=4, epochs=None, steps=6, drop_last=drop_last)
     found = [batch.samples for batch in Run(job, Plan(), World()).batches()]
-    feed = open_feed(job)
-    assert [feed.size(step) for step in range(6)] == found  # the proof sees the same
+    feed = open_reference_data(job)
+    assert [feed.samples_in(step) for step in range(6)] == found  # the proof sees the same
     return found
 
 

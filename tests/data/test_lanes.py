@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from echelon.data import order as orders_module
 from echelon.data.order import Order
-from echelon.data.shuffle import Keyed, shuffled
+from echelon.data.shuffle import FeistelPermutation, random_permutation
 from echelon.errors import DataError
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 
 QUICK = settings(deadline=None, max_examples=100)  # no deadline: the machine may be busy
 
@@ -36,8 +36,8 @@ def orders(draw: st.DrawFn) -> Order:
 
 def step_ids(order: Order, step: int, ranks: int = 1) -> list[int]:
     """The batch of a step, put together from what each rank asks for."""
-    size = order.size(step)
-    shares = split(size, min(ranks, size))
+    size = order.batch_size(step)
+    shares = split_batch(size, min(ranks, size))
     return [sample for share in shares for sample in order.ids(step, share[0].start, share[-1].stop).tolist()]
 
 
@@ -67,8 +67,8 @@ def test_resumed_anywhere_on_other_ranks_it_is_the_tail(order: Order, data: st.D
 @given(orders(), st.integers(0, 1))
 def test_as_a_formula_it_visits_each_sample_once_as_well(order: Order, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orders_module, "_TABLE", 0)
-        patch.setattr(orders_module, "_AHEAD", 50)
+        patch.setattr(orders_module, "_MAX_TABLE_SAMPLES", 0)
+        patch.setattr(orders_module, "_IDS_PER_CHUNK", 50)
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
         assert sorted(itertools.chain(*(step_ids(order, step, 3) for step in steps))) == list(range(order.samples))
 
@@ -77,7 +77,7 @@ def test_as_a_formula_it_visits_each_sample_once_as_well(order: Order, epoch: in
 def test_ranks_that_divide_the_lanes_read_their_own_files_only(ranks: int) -> None:
     order = Order(samples=1003, batch=32, lanes=8)
     bounds = [file * 1003 // 8 for file in range(9)]
-    for rank, share in enumerate(split(32, ranks)):
+    for rank, share in enumerate(split_batch(32, ranks)):
         mine = range(bounds[rank * 8 // ranks], bounds[(rank + 1) * 8 // ranks])
         for step in range(31):
             assert set(order.ids(step, share[0].start, share[-1].stop).tolist()) <= set(mine)
@@ -96,7 +96,7 @@ def test_the_lanes_order_is_the_same_for_ever() -> None:
     """Checkpoints hold a step number, not the order."""
     order = Order(samples=16, batch=8, seed=7, lanes=4)
     assert [step_ids(order, step) for step in range(2)] == [[2, 0, 4, 6, 8, 11, 12, 15], [1, 3, 7, 5, 10, 9, 14, 13]]
-    assert Keyed(1000, 7, 1).at(np.arange(8)).tolist() == [19, 609, 276, 44, 34, 243, 435, 698]
+    assert FeistelPermutation(1000, 7, 1).at(np.arange(8)).tolist() == [19, 609, 276, 44, 34, 243, 435, 698]
 
 
 def test_a_thousand_million_samples_need_little_memory() -> None:
@@ -129,17 +129,22 @@ def test_a_rank_of_many_works_out_its_own_share_only(lanes: int) -> None:
 @QUICK
 @given(st.integers(1, 3000), st.integers(0, 100))
 def test_the_formula_is_a_permutation(samples: int, key: int) -> None:
-    assert sorted(Keyed(samples, key).at(np.arange(samples)).tolist()) == list(range(samples))
+    assert sorted(FeistelPermutation(samples, key).at(np.arange(samples)).tolist()) == list(range(samples))
 
 
 def test_the_formula_mixes() -> None:
     """Over 10^9 numbers: where 2^18 neighbours land is even (chi-squared), and unlike where their neighbours and other keys land."""
     places = np.arange(2**18)
-    found = Keyed(10**9, 3).at(places).astype(float)
+    found = FeistelPermutation(10**9, 3).at(places).astype(float)
     even = np.bincount((found * 1e-9 * 1000).astype(int), minlength=1000)
     expected = len(places) / 1000
     assert ((even - expected) ** 2 / expected).sum() < 1000 + 5 * np.sqrt(2000)
-    for other in (np.roll(found, 1), Keyed(10**9, 4).at(places), places, shuffled(len(places), 1)):
+    for other in (
+        np.roll(found, 1),
+        FeistelPermutation(10**9, 4).at(places),
+        places,
+        random_permutation(len(places), 1),
+    ):
         assert abs(np.corrcoef(found, other)[0, 1]) < 5 / np.sqrt(len(places))
 
 

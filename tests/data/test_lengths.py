@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.data import Loader, Packed, open_source
-from echelon.data.order import Bucketed
-from echelon.data.packed.from_samples import Values
+from echelon.data.order import BucketedOrder
+from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.pack import pack
-from echelon.data.packed.sequence_packing import layout
+from echelon.data.packed.sequence_packing import pack_best_fit
 from echelon.errors import DataError
 
 QUICK = settings(deadline=None, max_examples=60)
@@ -29,20 +29,20 @@ def test_bucketed_batches_hold_each_sample_once_from_any_step(
 ) -> None:
     lengths = np.random.default_rng(samples).integers(0, 50, samples)
 
-    def made() -> Bucketed:
-        return Bucketed(samples=samples, batch=batch, lanes=lanes, lengths=lengths, pool=pool)
+    def made() -> BucketedOrder:
+        return BucketedOrder(samples=samples, batch=batch, lanes=lanes, lengths=lengths, pool_size=pool)
 
     order = made()
-    whole = [order.ids(step, 0, order.size(step)).tolist() for step in range(2 * order.steps_per_epoch)]
+    whole = [order.ids(step, 0, order.batch_size(step)).tolist() for step in range(2 * order.steps_per_epoch)]
     assert sorted(itertools.chain(*whole[: order.steps_per_epoch])) == list(range(samples))
     start = data.draw(st.integers(0, len(whole) - 1))
     fresh = made()
-    assert [fresh.ids(step, 0, fresh.size(step)).tolist() for step in range(start, len(whole))] == whole[start:]
+    assert [fresh.ids(step, 0, fresh.batch_size(step)).tolist() for step in range(start, len(whole))] == whole[start:]
 
 
 def test_bucketed_batches_hold_samples_of_similar_length() -> None:
     lengths = np.random.default_rng(0).integers(0, 1000, 6400)
-    order = Bucketed(samples=6400, batch=32, lengths=lengths)
+    order = BucketedOrder(samples=6400, batch=32, lengths=lengths)
     spread = [np.ptp(lengths[order.ids(step, 0, 32)]) for step in range(200)]
     assert np.mean(spread) < 100  # by chance it would be about 940
     first = [int(lengths[order.ids(step, 0, 1)][0]) for step in range(32)]
@@ -54,9 +54,9 @@ def test_bucketed_batches_hold_samples_of_similar_length() -> None:
 def test_filled_rows_hold_each_token_once(lengths: list[int], row: int) -> None:
     if not sum(lengths):
         with pytest.raises(DataError, match="no sample holds a token"):
-            layout(np.array(lengths), row)
+            pack_best_fit(np.array(lengths), row)
         return
-    found = layout(np.array(lengths), row)
+    found = pack_best_fit(np.array(lengths), row)
     each = zip(found.samples.tolist(), found.starts.tolist(), found.sizes.tolist(), strict=True)
     tokens = sorted((sample, start + place) for sample, start, size in each for place in range(size))
     assert tokens == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
@@ -81,7 +81,7 @@ def best_fit(sizes: list[int], row: int) -> list[int]:
 def test_many_samples_are_laid_out_in_little_memory() -> None:
     lengths = np.random.default_rng(0).integers(1, 3000, 500_000)
     tracemalloc.start()
-    found = layout(lengths, 2048)
+    found = pack_best_fit(lengths, 2048)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 120 * len(found.samples)
@@ -91,7 +91,7 @@ def test_many_samples_are_laid_out_in_little_memory() -> None:
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     rows = [{"tokens": list(range(1, 1 + number % 13)), "label": number} for number in range(100)]
-    pack(Values(rows, {}), tmp_path / "set", shards=4)
+    pack(SamplePackingSource(rows, {}), tmp_path / "set", shards=4)
     return tmp_path / "set"
 
 
@@ -161,14 +161,14 @@ def test_a_column_that_is_not_ragged_has_no_lengths(texts: Path) -> None:
 
 
 def test_which_of_several_columns_is_laid_out_must_be_said(tmp_path: Path) -> None:
-    pack(Values([{"x": [1] * n, "y": [2] * n} for n in range(1, 5)], {}), tmp_path)
+    pack(SamplePackingSource([{"x": [1] * n, "y": [2] * n} for n in range(1, 5)], {}), tmp_path)
     with pytest.raises(DataError, match=r"filled\(8\) lays out one of x, y: say which, as filled\(8, 'x'\)"):
         Packed(tmp_path).filled(8)
     assert Packed(tmp_path).filled(8, "y")[0]["tokens"].max() == 2
 
 
 def test_filled_rows_of_other_data_or_another_length_have_another_identity(texts: Path, tmp_path: Path) -> None:
-    pack(Values([{"x": [1] * n} for n in range(1, 5)], {}), tmp_path / "other")
+    pack(SamplePackingSource([{"x": [1] * n} for n in range(1, 5)], {}), tmp_path / "other")
     data, other = Packed(texts), Packed(tmp_path / "other")
     held = [open_source(rows).identity for rows in (data.filled(16), data.filled(8), other.filled(16), data.filled(16))]
     assert len({*held}) == 3

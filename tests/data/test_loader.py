@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from echelon.data.column_gather import gather_of
-from echelon.data.loader import Loader, Micro, StepBatch, _fitting_batch, evaluation_batches
+from echelon.data.column_gather import make_column_gather
+from echelon.data.loader import Loader, MicroBatch, StepBatch, _nearest_valid_batch, evaluation_batches
 from echelon.data.order import Order
-from echelon.data.source import Samples, Source, Tensors, open_source
+from echelon.data.source import SampleSource, Source, TensorSource, open_source
 from echelon.errors import DataError
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 
 QUICK = settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 
@@ -44,7 +44,8 @@ def run(
 ) -> list[list[int]]:
     """The samples of each step, from all ranks in turn."""
     loaders = [
-        Loader(source, order, rank=rank, ranks=ranks, micro=micro, **how).steps(start, stop) for rank in range(ranks)
+        Loader(source, order, dp_rank=rank, dp_size=ranks, micro_batch_size=micro, **how).steps(start, stop)
+        for rank in range(ranks)
     ]
     steps = []
     for batches in zip(*loaders, strict=True):
@@ -63,7 +64,7 @@ def trainings(draw: st.DrawFn) -> tuple[Order, int, int | None]:
         seed=draw(st.integers(0, 9)),
         shuffle=draw(st.booleans()),
     )
-    least = min(order.size(0), order.size(order.steps_per_epoch - 1))
+    least = min(order.batch_size(0), order.batch_size(order.steps_per_epoch - 1))
     return order, draw(st.integers(1, min(least, 64))), draw(st.none() | st.integers(1, 40))
 
 
@@ -74,7 +75,7 @@ def test_all_ranks_together_are_one_rank(training: tuple[Order, int, int | None]
     steps, source = 2 * order.steps_per_epoch, columns(order.samples)
     together = run(source, order, ranks, micro, 0, steps)
     assert together == run(source, order, 1, None, 0, steps)
-    assert together == [order.ids(step, 0, order.size(step)).tolist() for step in range(steps)]
+    assert together == [order.ids(step, 0, order.batch_size(step)).tolist() for step in range(steps)]
     for epoch in range(2):
         parts = together[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]
         assert sorted(itertools.chain(*parts)) == list(range(order.samples))
@@ -96,18 +97,18 @@ def test_a_resumed_run_on_other_ranks_is_the_tail(training: tuple[Order, int, in
 def test_micros_are_those_of_split(training: tuple[Order, int, int | None]) -> None:
     order, ranks, micro = training
     for rank in range(ranks):
-        loader = Loader(columns(order.samples), order, rank=rank, ranks=ranks, micro=micro)
+        loader = Loader(columns(order.samples), order, dp_rank=rank, dp_size=ranks, micro_batch_size=micro)
         for batch in loader.steps(0, order.steps_per_epoch):
-            sizes = [part.size for part in split(batch.samples, ranks, micro)[rank]]
-            assert [m.samples for m in batch.micros] == sizes
-            assert [len(m.batch[0]) for m in batch.micros] == sizes
+            sizes = [part.size for part in split_batch(batch.samples, ranks, micro)[rank]]
+            assert [m.samples for m in batch.micro_batches] == sizes
+            assert [len(m.batch[0]) for m in batch.micro_batches] == sizes
 
 
 @QUICK
 @given(st.integers(1, 100), st.integers(1, 64), st.integers(1, 50))
 def test_evaluation_counts_each_sample_once(samples: int, ranks: int, size: int) -> None:
     source = columns(samples)
-    by_rank = [list(evaluation_batches(source, rank=rank, ranks=ranks, size=size)) for rank in range(ranks)]
+    by_rank = [list(evaluation_batches(source, dp_rank=rank, dp_size=ranks, batch_size=size)) for rank in range(ranks)]
     assert len({len(micros) for micros in by_rank}) == 1
     counted = [value for micros in by_rank for m in micros for value in m.batch[0].tolist()[: m.samples]]
     assert counted == list(range(samples))
@@ -118,16 +119,19 @@ def test_evaluation_counts_each_sample_once(samples: int, ranks: int, size: int)
 
 def test_a_step_batch_says_what_it_is() -> None:
     order = Order(samples=10, batch=4)
-    first, *_, last = Loader(columns(10), order, rank=1, ranks=2, micro=1).steps(1, 6)
+    first, *_, last = Loader(columns(10), order, dp_rank=1, dp_size=2, micro_batch_size=1).steps(1, 6)
     assert isinstance(first, StepBatch)
-    assert isinstance(first.micros[0], Micro)
-    assert (first.step, first.epoch, first.samples, len(first.micros)) == (1, 0, 4, 2)
-    assert (last.step, last.epoch, last.samples, len(last.micros)) == (5, 1, 2, 1)
-    assert 0 < first.waited < 1
+    assert isinstance(first.micro_batches[0], MicroBatch)
+    assert (first.step, first.epoch, first.samples, len(first.micro_batches)) == (1, 0, 4, 2)
+    assert (last.step, last.epoch, last.samples, len(last.micro_batches)) == (5, 1, 2, 1)
+    assert 0 < first.wait_seconds < 1
 
 
 def test_no_steps_are_none() -> None:
-    assert list(Loader(columns(4), Order(samples=4, batch=2), rank=0, ranks=1, micro=None).steps(3, 3)) == []
+    assert (
+        list(Loader(columns(4), Order(samples=4, batch=2), dp_rank=0, dp_size=1, micro_batch_size=None).steps(3, 3))
+        == []
+    )
 
 
 # Worker processes
@@ -162,15 +166,17 @@ def test_workers_change_nothing() -> None:
 
 def test_workers_evaluate() -> None:
     source = open_source(Augmented())
-    micros = [m for rank in range(3) for m in evaluation_batches(source, rank=rank, ranks=3, size=4, workers=1)]
+    micros = [
+        m for rank in range(3) for m in evaluation_batches(source, dp_rank=rank, dp_size=3, batch_size=4, workers=1)
+    ]
     assert [v for m in micros for v in m.batch[1].tolist()[: m.samples]] == list(range(23))
 
 
 def test_workers_end_with_the_loop() -> None:
     others = psutil.Process().children()  # the session's ranks
-    steps = Loader(open_source(Augmented()), Order(samples=23, batch=5), rank=0, ranks=1, micro=None, workers=2).steps(
-        0, 50
-    )
+    steps = Loader(
+        open_source(Augmented()), Order(samples=23, batch=5), dp_rank=0, dp_size=1, micro_batch_size=None, workers=2
+    ).steps(0, 50)
     next(steps)
     started = [child for child in psutil.Process().children() if child not in others]
     assert len(started) >= 2
@@ -181,7 +187,9 @@ def test_workers_end_with_the_loop() -> None:
 
 def test_columns_in_memory_need_no_workers() -> None:
     before = len(psutil.Process().children())
-    steps = Loader(columns(9), Order(samples=9, batch=3), rank=0, ranks=1, micro=None, workers=2).steps(0, 3)
+    steps = Loader(columns(9), Order(samples=9, batch=3), dp_rank=0, dp_size=1, micro_batch_size=None, workers=2).steps(
+        0, 3
+    )
     next(steps)
     assert len(psutil.Process().children()) == before
 
@@ -189,7 +197,9 @@ def test_columns_in_memory_need_no_workers() -> None:
 def test_a_sample_that_fails_in_a_worker_is_named() -> None:
     data = Augmented()
     data.broken = True
-    steps = Loader(open_source(data), Order(samples=23, batch=5), rank=0, ranks=1, micro=None, workers=1).steps(0, 5)
+    steps = Loader(
+        open_source(data), Order(samples=23, batch=5), dp_rank=0, dp_size=1, micro_batch_size=None, workers=1
+    ).steps(0, 5)
     with pytest.raises(
         DataError, match=r"^Augmented: sample 22 of 23 could not be read: OSError: truncated; repair it"
     ):
@@ -226,14 +236,14 @@ def test_a_worker_that_dies_is_named() -> None:
 
 
 def test_the_thread_gives_the_same() -> None:
-    class Unpinned(Tensors):
-        def parts(self, ids: Any, sizes: Any, epoch: int, *, pin: bool = False) -> Any:
+    class Unpinned(TensorSource):
+        def read_micro_batches(self, ids: Any, sizes: Any, epoch: int, *, pin: bool = False) -> Any:
             assert pin
-            return super().parts(ids, sizes, epoch)
+            return super().read_micro_batches(ids, sizes, epoch)
 
-    order, gather = Order(samples=50, batch=7), gather_of(torch.arange(50))
+    order, gather = Order(samples=50, batch=7), make_column_gather(torch.arange(50))
     assert gather is not None
-    source = Unpinned([gather], length=50, single=False)
+    source = Unpinned([gather], length=50, single_column=False)
     assert run(source, order, 1, 2, 3, 20, pin=True) == run(columns(50), order, 1, 2, 3, 20)
 
 
@@ -244,8 +254,8 @@ def test_the_thread_gives_the_same() -> None:
 def test_pinned_steps(kind: str, workers: int) -> None:
     order = Order(samples=23, batch=5)
     source = columns(23) if kind == "columns" else open_source([(index, index) for index in range(23)])
-    steps = Loader(source, order, rank=0, ranks=1, micro=2, pin=True, workers=workers).steps(0, 9)
-    assert all(m.batch[0].is_pinned() for batch in steps for m in batch.micros)
+    steps = Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=2, pin=True, workers=workers).steps(0, 9)
+    assert all(m.batch[0].is_pinned() for batch in steps for m in batch.micro_batches)
     assert run(source, order, 2, 2, 0, 9, pin=True, workers=workers) == run(columns(23), order, 1, None, 0, 9)
 
 
@@ -256,27 +266,31 @@ def test_fewer_samples_than_ranks() -> None:
     with pytest.raises(
         DataError, match=r"3 samples cannot feed 4 data ranks: each needs at least one; use dp=3 or less"
     ):
-        Loader(columns(3), Order(samples=3, batch=8), rank=0, ranks=4, micro=None)
+        Loader(columns(3), Order(samples=3, batch=8), dp_rank=0, dp_size=4, micro_batch_size=None)
 
 
 def test_a_batch_smaller_than_the_ranks() -> None:
     with pytest.raises(DataError, match=r"a batch of 2 cannot feed 4 data ranks: use batch=4 or more"):
-        Loader(columns(30), Order(samples=30, batch=2), rank=0, ranks=4, micro=None)
+        Loader(columns(30), Order(samples=30, batch=2), dp_rank=0, dp_size=4, micro_batch_size=None)
 
 
 def test_an_order_of_other_data() -> None:
     with pytest.raises(DataError, match=r"the order is over 5 samples but the data set has 30"):
-        Loader(columns(30), Order(samples=5, batch=2), rank=0, ranks=1, micro=None)
+        Loader(columns(30), Order(samples=5, batch=2), dp_rank=0, dp_size=1, micro_batch_size=None)
 
 
 def test_a_last_batch_too_short_for_the_ranks_is_refused_before_the_first_step() -> None:
-    loader = Loader(columns(66), Order(samples=66, batch=16), rank=0, ranks=3, micro=None)
+    loader = Loader(columns(66), Order(samples=66, batch=16), dp_rank=0, dp_size=3, micro_batch_size=None)
     message = r"step 9 is the last of epoch 1 and has 2 of 66 samples left for 3 data ranks.*dp=2 or less.*\(batch=15\)"
     with pytest.raises(DataError, match=message):
         loader.steps(5, 40)
     assert len(list(loader.steps(5, 9))) == 4  # a training that does not reach it is not refused
-    list(Loader(columns(66), Order(samples=66, batch=15), rank=0, ranks=3, micro=None).steps(0, 9))
-    list(Loader(columns(66), Order(samples=66, batch=16, drop_last=True), rank=0, ranks=3, micro=None).steps(0, 9))
+    list(Loader(columns(66), Order(samples=66, batch=15), dp_rank=0, dp_size=3, micro_batch_size=None).steps(0, 9))
+    list(
+        Loader(
+            columns(66), Order(samples=66, batch=16, drop_last=True), dp_rank=0, dp_size=3, micro_batch_size=None
+        ).steps(0, 9)
+    )
 
 
 @QUICK
@@ -286,12 +300,12 @@ def test_the_batch_that_is_recommended_works(samples: int, batch: int, ranks: in
     if samples < ranks or batch < ranks:
         return
     try:
-        Loader(columns(samples), order, rank=0, ranks=ranks, micro=None).steps(0, 99)
+        Loader(columns(samples), order, dp_rank=0, dp_size=ranks, micro_batch_size=None).steps(0, 99)
     except DataError as error:
         better = Order(samples=samples, batch=int(str(error).rpartition("batch=")[2].rstrip(")")))
         last = samples - (better.steps_per_epoch - 1) * better.batch
         assert min(better.batch, last) >= ranks
-        Loader(columns(samples), better, rank=0, ranks=ranks, micro=None).steps(0, 99)
+        Loader(columns(samples), better, dp_rank=0, dp_size=ranks, micro_batch_size=None).steps(0, 99)
 
 
 def test_samples_are_read_once() -> None:
@@ -304,8 +318,8 @@ def test_samples_are_read_once() -> None:
             return super().__getitem__(index)
 
     source = open_source(Counted((index, index) for index in range(20)))
-    assert isinstance(source, Samples)
-    list(Loader(source, Order(samples=20, batch=6), rank=0, ranks=1, micro=2).steps(0, 4))
+    assert isinstance(source, SampleSource)
+    list(Loader(source, Order(samples=20, batch=6), dp_rank=0, dp_size=1, micro_batch_size=2).steps(0, 4))
     assert sorted(read) == list(range(20))
 
 
@@ -315,9 +329,9 @@ def test_the_batch_that_is_proposed_is_the_nearest_that_fits(samples: int, batch
     samples, batch = max(samples, ranks), max(batch, ranks)
     fitting = [each for each in range(ranks, samples + 1) if not 0 < samples % each < ranks]
     wanted = min(fitting, key=lambda each: abs(each - batch))
-    assert _fitting_batch(Order(samples=samples, batch=batch), ranks) == wanted
+    assert _nearest_valid_batch(Order(samples=samples, batch=batch), ranks) == wanted
 
 
 def test_the_proposal_is_found_at_once_in_a_large_data_set() -> None:
     samples = 10**15 + 1
-    assert _fitting_batch(Order(samples=samples, batch=1000), 4) == 1001
+    assert _nearest_valid_batch(Order(samples=samples, batch=1000), 4) == 1001

@@ -27,7 +27,7 @@ orders = st.builds(
 
 
 def batch(order: Order, step: int) -> list[int]:
-    return order.ids(step, 0, order.size(step)).tolist()
+    return order.ids(step, 0, order.batch_size(step)).tolist()
 
 
 def epoch(order: Order, number: int) -> list[int]:
@@ -45,7 +45,7 @@ def test_each_sample_once_per_epoch(order: Order, number: int) -> None:
 @given(orders, st.integers(0, 5))
 def test_only_the_last_batch_is_short(order: Order, number: int) -> None:
     first = number * order.steps_per_epoch
-    sizes = [order.size(first + step) for step in range(order.steps_per_epoch)]
+    sizes = [order.batch_size(first + step) for step in range(order.steps_per_epoch)]
     assert sizes[:-1] == [order.batch] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= order.batch
     assert {order.epoch_of(first + step) for step in range(len(sizes))} == {number}
@@ -56,15 +56,15 @@ def test_only_the_last_batch_is_short(order: Order, number: int) -> None:
 def test_drop_last_leaves_whole_batches_of_the_same_order(samples: int, size: int, number: int) -> None:
     size = min(size, samples)
     kept = Order(samples=samples, batch=size, drop_last=True)
-    assert {kept.size(step) for step in range(3 * kept.steps_per_epoch)} == {size}
+    assert {kept.batch_size(step) for step in range(3 * kept.steps_per_epoch)} == {size}
     assert epoch(kept, number) == epoch(Order(samples=samples, batch=size), number)[: samples // size * size]
 
 
 @QUICK
 @given(orders, st.integers(0, 2000), st.data())
 def test_positions_cut_the_batch(order: Order, step: int, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, order.size(step)), max_size=5)))
-    bounds = [0, *cuts, order.size(step)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, order.batch_size(step)), max_size=5)))
+    bounds = [0, *cuts, order.batch_size(step)]
     parts = [order.ids(step, start, stop).tolist() for start, stop in itertools.pairwise(bounds)]
     assert list(itertools.chain(*parts)) == batch(order, step)
 

@@ -24,8 +24,8 @@ from echelon.cli import pack as cli
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
 from echelon.data.packed import from_text
-from echelon.data.packed.detect_format import open_origin
-from echelon.data.packed.packing_source import Origin
+from echelon.data.packed.detect_format import open_packing_source
+from echelon.data.packed.packing_source import PackingSource
 
 MNIST = Path(__file__).parents[3] / "shared/data/mnist"
 
@@ -184,7 +184,7 @@ def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: P
 
 
 def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    monkeypatch.setattr("echelon.data.packed.from_tables._CSV_BLOCK_BYTES", 1000)
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
     batch = packed(tmp_path, tmp_path / "x.csv").batch(np.array([5, 950]))
     assert (batch["a"].tolist(), batch["b"].tolist()) == ([5, 950], [5.0, 950.5])
@@ -194,14 +194,14 @@ def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_csv_that_is_packed_already_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    monkeypatch.setattr("echelon.data.packed.from_tables._CSV_BLOCK_BYTES", 1000)
     (tmp_path / "x.csv").write_text("a\n" + "".join(f"{n if n < 900 else n + 0.5}\n" for n in range(1000)))
     packed(tmp_path, tmp_path / "x.csv")
 
     def refuse(*given: Any) -> Any:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("echelon.data.packed.from_tables._csv", refuse)
+    monkeypatch.setattr("echelon.data.packed.from_tables._read_csv", refuse)
     assert len(packed(tmp_path, tmp_path / "x.csv")) == 1000
 
 
@@ -241,20 +241,20 @@ def test_text_that_is_packed_already_is_not_tokenized_again(tmp_path: Path, monk
     def refuse(*given: Any) -> Any:
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr("echelon.data.packed.from_text._encode", refuse)
+    monkeypatch.setattr("echelon.data.packed.from_text._tokenize_file", refuse)
     assert len(packed(tmp_path, tmp_path / "a.txt", *options)) == 1
 
 
 def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.zeros(10000), "t": ["abcd"] * 10000}), tmp_path / "x.parquet")
-    origin = open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept")
+    origin = open_packing_source(tmp_path / "x.parquet", work_folder=tmp_path / "kept")
     origin.prepare()
     assert origin.row_bytes == 12
     assert (tmp_path / "x.parquet").stat().st_size < 20000
 
 
 def test_lines_of_json_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.from_samples._PIECE", 7)
+    monkeypatch.setattr("echelon.data.packed.from_samples._SCAN_BYTES", 7)
     (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(0, 3000, 7)))
     assert [int(value) for value in packed(tmp_path, tmp_path / "x.jsonl").__getitems__(range(429))] == list(
         range(0, 3000, 7)
@@ -273,14 +273,14 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
         (tmp_path / f"t/{number:03}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
     said: list[int] = []
 
-    def open_texts(stop: int | None) -> Origin:
+    def open_texts(stop: int | None) -> PackingSource:
         def told(done: int, total: int) -> None:
             said.append(done)
             if len(said) == stop:
                 raise KeyboardInterrupt
 
         how = {"tokens": str(tmp_path / "tokenizer.json"), "kept": tmp_path / "kept", "progress": told}
-        origin = open_origin(tmp_path / "t", **how, processes=2)
+        origin = open_packing_source(tmp_path / "t", **how, processes=2)
         origin.prepare()
         return origin
 
@@ -323,7 +323,7 @@ def test_a_large_text_is_tokenized_in_pieces_as_if_it_were_whole(
     how = "--tokens", framed(tmp_path)
     whole = packed(tmp_path, tmp_path / "a.txt", *how)[0].tolist()
     assert whole == [1, *range(103, 503), 2]
-    monkeypatch.setattr("echelon.data.packed.from_text._PIECE", 4 * 50)
+    monkeypatch.setattr("echelon.data.packed.from_text._CHUNK_CHARS", 4 * 50)
     echelon("pack", tmp_path / "a.txt", tmp_path / "pieces", *how)
     assert Packed(tmp_path / "pieces")[0].tolist() == whole
 
@@ -332,7 +332,7 @@ def test_a_process_that_dies_while_it_tokenizes_is_told(tmp_path: Path, monkeypa
     (tmp_path / "t").mkdir()
     for number in range(4):
         (tmp_path / f"t/{number}.txt").write_text(str(number))
-    monkeypatch.setattr("echelon.data.packed.from_text._pieces", lambda text: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr("echelon.data.packed.from_text._split_text", lambda text: os.kill(os.getpid(), signal.SIGKILL))
     how = "--tokens", framed(tmp_path), "--processes", 2
     assert "a packing process died (exit code -9)" in echelon("pack", tmp_path / "t", tmp_path / "p", *how, code=2)
 
@@ -343,7 +343,7 @@ def test_commands_that_tokenize_the_same_share_it_and_the_last_takes_it_away(
     (tmp_path / "t").mkdir()
     for number in range(12):
         (tmp_path / f"t/{number:02}.txt").write_text(str(number))
-    encode = from_text._encode
+    encode = from_text._tokenize_file
 
     def slowly(path: Path, *given: Any) -> Any:
         with (tmp_path / "calls").open("a") as calls:
@@ -351,9 +351,9 @@ def test_commands_that_tokenize_the_same_share_it_and_the_last_takes_it_away(
         time.sleep(0.02)
         return encode(path, *given)
 
-    monkeypatch.setattr(from_text, "_encode", slowly)
+    monkeypatch.setattr(from_text, "_tokenize_file", slowly)
     tokens = str(framed(tmp_path))
-    one, other = (open_origin(tmp_path / "t", tokens=tokens, kept=tmp_path / "kept") for _ in range(2))
+    one, other = (open_packing_source(tmp_path / "t", tokens=tokens, work_folder=tmp_path / "kept") for _ in range(2))
     helper = multiprocessing.get_context("fork").Process(target=one.prepare)
     helper.start()
     other.prepare()
@@ -458,9 +458,9 @@ def test_as_many_processes_pack_as_cores_and_memory_allow(monkeypatch: pytest.Mo
     monkeypatch.setattr("os.cpu_count", lambda: 128)
     monkeypatch.setattr("echelon.world.usable_cores", lambda: 8)
     monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**40)
-    assert cli._processes() == 8
+    assert cli._default_processes() == 8
     monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**30)
-    assert cli._processes() == 2
+    assert cli._default_processes() == 2
 
 
 def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from echelon.data import Loader, Packed, evaluation_batches, open_source
 from echelon.data.packed import row_reader
-from echelon.data.packed.from_arrays import Arrays
-from echelon.data.packed.from_samples import Values
+from echelon.data.packed.from_arrays import ArrayPackingSource
+from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.manifest import Manifest
-from echelon.data.packed.mmap_region import HUGE, even_gaps
+from echelon.data.packed.mmap_region import HUGE_PAGE_BYTES, find_aligned_gaps
 from echelon.data.packed.pack import pack
 from echelon.errors import DataError
-from echelon.trials.example_batch import Example
+from echelon.trials.example_batch import ExampleBatches
 from tests.flow.jobs import make
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
@@ -41,7 +41,9 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (500, 3, 8, 8), dtype=np.uint
 
 def images(folder: Path, shards: int = 1, samples: int = 500, **how: Any) -> Manifest:
     arrays = {"image": PIXELS[:samples], "label": np.arange(samples)}
-    return pack(Arrays(arrays, {"tuple": ["image", "label"]}, {"source": "test"}), folder, shards=shards, **how)
+    return pack(
+        ArrayPackingSource(arrays, {"tuple": ["image", "label"]}, {"source": "test"}), folder, shards=shards, **how
+    )
 
 
 def same(one: Any, other: Any) -> bool:
@@ -87,7 +89,7 @@ NESTED = [
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_nested_samples_of_any_length_come_back(tmp_path: Path, shards: int) -> None:
-    pack(Values(NESTED, {}), tmp_path / "set", shards=shards)
+    pack(SamplePackingSource(NESTED, {}), tmp_path / "set", shards=shards)
     data = Packed(tmp_path / "set", pad=-1)
     for number in (0, 7, 39):
         want, got = NESTED[number], data[number]
@@ -109,7 +111,11 @@ def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Pa
     """Rows of 256 bytes lie a multiple of 64 bytes behind labels: files of other lengths cannot be mapped in step with each other."""
     rows = {"image": np.arange(100 * 256).reshape(100, 256).astype(np.uint8), "label": np.arange(100)}
     names = [first, *({*rows} - {first})]
-    pack(Arrays({name: rows[name] for name in names}, {"dict": {n: n for n in names}}, {}), tmp_path / "set", shards=7)
+    pack(
+        ArrayPackingSource({name: rows[name] for name in names}, {"dict": {n: n for n in names}}, {}),
+        tmp_path / "set",
+        shards=7,
+    )
     data = Packed(tmp_path / "set")
     ids = np.random.default_rng(0).permutation(100)
     batch = data.batch(ids)
@@ -122,11 +128,11 @@ def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Pa
 @given(
     st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 100)), min_size=1, max_size=6),
     st.integers(1, 5000),
-    st.sampled_from([4096, HUGE]),
+    st.sampled_from([4096, HUGE_PAGE_BYTES]),
 )
 def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int, page: int) -> None:
     sizes, offsets = [size for size, _ in files], [64 * offset for _, offset in files]
-    gaps = even_gaps(sizes, offsets, item, page)
+    gaps = find_aligned_gaps(sizes, offsets, item, page)
     if gaps is None:
         assert len({offset % math.gcd(page, item) for offset in offsets}) > 1
         return
@@ -144,7 +150,7 @@ def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_mem
     monkeypatch.setattr(row_reader, "usable_memory", lambda: memory)
     values = np.random.default_rng(0).integers(0, 256, (3001, 3, 32, 32), dtype=np.uint8)
     pack(
-        Arrays({"image": values, "label": np.arange(3001)}, {"tuple": ["image", "label"]}, {}),
+        ArrayPackingSource({"image": values, "label": np.arange(3001)}, {"tuple": ["image", "label"]}, {}),
         tmp_path / "set",
         shards=3,
     )
@@ -153,7 +159,7 @@ def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_mem
     assert np.array_equal(image.numpy(), values[ids])
     assert label.tolist() == ids.tolist()
     mapped = [mapping.starts for mapping in data._rows._maps]  # type: ignore[attr-defined]
-    assert all(not (starts % HUGE).any() for starts in mapped) == (memory == 2**40)
+    assert all(not (starts % HUGE_PAGE_BYTES).any() for starts in mapped) == (memory == 2**40)
 
 
 @pytest.mark.gpu
@@ -161,7 +167,7 @@ def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_mem
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("far", [False, True])
 def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> None:
-    pack(Values(NESTED, {}), tmp_path / "set", shards=shards)
+    pack(SamplePackingSource(NESTED, {}), tmp_path / "set", shards=shards)
     where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
     source = open_source(Packed(where, pad=-1, cache=tmp_path / "cache"))
     loaders = [
@@ -176,7 +182,7 @@ def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> 
 
 
 def test_files_that_cannot_be_mapped_are_told_with_what_to_do(tmp_path: Path) -> None:
-    pack(Arrays({"x": np.zeros(2**24, np.uint8)}, {"tuple": ["x"]}, {}), tmp_path / "set", shards=1)
+    pack(ArrayPackingSource({"x": np.zeros(2**24, np.uint8)}, {"tuple": ["x"]}, {}), tmp_path / "set", shards=1)
 
     def read(answer: Any) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -204,7 +210,7 @@ def test_any_arrow_reader_finds_the_samples(tmp_path: Path) -> None:
 
 
 def test_rows_that_differ_in_length_need_a_way_to_make_a_batch(tmp_path: Path) -> None:
-    pack(Values([{"ids": [1] * number} for number in range(1, 9)], {}), tmp_path / "set")
+    pack(SamplePackingSource([{"ids": [1] * number} for number in range(1, 9)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set")
     with pytest.raises(DataError, match=r"'ids' differs in length from sample to sample: give Packed\(..., pad=0\)"):
         data.batch(np.array([1, 2]))
@@ -268,7 +274,11 @@ def test_ranks_evaluate_their_own_files(tmp_path: Path) -> None:
 def test_padded_batches_are_what_torch_pads(tmp_path: Path, dtype: str, far: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 2, (n * 7 % 5, 3), generator=draw).to(getattr(torch, dtype)) for n in range(40)]
-    pack(Values([{"x": row, "n": n, "words": "a" * n} for n, row in enumerate(rows)], {}), tmp_path / "set", shards=3)
+    pack(
+        SamplePackingSource([{"x": row, "n": n, "words": "a" * n} for n, row in enumerate(rows)], {}),
+        tmp_path / "set",
+        shards=3,
+    )
     where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
     data = Packed(where, pad=1, cache=tmp_path / "cache")
     for ids in (np.array([7, 0, 39, 13]), np.array([5]), np.array([0, 5])):  # the last two hold nothing
@@ -280,7 +290,7 @@ def test_padded_batches_are_what_torch_pads(tmp_path: Path, dtype: str, far: boo
 
 
 def test_workers_that_are_spawned_can_pad(tmp_path: Path) -> None:
-    pack(Values([{"tokens": list(range(n))} for n in range(4)], {}), tmp_path / "set")
+    pack(SamplePackingSource([{"tokens": list(range(n))} for n in range(4)], {}), tmp_path / "set")
     collate = pickle.loads(pickle.dumps(Packed(tmp_path / "set", pad=7).packed_collate))
     assert collate([{"tokens": torch.tensor([1])}, {"tokens": torch.tensor([1, 2])}])["tokens"].tolist() == [
         [1, 7],
@@ -298,7 +308,7 @@ def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
     labels = [label for step in loader.steps(0, 15) for label in step.micros[0].batch[1].tolist()]
     assert sorted(labels) == list(range(30, 60))  # its part of all, though the files hold 50, 50, 16, 17 and 17
     assert data.batch(np.array([99, 100, 149, 0]))[1].tolist() == [99, 0, 49, 0]
-    pack(Values([1, 2], {}), tmp_path / "c")
+    pack(SamplePackingSource([1, 2], {}), tmp_path / "c")
     with pytest.raises(
         DataError, match=r"c holds value: int64 and .*a image: uint8\[3, 8, 8\], label: int64: pack them alike"
     ):
@@ -314,18 +324,18 @@ def test_a_subset_is_gathered_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transform", [None, lambda sample: sample])
 def test_a_subset_is_padded_and_put_together_by_length_as_the_whole_is(tmp_path: Path, transform: Any) -> None:
-    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    pack(SamplePackingSource([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set", pad=7, bucket="tokens", transform=transform)
     source = open_source(Subset(data, [3, 1, 6]))
     assert source.take(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
     assert source.lengths is not None
     assert source.lengths.tolist() == [3, 1, 2]
-    example = Example(make(data=Subset(data, [3, 1]), batch=2))
+    example = ExampleBatches(make(data=Subset(data, [3, 1]), batch_size=2))
     assert example.batch(2)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
 
 
 def test_padding_that_fails_is_not_blamed_on_a_collate_that_the_job_has_not(tmp_path: Path) -> None:
-    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    pack(SamplePackingSource([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set", pad=7, transform=lambda sample: object())
     with pytest.raises(DataError, match=r"cannot be put into one batch as torch does .* or give the job collate="):
         open_source(data).take(np.arange(4), 0)
@@ -384,27 +394,29 @@ def test_a_file_that_is_gone_or_cut_off_is_made_anew_and_no_other(tmp_path: Path
 
 def test_a_packing_in_so_many_files_is_mended_and_gone_on_with_without_that_number(tmp_path: Path) -> None:
     rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
-    pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set", shards=6)
+    pack(ArrayPackingSource(rows, sample, {"source": "a"}), tmp_path / "set", shards=6)
     (tmp_path / "set/shard-00003.arrow").unlink()
-    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set").shards) == 6
+    assert len(pack(ArrayPackingSource(rows, sample, {"source": "a"}), tmp_path / "set").shards) == 6
     with pytest.raises(OSError, match="on fire"):
         pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=5)
-    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "begun").shards) == 5
+    assert len(pack(ArrayPackingSource(rows, sample, {"source": "a"}), tmp_path / "begun").shards) == 5
 
 
 def test_another_packing_is_refused_with_what_differs(tmp_path: Path) -> None:
     rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
-    pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+    pack(ArrayPackingSource(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
     with pytest.raises(DataError, match="holds another packed data set: shards 4 there, 2 here; choose"):
-        pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=2)
+        pack(ArrayPackingSource(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=2)
     with pytest.raises(DataError, match="holds another packed data set: stamp 1 there, 2 here; choose"):
-        pack(Arrays(rows, sample, {"source": "a", "stamp": "2"}), tmp_path / "set", shards=4)
+        pack(ArrayPackingSource(rows, sample, {"source": "a", "stamp": "2"}), tmp_path / "set", shards=4)
     with pytest.raises(DataError, match="holds another packed data set: samples or columns other than here"):
-        pack(Arrays({"x": np.arange(44)}, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+        pack(
+            ArrayPackingSource({"x": np.arange(44)}, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4
+        )
     with pytest.raises(OSError, match="on fire"):
         pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=2)
     with pytest.raises(DataError, match="holds a part of another packing: source a there, b here; choose"):
-        pack(Arrays(rows, sample, {"source": "b"}), tmp_path / "begun", shards=2)
+        pack(ArrayPackingSource(rows, sample, {"source": "b"}), tmp_path / "begun", shards=2)
 
 
 def test_a_disk_without_room_is_named_and_the_packing_goes_on_later(tmp_path: Path) -> None:
@@ -444,7 +456,7 @@ def test_files_of_similar_names_are_not_taken_away(tmp_path: Path) -> None:
     assert (tmp_path / "set/shard-1.arrow").read_text() == "mine"
 
 
-class Waiting(Arrays):
+class Waiting(ArrayPackingSource):
     """A source that stops in its second shard until somebody says go on."""
 
     def read(self, start: int, stop: int) -> Any:
@@ -459,7 +471,7 @@ class Waiting(Arrays):
 def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path) -> None:
     sample = {"tuple": ["x"]}
     slow = Waiting({"x": np.zeros(40, np.int64)}, sample, {"at": str(tmp_path / "go")})
-    other = Arrays({"x": np.ones(40, np.int64)}, sample, {"source": "other"})
+    other = ArrayPackingSource({"x": np.ones(40, np.int64)}, sample, {"source": "other"})
     first = multiprocessing.get_context("fork").Process(
         target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}
     )
@@ -481,7 +493,7 @@ def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path)
 
 
 def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.locked_tasks._PATIENCE", 0.2)
+    monkeypatch.setattr("echelon.data.packed.locked_tasks._WARN_AFTER_SECONDS", 0.2)
     slow = Waiting({"x": np.zeros(40, np.int64)}, {"tuple": ["x"]}, {"at": str(tmp_path / "go")})
     first = multiprocessing.get_context("fork").Process(
         target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}
@@ -499,7 +511,7 @@ def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatc
 def test_a_shard_that_another_packing_left_is_not_taken(tmp_path: Path) -> None:
     sample = {"tuple": ["x"]}
     for number in range(2):
-        whole = Arrays({"x": np.full(40, number)}, sample, {"source": str(number)})
+        whole = ArrayPackingSource({"x": np.full(40, number)}, sample, {"source": str(number)})
         with pytest.raises(OSError, match="on fire"):
             pack(Burning({"x": np.full(40, number)}, sample, {"source": str(number)}), tmp_path / str(number), shards=2)
     for name in ("shard-00000.arrow", "shard-00000.json"):
@@ -508,7 +520,7 @@ def test_a_shard_that_another_packing_left_is_not_taken(tmp_path: Path) -> None:
     assert [int(row[0]) for row in Packed(tmp_path / "1")] == [1] * 40  # type: ignore[attr-defined]
 
 
-class Burning(Arrays):
+class Burning(ArrayPackingSource):
     """A source of which the second half cannot be read."""
 
     def read(self, start: int, stop: int) -> Any:
@@ -547,7 +559,7 @@ class Failing(Dataset[Any]):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sample_that_fails_is_named(tmp_path: Path, processes: int) -> None:
     with pytest.raises(DataError, match=r"Failing: sample 61 of 100 could not be read: OSError: disk on fire"):
-        pack(Values(Failing(), {}), tmp_path / "set", shards=4, processes=processes)
+        pack(SamplePackingSource(Failing(), {}), tmp_path / "set", shards=4, processes=processes)
     with pytest.raises(DataError, match="its packing was not finished; run the same `echelon pack` again"):
         open_source(str(tmp_path / "set"))
 
@@ -585,11 +597,11 @@ class Endless(IterableDataset[Any]):
 )  # fmt: skip
 def test_samples_that_are_not_alike_are_named(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        pack(Values(data, {}), tmp_path / "set")
+        pack(SamplePackingSource(data, {}), tmp_path / "set")
 
 
 def test_lists_of_truth_stay_so_also_where_the_first_is_empty(tmp_path: Path) -> None:
-    pack(Values([[], [True, False], [False]], {}), tmp_path / "set")
+    pack(SamplePackingSource([[], [True, False], [False]], {}), tmp_path / "set")
     found = Packed(tmp_path / "set").__getitems__(range(3))
     assert [row.tolist() for row in found] == [[], [True, False], [False]]
     assert {row.dtype for row in found} == {torch.bool}

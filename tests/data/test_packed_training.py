@@ -43,7 +43,7 @@ def loss(output, batch):
 def job():
     return echelon.Job(
         model=Net, loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        data=str(HERE / "set"), evaluation=str(HERE / "set"), batch={BATCH}, steps={STEPS},
+        data=str(HERE / "set"), eval_data=str(HERE / "set"), batch_size={BATCH}, steps={STEPS},
     )
 """
 

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.data import prepared
 from echelon.data.packed.fingerprint import fingerprint
-from echelon.data.packed.from_samples import Values
+from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.pack import pack
 from echelon.errors import DataError
 
@@ -49,7 +49,7 @@ def calls(folder: Path) -> int:
 
 
 def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
-    pack(Values(DATA, {}), tmp_path / "raw")
+    pack(SamplePackingSource(DATA, {}), tmp_path / "raw")
     made = prepared(str(tmp_path / "raw"), tmp_path / "set", lambda sample: sample[0] * 2)
     assert [value.item() for value in made.__getitems__(range(40))] == [2.0 * number for number in range(40)]
     with pytest.raises(DataError, match="nowhere"):
@@ -57,7 +57,7 @@ def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
 
 
 def test_files_are_so_many_that_none_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.pack.SHARD", 256)
+    monkeypatch.setattr("echelon.data.packed.pack.SHARD_BYTES", 256)
     assert len(prepared(torch.zeros(100, 64), tmp_path / "large").manifests[0].shards) == 100
     assert len(prepared(torch.zeros(100, 8), tmp_path / "middle").manifests[0].shards) == 16
     assert len(prepared(torch.zeros(100, 16), tmp_path / "more").manifests[0].shards) == 32
@@ -80,7 +80,7 @@ def test_another_function_or_other_data_make_it_anew(tmp_path: Path) -> None:
 
 
 def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> None:
-    pack(Values(DATA, {"source": "hours of work", "kind": "text"}), tmp_path / "set", shards=4)
+    pack(SamplePackingSource(DATA, {"source": "hours of work", "kind": "text"}), tmp_path / "set", shards=4)
     before = (tmp_path / "set/manifest.json").read_bytes()
     with pytest.raises(
         DataError,
@@ -108,7 +108,7 @@ def test_one_that_was_killed_while_it_cleared_the_folder_is_made_anew(
 ) -> None:
     prepared(DATA, tmp_path / "set", counting(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr("echelon.data.packed.pack._tidy", lambda folder: os._exit(9))
+        patch.setattr("echelon.data.packed.pack._remove_work_files", lambda folder: os._exit(9))
         helper = multiprocessing.get_context("fork").Process(
             target=prepared, args=(DATA, tmp_path / "set", counting(tmp_path, 3.0))
         )

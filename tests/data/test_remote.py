@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed.file_locks import locked, taken, unlock
-from echelon.data.packed.from_samples import Values
+from echelon.data.packed.file_locks import hold_lock, try_lock, unlock
+from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.pack import pack
-from echelon.data.packed.remote_cache import Cache
-from echelon.data.packed.remote_store import Store
+from echelon.data.packed.remote_cache import FileCache
+from echelon.data.packed.remote_store import RemoteStore
 from echelon.errors import CacheFullError, DataError
 from tests.data.test_damage import rewritten
 from tests.data.test_packed import PIXELS, images
@@ -241,16 +241,16 @@ def test_a_cache_that_is_too_small_says_so(store: str, tmp_path: Path) -> None:
 
 
 def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 25)
-    held = cache.hold("a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
-    cache.hold("b", 10, lambda path: path.write_bytes(b"b" * 10) and None).release()
-    cache.hold("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
+    cache = FileCache(tmp_path, 25)
+    held = cache.acquire("a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
+    cache.acquire("b", 10, lambda path: path.write_bytes(b"b" * 10) and None).close()
+    cache.acquire("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
     assert sorted(path.read_bytes()[:1] for path in tmp_path.glob("*.arrow")) == [b"a", b"c"]
-    held.release()
+    held.close()
 
 
 def test_a_copy_is_held_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, made, replace = Cache(tmp_path, 10), [], Path.replace
+    cache, made, replace = FileCache(tmp_path, 10), [], Path.replace
 
     def fill(path: Path) -> None:
         made.append(path.write_bytes(b"a" * 10))
@@ -258,19 +258,19 @@ def test_a_copy_is_held_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: 
     def renamed(part: Path, path: Path) -> Path:
         found = replace(part, path)
         with pytest.raises(CacheFullError):  # another process that wants the room at this very moment
-            Cache(tmp_path, 10).hold("b", 10, fill)
+            FileCache(tmp_path, 10).acquire("b", 10, fill)
         return found
 
     monkeypatch.setattr(Path, "replace", renamed)
-    assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
+    assert cache.acquire("a", 10, fill).path.read_bytes() == b"a" * 10
     assert made == [10]
 
 
 def test_a_disk_without_room_is_named_and_old_copies_make_room_first(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 2**62)
-    cache.hold("a", 10, lambda path: None).release()
+    cache = FileCache(tmp_path, 2**62)
+    cache.acquire("a", 10, lambda path: None).close()
     with pytest.raises(CacheFullError, match=rf"^{tmp_path}: its disk has .* left, .* are needed: .* give cache= "):
-        cache.hold("b", 2**61, lambda path: None)
+        cache.acquire("b", 2**61, lambda path: None)
     assert not list(tmp_path.glob("*.arrow"))
 
 
@@ -282,42 +282,42 @@ def test_a_file_that_cannot_be_written_is_not_blamed_on_the_store(tmp_path: Path
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
         with pytest.raises(DataError, match=rf"^{tmp_path}/copy cannot be written: File too large"):
-            Store(f"file://{tmp_path}", 5).copy("far", tmp_path / "copy")
+            RemoteStore(f"file://{tmp_path}", 5).copy_file("far", tmp_path / "copy")
         with pytest.raises(DataError, match=rf"^{tmp_path}/cache: no copy .* can be written there: File too large"):
-            Cache(tmp_path / "cache", 2**30).hold("a", 2**21, lambda path: None)
+            FileCache(tmp_path / "cache", 2**30).acquire("a", 2**21, lambda path: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "cache").glob("*.arrow*"))
     with pytest.raises(
         DataError, match=rf"^{tmp_path}/far: copies cannot be kept there: .*; give cache= another folder"
     ):
-        Cache(tmp_path / "far", 2**30)
+        FileCache(tmp_path / "far", 2**30)
 
 
 def test_files_in_the_folder_that_are_no_copies_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for name in ("thesis.pdf", "table.arrow", ".0123.arrow.part", "photos/cat.jpg"):
         (tmp_path / name).write_bytes(b"mine" * 100)
-    cache = Cache(tmp_path, 25)
+    cache = FileCache(tmp_path, 25)
     for key in "abcdef":
-        cache.hold(key, 10, lambda path: path.write_bytes(b"a" * 10) and None).release()
+        cache.acquire(key, 10, lambda path: path.write_bytes(b"a" * 10) and None).close()
     assert (tmp_path / "photos/cat.jpg").read_bytes() == b"mine" * 100
     assert {path.name for path in tmp_path.iterdir()} > {"thesis.pdf", "table.arrow", ".0123.arrow.part"}
     assert cached(tmp_path) == 400 + 20
 
 
 def test_a_copy_that_is_deleted_just_as_it_is_opened_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
-    cache = Cache(tmp_path, 100)
+    cache = FileCache(tmp_path, 100)
     fill = lambda path: path.write_bytes(b"a" * 10) and None  # noqa: E731
-    cache.hold("a", 10, fill).release()
+    cache.acquire("a", 10, fill).close()
     (copy,) = tmp_path.glob("*.arrow")
     found, utime = [copy], os.utime
     monkeypatch.setattr(os, "utime", lambda *given: (found and found.pop().unlink(), utime(*given)))
-    assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
+    assert cache.acquire("a", 10, fill).path.read_bytes() == b"a" * 10
 
 
 def test_a_process_that_is_forked_while_a_copy_is_made_keeps_no_lock(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 100)
+    cache = FileCache(tmp_path, 100)
     helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 
     def fill(path: Path) -> None:
@@ -325,9 +325,9 @@ def test_a_process_that_is_forked_while_a_copy_is_made_keeps_no_lock(tmp_path: P
         path.write_bytes(b"a" * 10)
 
     try:
-        cache.hold("a", 10, fill).release()
+        cache.acquire("a", 10, fill).close()
         next(tmp_path.glob("*.arrow")).unlink()
-        again = ThreadPoolExecutor(1).submit(cache.hold, "a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
+        again = ThreadPoolExecutor(1).submit(cache.acquire, "a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
         assert again.result(timeout=20).path.read_bytes() == b"a" * 10
     finally:
         helper.kill()
@@ -393,7 +393,7 @@ def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, h
 
 
 def test_a_text_that_is_none_is_no_reason_to_fetch_a_file_again(tmp_path: Path) -> None:
-    pack(Values([b"abc", b"\xff\xfe"], {}), tmp_path / "far", shards=1)
+    pack(SamplePackingSource([b"abc", b"\xff\xfe"], {}), tmp_path / "far", shards=1)
     rewritten(tmp_path / "far", lambda told: told["columns"][0].update(kind="text"))
     data = Packed(f"file://{tmp_path / 'far'}", cache=tmp_path / "cache")
     assert data[0] == "abc"
@@ -563,10 +563,10 @@ def test_a_slow_store_and_a_full_cache_are_no_damage_that_is_skipped(
     with pytest.raises(DataError, match=r"^stalling://.*shard-00003.arrow: no byte came for 0.2 s"):
         Packed(store.replace("file", "stalling"), cache=tmp_path / "cache", timeout=0.2, damaged="skip")
     GO.set()
-    held = Cache(tmp_path / "full", 10**5).hold("another's", 9 * 10**4, lambda path: None)
+    held = FileCache(tmp_path / "full", 10**5).acquire("another's", 9 * 10**4, lambda path: None)
     with pytest.raises(DataError, match=r"^/.*/full: all 100 kB of the cache are in use"):
         Packed(store, cache=tmp_path / "full", cache_bytes=10**5, timeout=0.2, damaged="skip")
-    held.release()
+    held.close()
 
 
 def test_a_store_that_does_not_answer_is_no_file_that_is_lost(store: str, tmp_path: Path) -> None:
@@ -591,18 +591,18 @@ def test_a_reader_that_is_sent_to_another_process_finds_the_same_samples_or_says
 
 
 def test_a_stopped_process_that_makes_a_copy_is_named(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 100)
+    cache = FileCache(tmp_path, 100)
 
     def stop(path: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    helper = multiprocessing.get_context("fork").Process(target=cache.hold, args=("a", 10, stop))
+    helper = multiprocessing.get_context("fork").Process(target=cache.acquire, args=("a", 10, stop))
     helper.start()
     try:
         assert helper.pid is not None
         os.waitpid(helper.pid, os.WUNTRACED)
         with pytest.raises(DataError, match=rf"process {helper.pid} has held this lock for 0.3 s and did nothing"):
-            cache.hold("a", 10, lambda path: None, timeout=0.3)
+            cache.acquire("a", 10, lambda path: None, fill_timeout=0.3)
     finally:
         helper.kill()
         helper.join()
@@ -621,7 +621,7 @@ def test_a_large_file_shows_that_it_comes_before_it_is_there(tmp_path: Path) -> 
     size = 3 * 2**22
     (tmp_path / "big").write_bytes(bytes(size))
     (tmp_path / "copy").write_bytes(bytes(size))
-    Store(f"noting://{tmp_path}", 5).copy("big", tmp_path / "copy")
+    RemoteStore(f"noting://{tmp_path}", 5).copy_file("big", tmp_path / "copy")
     assert max(Noting.asked) <= 2**22
     assert (tmp_path / "copy").stat().st_size == size
 
@@ -641,7 +641,7 @@ def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> No
 
 def test_a_password_in_an_address_is_in_no_message(store: str, tmp_path: Path) -> None:
     far, how = f"private://me:secret@host{tmp_path}", {"cache": tmp_path / "cache"}
-    pack(Values([1, 2], {}), tmp_path / "numbers")
+    pack(SamplePackingSource([1, 2], {}), tmp_path / "numbers")
     told = []
     with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*/numbers holds value: int64") as caught:
         Packed(f"{far}/far", f"{far}/numbers", **how)
@@ -679,7 +679,7 @@ def test_one_who_waits_for_a_lock_is_patient_while_its_holder_works(tmp_path: Pa
     began, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        with locked(tmp_path / "lock"):
+        with hold_lock(tmp_path / "lock"):
             began.set()
             for number in range(8):
                 time.sleep(0.1)
@@ -689,15 +689,15 @@ def test_one_who_waits_for_a_lock_is_patient_while_its_holder_works(tmp_path: Pa
     with ThreadPoolExecutor(1) as other:
         other.submit(work)
         began.wait(5)
-        with locked(tmp_path / "lock", patience=0.4):
+        with hold_lock(tmp_path / "lock", timeout=0.4):
             assert done.is_set()
 
 
 def test_a_lock_that_is_deleted_while_one_waits_for_it_is_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     first = os.open(path, os.O_RDWR | os.O_CREAT)
-    assert taken(first)
-    lock = locked(path, patience=5)
+    assert try_lock(first)
+    lock = hold_lock(path, timeout=5)
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(lock.__enter__)
         time.sleep(0.1)
@@ -705,7 +705,7 @@ def test_a_lock_that_is_deleted_while_one_waits_for_it_is_no_lock(tmp_path: Path
         unlock(first)
         waiting.result()
     with path.open() as again:
-        assert not taken(again.fileno())
+        assert not try_lock(again.fileno())
 
 
 def test_files_that_cannot_be_locked_are_named(tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_files_that_cannot_be_locked_are_named(tmp_path: Path) -> None:
     path.touch()
     lock = os.open(path, os.O_PATH)  # of which the kernel gives no lock, as file systems without locks do
     with pytest.raises(DataError, match=rf"^{path} cannot be locked: .*; .* another folder"):
-        taken(lock)
+        try_lock(lock)
     unlock(lock)
 
 

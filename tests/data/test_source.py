@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate, random_split
 
-from echelon.data.source import Samples, Source, Tensors, open_source
+from echelon.data.source import SampleSource, Source, TensorSource, open_source
 from echelon.errors import DataError
 
 IDS = np.array([3, 17, 0, 8, 5])
@@ -113,15 +113,15 @@ def test_batches_are_what_torch_makes(name: str) -> None:
     source = open_source(data)
     assert len(source) == len(data)
     for _ in range(2):  # the first batch is read more carefully than the others
-        assert same(source.take(IDS, 0), want)
+        assert same(source.read_batch(IDS, 0), want)
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_parts_are_the_batch_cut(name: str) -> None:
     source = open_source(DATA[name])
     for _ in range(2):
-        parts = source.parts(IDS, [2, 1, 2], 0)
-        want = [source.take(part, 0) for part in (IDS[:2], IDS[2:3], IDS[3:])]
+        parts = source.read_micro_batches(IDS, [2, 1, 2], 0)
+        want = [source.read_batch(part, 0) for part in (IDS[:2], IDS[2:3], IDS[3:])]
         assert same(parts, want)
 
 
@@ -140,15 +140,15 @@ GATHERED = [
 
 @pytest.mark.parametrize("name", DATA)
 def test_columns_in_memory_are_gathered(name: str) -> None:
-    assert open_source(DATA[name]).gathers == (name in GATHERED)
+    assert open_source(DATA[name]).supports_gather == (name in GATHERED)
 
 
 def test_a_read_only_memory_map_is_gathered_in_place(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(60.0).reshape(20, 3))
     rows = np.load(tmp_path / "rows.npy", mmap_mode="r")
     source = open_source(rows)
-    assert source.gathers
-    assert torch.equal(source.take(IDS, 0), torch.from_numpy(np.array(rows)[IDS]))
+    assert source.supports_gather
+    assert torch.equal(source.read_batch(IDS, 0), torch.from_numpy(np.array(rows)[IDS]))
 
 
 def test_a_subclass_of_tensor_dataset_keeps_its_own_samples() -> None:
@@ -156,12 +156,12 @@ def test_a_subclass_of_tensor_dataset_keeps_its_own_samples() -> None:
         def __getitem__(self, index: Any) -> Any:
             return tuple(2 * part for part in super().__getitem__(index))
 
-    assert torch.equal(open_source(Doubled(torch.arange(20))).take(IDS, 0)[0], 2 * torch.from_numpy(IDS))
+    assert torch.equal(open_source(Doubled(torch.arange(20))).read_batch(IDS, 0)[0], 2 * torch.from_numpy(IDS))
 
 
 def test_own_collate_sees_samples() -> None:
     source = open_source(COLUMNS, collate=lambda samples: [label.item() for _, label in samples])
-    assert source.take(IDS, 0) == IDS.tolist()
+    assert source.read_batch(IDS, 0) == IDS.tolist()
 
 
 # Random numbers
@@ -171,11 +171,11 @@ def test_own_collate_sees_samples() -> None:
 @pytest.mark.parametrize("first", [0, 10])
 def test_augmentation_depends_on_the_sample_alone(kind: str, first: int) -> None:
     def sample(source: Source, index: int, epoch: int = 0) -> list[float]:
-        return source.take(np.array([index]), epoch)[0].tolist()
+        return source.read_batch(np.array([index]), epoch)[0].tolist()
 
-    whole = open_source(Noisy(kind, first), seed=5).take(np.arange(20), 0).tolist()
+    whole = open_source(Noisy(kind, first), seed=5).read_batch(np.arange(20), 0).tolist()
     alone = open_source(Noisy(kind, first), seed=5)
-    shares = open_source(Noisy(kind, first), seed=5).parts(np.arange(19, -1, -1), [3, 7, 10], 0)
+    shares = open_source(Noisy(kind, first), seed=5).read_micro_batches(np.arange(19, -1, -1), [3, 7, 10], 0)
     assert [sample(alone, index) for index in range(20)] == whole
     assert torch.cat(shares).flip(0).tolist() == whole
     assert len({tuple(row) for row in whole[first:]}) == 20 - first
@@ -185,19 +185,19 @@ def test_augmentation_depends_on_the_sample_alone(kind: str, first: int) -> None
 
 def test_data_that_begins_to_draw_late_is_noticed() -> None:
     source = open_source(Noisy("numpy", first=10))
-    source.take(np.arange(5), 0)  # nothing drawn: from here on it is read without seeding
-    late = source.take(np.array([12, 13]), 0)
-    assert torch.equal(late, open_source(Noisy("numpy", first=10)).take(np.arange(20), 0)[12:14])
+    source.read_batch(np.arange(5), 0)  # nothing drawn: from here on it is read without seeding
+    late = source.read_batch(np.array([12, 13]), 0)
+    assert torch.equal(late, open_source(Noisy("numpy", first=10)).read_batch(np.arange(20), 0)[12:14])
 
 
 def test_many_at_once_that_draw_are_read_one_by_one() -> None:
-    whole = open_source(Many(noise=True)).take(IDS, 0)
-    assert torch.equal(torch.cat(open_source(Many(noise=True)).parts(IDS, [1, 4], 0)), whole)
+    whole = open_source(Many(noise=True)).read_batch(IDS, 0)
+    assert torch.equal(torch.cat(open_source(Many(noise=True)).read_micro_batches(IDS, [1, 4], 0)), whole)
 
 
 def test_many_at_once_are_read_at_once() -> None:
     data = Many()
-    open_source(data).parts(IDS, [2, 3], 0)
+    open_source(data).read_micro_batches(IDS, [2, 3], 0)
     assert data.calls == [IDS.tolist()]
 
 
@@ -206,8 +206,8 @@ def test_a_collate_that_draws_is_repeatable() -> None:
         return torch.rand(len(samples))
 
     first, second = (open_source([1, 2, 3, 4], collate=mask) for _ in range(2))
-    got = [first.take(np.array([0, 1]), 0), first.take(np.array([2, 3]), 0)]
-    assert torch.equal(second.take(np.array([2, 3]), 0), got[1])
+    got = [first.read_batch(np.array([0, 1]), 0), first.read_batch(np.array([2, 3]), 0)]
+    assert torch.equal(second.read_batch(np.array([2, 3]), 0), got[1])
     assert not torch.equal(*got)
 
 
@@ -224,7 +224,7 @@ def test_loading_leaves_the_trainings_generators_alone(data: Any) -> None:
     source, got = open_source(data), []
     for ids in (np.arange(5), np.arange(20), np.arange(20)):
         got.append(drawn())
-        source.take(ids, 0)
+        source.read_batch(ids, 0)
     assert [*got, drawn()] == want
 
 
@@ -239,7 +239,7 @@ def test_generators_are_put_back_after_an_error() -> None:
     torch.manual_seed(1)
     source = open_source(Broken("torch"))
     with pytest.raises(DataError):
-        source.take(IDS, 0)
+        source.read_batch(IDS, 0)
     assert torch.equal(torch.rand(2), want)
 
 
@@ -336,7 +336,7 @@ def test_samples_that_fail_are_named(data: Any, message: str) -> None:
     source = open_source(data)
     for ids in (IDS, IDS):
         with pytest.raises(DataError, match=message) as caught:
-            source.take(ids, 0)
+            source.read_batch(ids, 0)
     assert caught.value.__cause__ is not None or isinstance(data, Forgetful)
 
 
@@ -345,7 +345,7 @@ def test_a_collate_that_fails_is_blamed() -> None:
     with pytest.raises(
         DataError, match=r"samples 0, 1, each int.*by the job's collate=; repair collate= \(IndexError: list"
     ):
-        source.take(np.array([0, 1]), 0)
+        source.read_batch(np.array([0, 1]), 0)
 
 
 @pytest.mark.gpu
@@ -353,7 +353,7 @@ def test_a_collate_that_fails_is_blamed() -> None:
 @pytest.mark.parametrize("name", [*GATHERED, "a data set", "a list of namedtuples", "a list of tuples"])
 def test_pinned_batches(name: str) -> None:
     source = open_source(DATA[name])
-    pinned, plain = source.take(IDS, 0, pin=True), source.take(IDS, 0)
+    pinned, plain = source.read_batch(IDS, 0, pin=True), source.read_batch(IDS, 0)
     values = pinned.values() if isinstance(pinned, dict) else [pinned] if isinstance(pinned, Tensor) else pinned
     tensors = [value for value in values if isinstance(value, Tensor)]
     assert tensors
@@ -362,17 +362,17 @@ def test_pinned_batches(name: str) -> None:
 
 
 def test_kinds() -> None:
-    assert isinstance(open_source(COLUMNS), Tensors)
-    assert isinstance(open_source(COLUMNS, collate=default_collate), Samples)
+    assert isinstance(open_source(COLUMNS), TensorSource)
+    assert isinstance(open_source(COLUMNS, collate=default_collate), SampleSource)
 
 
 def test_a_source_in_a_spawned_worker_finds_that_workers_generators() -> None:
-    here = Samples(Noisy("python"))
+    here = SampleSource(Noisy("python"))
     elsewhere = ctypes.create_string_buffer(
         4 * 625
     )  # what is in another process at the address of this one's generator
-    here._generators._python_address = ctypes.addressof(elsewhere)
+    here._rng._python_address = ctypes.addressof(elsewhere)
     there = pickle.loads(pickle.dumps(here))
     before = random.getstate()
-    assert torch.equal(there.take(IDS, 0), Samples(Noisy("python")).take(IDS, 0))
+    assert torch.equal(there.take(IDS, 0), SampleSource(Noisy("python")).read_batch(IDS, 0))
     assert random.getstate() == before

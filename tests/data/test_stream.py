@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from echelon.data.loader import Micro, StepBatch
+from echelon.data.loader import MicroBatch, StepBatch
 from echelon.data.stream import Stream, StreamLoader, evaluation_stream
 from echelon.errors import DataError
 
@@ -67,7 +67,14 @@ def steps(
 ) -> Any:
     """Steps as (epoch, samples, values), the values from all ranks in turn."""
     loaders = [
-        StreamLoader(Stream(data, **how), batch=batch, rank=rank, ranks=ranks, micro=micro, agree=alone(ranks))
+        StreamLoader(
+            Stream(data, **how),
+            batch=batch,
+            dp_rank=rank,
+            dp_size=ranks,
+            micro_batch_size=micro,
+            all_gather=alone(ranks),
+        )
         for rank in range(ranks)
     ]
     by_rank = [list(loader.steps(start, stop)) for loader in loaders]
@@ -77,7 +84,7 @@ def steps(
     ]
 
 
-def read(micro: Micro) -> list[float]:
+def read(micro: MicroBatch) -> list[float]:
     batch = micro.batch
     values = (batch[0] if isinstance(batch, list) else batch).tolist()
     assert len(values) == max(micro.samples, 1)
@@ -106,9 +113,9 @@ def in_turn(ranks: int, work: Callable[[int, Callable[[int], list[int]]], Any]) 
 def train(data: Callable[[int], Any], *, ranks: int, batch: int, stop: int) -> list[Any]:
     def work(rank: int, agree: Callable[[int], list[int]]) -> list[StepBatch]:
         return list(
-            StreamLoader(Stream(data(rank)), batch=batch, rank=rank, ranks=ranks, micro=None, agree=agree).steps(
-                0, stop
-            )
+            StreamLoader(
+                Stream(data(rank)), batch=batch, dp_rank=rank, dp_size=ranks, micro_batch_size=None, all_gather=agree
+            ).steps(0, stop)
         )
 
     return in_turn(ranks, work)
@@ -130,16 +137,25 @@ def test_ranks_together_are_the_stream_and_a_resumed_run_its_tail(
 
 
 def test_drop_last() -> None:
-    loader = StreamLoader(Stream(Numbers(10)), batch=4, rank=0, ranks=1, micro=None, agree=alone(1), drop_last=True)
-    assert [(b.epoch, read(b.micros[0])) for b in loader.steps(1, 3)] == [(0, [4, 5, 6, 7]), (1, [0, 1, 2, 3])]
+    loader = StreamLoader(
+        Stream(Numbers(10)), batch=4, dp_rank=0, dp_size=1, micro_batch_size=None, all_gather=alone(1), drop_last=True
+    )
+    assert [(b.epoch, read(b.micro_batches[0])) for b in loader.steps(1, 3)] == [(0, [4, 5, 6, 7]), (1, [0, 1, 2, 3])]
 
 
 def test_unequal_shares_of_a_stream_are_dealt_out_to_its_end() -> None:
     def dealt(rank: int, workers: int) -> list[list[int]]:
         loader = StreamLoader(
-            Stream(Numbers(11)), batch=8, rank=rank, ranks=2, micro=None, agree=alone(2), shares=(3, 1), workers=workers
+            Stream(Numbers(11)),
+            batch=8,
+            dp_rank=rank,
+            dp_size=2,
+            micro_batch_size=None,
+            all_gather=alone(2),
+            shares=(3, 1),
+            workers=workers,
         )
-        return [read(step.micros[0]) for step in loader.steps(0, 2)]
+        return [read(step.micro_batches[0]) for step in loader.steps(0, 2)]
 
     for workers in (0, 1):
         assert dealt(0, workers) == [[0, 1, 2, 3, 4, 5], [8, 9]]
@@ -169,8 +185,19 @@ def test_a_stream_draws_the_same_on_any_ranks_and_disturbs_nobody() -> None:
 @WORKERS
 def test_a_stream_is_read_ahead_by_a_process_to_the_same_end() -> None:
     def read_by(data: Any, workers: int, start: int = 0) -> list[Any]:
-        loader = StreamLoader(Stream(data, seed=3), batch=8, rank=1, ranks=2, micro=3, agree=alone(2), workers=workers)
-        return [(step.epoch, step.samples, [read(micro) for micro in step.micros]) for step in loader.steps(start, 13)]
+        loader = StreamLoader(
+            Stream(data, seed=3),
+            batch=8,
+            dp_rank=1,
+            dp_size=2,
+            micro_batch_size=3,
+            all_gather=alone(2),
+            workers=workers,
+        )
+        return [
+            (step.epoch, step.samples, [read(micro) for micro in step.micro_batches])
+            for step in loader.steps(start, 13)
+        ]
 
     assert read_by(Shuffled(), 1) == read_by(Shuffled(), 0)
     assert read_by(Shuffled(), 2, start=5) == read_by(Shuffled(), 0)[5:]
@@ -236,7 +263,11 @@ def test_equal_streams_agree() -> None:
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20))
 def test_evaluation_counts_each_sample_once(samples: int, ranks: int, size: int) -> None:
     by_rank = [
-        list(evaluation_stream(Stream(Numbers(samples)), rank=rank, ranks=ranks, size=size, agree=alone(ranks)))
+        list(
+            evaluation_stream(
+                Stream(Numbers(samples)), dp_rank=rank, dp_size=ranks, batch_size=size, all_gather=alone(ranks)
+            )
+        )
         for rank in range(ranks)
     ]
     assert len({len(micros) for micros in by_rank}) == 1
@@ -246,8 +277,10 @@ def test_evaluation_counts_each_sample_once(samples: int, ranks: int, size: int)
 
 
 def test_evaluation_of_unequal_streams_stops_all() -> None:
-    def work(rank: int, agree: Callable[[int], list[int]]) -> list[Micro]:
-        return list(evaluation_stream(Stream(Numbers(12 + 6 * rank)), rank=rank, ranks=2, size=3, agree=agree))
+    def work(rank: int, agree: Callable[[int], list[int]]) -> list[MicroBatch]:
+        return list(
+            evaluation_stream(Stream(Numbers(12 + 6 * rank)), dp_rank=rank, dp_size=2, batch_size=3, all_gather=agree)
+        )
 
     for error in in_turn(2, work):
         assert isinstance(error, DataError)
@@ -294,12 +327,12 @@ def test_streams_that_feed_no_training(data: Any, ranks: int, message: str) -> N
 
 def test_an_empty_evaluation() -> None:
     with pytest.raises(DataError, match=r"Numbers: the stream is empty: an evaluation needs at least one sample"):
-        list(evaluation_stream(Stream(Numbers(0)), rank=0, ranks=1, size=3, agree=alone(1)))
+        list(evaluation_stream(Stream(Numbers(0)), dp_rank=0, dp_size=1, batch_size=3, all_gather=alone(1)))
 
 
 def test_a_batch_smaller_than_the_ranks() -> None:
     with pytest.raises(DataError, match=r"a batch of 2 cannot feed 4 data ranks: use batch=4 or more"):
-        StreamLoader(Stream(Numbers(9)), batch=2, rank=0, ranks=4, micro=None, agree=alone(4))
+        StreamLoader(Stream(Numbers(9)), batch=2, dp_rank=0, dp_size=4, micro_batch_size=None, all_gather=alone(4))
 
 
 def test_what_is_no_stream() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.world import World
@@ -24,19 +24,19 @@ X = torch.arange(40.0).reshape(40, 1)
 def job(**changes: Any) -> Job:
     given = {
         "model": lambda: nn.Linear(1, 1), "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
-        "optimizer": lambda p: torch.optim.SGD(p, lr=1e-4), "data": TensorDataset(X, X), "batch": 8, "epochs": 2,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=1e-4), "data": TensorDataset(X, X), "batch_size": 8, "epochs": 2,
     }  # fmt: skip
     return Job(**given | changes)
 
 
 def seen(run: Run, stop: int | None = None) -> list[tuple[int, list[float]]]:
-    return [(batch.step, sorted(batch.micros[0].batch[0].flatten().tolist())) for batch in run.batches(stop)]
+    return [(batch.step, sorted(batch.micro_batches[0].batch[0].flatten().tolist())) for batch in run.batches(stop)]
 
 
 def test_a_data_set_of_its_own_comes_first_once() -> None:
     part = TensorDataset(100 + X[:12], X[:12])
     with Run(job(warmup_data=part), Plan(), World()) as run:
-        assert (run.warmup, run.total_steps) == (2, 2 + 10)
+        assert (run.warmup_steps, run.total_steps) == (2, 2 + 10)
         found = seen(run)
     with Run(job(), Plan(), World()) as plain:
         assert [(step - 2, values) for step, values in found[2:]] == seen(plain)
@@ -46,7 +46,7 @@ def test_a_data_set_of_its_own_comes_first_once() -> None:
 
 def test_a_fraction_is_a_part_of_the_data_drawn_by_the_seed() -> None:
     with Run(job(warmup_data=0.3), Plan(), World()) as run:
-        assert run.warmup == 2  # of 5 steps an epoch, 1.5 and no less
+        assert run.warmup_steps == 2  # of 5 steps an epoch, 1.5 and no less
         first = seen(run)
         assert {value for _, values in first[:2] for value in values} <= set(X.flatten().tolist())
         assert first[0][1] != first[2][1]
@@ -66,7 +66,10 @@ def test_it_resumes_within_and_after_the_warm_up(tmp_path: Path) -> None:
             run.load(tmp_path / str(stop))
             assert before + [float(run.step(batch).loss) for batch in run.batches()] == whole
     for other in (job(), job(warmup_data=0.3)):
-        with Run(other, Plan(), World()) as run, pytest.raises(ForeignCheckpoint, match="the order would differ"):
+        with (
+            Run(other, Plan(), World()) as run,
+            pytest.raises(IncompatibleCheckpointError, match="the order would differ"),
+        ):
             run.load(tmp_path / "2")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from echelon.data.source import open_source
-from echelon.data.workers import Request, ahead, from_workers
+from echelon.data.workers import BatchRequest, prefetch_in_process, read_with_workers
 
 
 class Left:
@@ -47,7 +47,7 @@ def test_a_stream_that_has_begun_is_read_ahead_where_processes_are_spawned_other
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("spawn", force=True)
     try:
-        assert list(ahead((number * 2 for number in range(4)), pin=False)) == [0, 2, 4, 6]
+        assert list(prefetch_in_process((number * 2 for number in range(4)), pin=False)) == [0, 2, 4, 6]
     finally:
         multiprocessing.set_start_method(before, force=True)
 
@@ -60,10 +60,10 @@ def test_a_worker_leaves_alone_what_is_left_of_an_earlier_run(tmp_path: Path, ki
     try:
         Left(tmp_path)
         if kind == "stream":
-            found = list(ahead(iter(CollectingStream()), pin=False))
+            found = list(prefetch_in_process(iter(CollectingStream()), pin=False))
         else:
-            request = Request(np.arange(4), [4], 0)
-            found = list(from_workers(open_source(Collecting()), iter([request]), pin=False, workers=2))
+            request = BatchRequest(np.arange(4), [4], 0)
+            found = list(read_with_workers(open_source(Collecting()), iter([request]), pin=False, workers=2))
     finally:
         gc.enable()
     assert len(found) == (4 if kind == "stream" else 1)

@@ -35,7 +35,7 @@ def _job(**changes: Any) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(torch.randn(48, 8, generator=draw), torch.randint(0, 4, (48,), generator=draw)),
-        batch=16,
+        batch_size=16,
         epochs=1,
     )
     return replace(job, **changes)
@@ -201,7 +201,7 @@ class Chancy(nn.Module):
 
 def running(world: World, momentum: float | None, plan: str) -> float:
     """How far the running statistics are from those of one batch norm that is called with all ranks' inputs, rank by rank."""
-    job = _job(model=lambda: Chancy(momentum), batch=24, epochs=3)
+    job = _job(model=lambda: Chancy(momentum), batch_size=24, epochs=3)
     worst = 0.0
     with Run(job, complete(from_text(plan), job), world, dtype=torch.float64) as run:
         alone = nn.BatchNorm1d(6, momentum=momentum).double()
@@ -209,7 +209,7 @@ def running(world: World, momentum: float | None, plan: str) -> float:
         for batch in run.batches():
             run.model.inputs.clear()
             run.step(batch)
-            parts = run.ranks.gather(run.model.inputs)
+            parts = run.ranks.all_gather_object(run.model.inputs)
             counts.add(tuple(map(len, parts)))
             for value in (each for part in parts for each in part):
                 alone(value)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
-from echelon.engine.step_metrics import StepStatistics
+from echelon.engine.step_metrics import StepMetrics
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
@@ -60,7 +60,7 @@ def mlp(**changes: Any) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         data=DATA,
-        batch=16,
+        batch_size=16,
         epochs=1,
     )
     return replace(job, **changes)
@@ -84,7 +84,7 @@ def tokens(**changes: Any) -> Job:
         inputs=lambda batch: ((batch[0],), {}),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(text),
-        batch=8,
+        batch_size=8,
         epochs=1,
     )
     return replace(job, **changes)
@@ -257,7 +257,7 @@ def head_apart(named: Any, *, leave_out: bool = False) -> list[torch.optim.Optim
 
 JOBS: dict[str, Callable[[], Job]] = {
     "mlp": mlp,
-    "clip": lambda: mlp(clip=0.1),
+    "clip": lambda: mlp(clip_norm=0.1),
     "groups by size": lambda: layered(4, optimizer=by_size),
     "groups by order": lambda: layered(4, optimizer=by_order),
     "nothing for the head": lambda: layered(4, optimizer=head_apart),
@@ -280,15 +280,15 @@ JOBS: dict[str, Callable[[], Job]] = {
     ),
     "dropping": lambda: mlp(model=Dropping),
     "counting": lambda: mlp(model=Counting),
-    "twice": lambda: mlp(model=Twice, batch=17),
+    "twice": lambda: mlp(model=Twice, batch_size=17),
     "auxiliary": lambda: mlp(model=Auxiliary),
     "turned": lambda: mlp(model=Turned),
-    "frozen below": lambda: mlp(model=Frozen, clip=0.1),
-    "thawing below": lambda: mlp(model=Thawing, batch=16),
-    "read last": lambda: mlp(model=ReadLast, clip=0.1),
-    "watched": lambda: mlp(model=Watched, batch=17),
+    "frozen below": lambda: mlp(model=Frozen, clip_norm=0.1),
+    "thawing below": lambda: mlp(model=Thawing, batch_size=16),
+    "read last": lambda: mlp(model=ReadLast, clip_norm=0.1),
+    "watched": lambda: mlp(model=Watched, batch_size=17),
     "bare head": lambda: tokens(
-        model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
+        model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip_norm=0.1
     ),
     "tempered": lambda: mlp(model=Tempered),
     "late": lambda: mlp(model=Late, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
@@ -298,15 +298,17 @@ JOBS: dict[str, Callable[[], Job]] = {
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),
     "groups": lambda: mlp(optimizer=groups),
-    "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "schedule": lambda: mlp(
+        lr_schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)
+    ),
     "tensor rate": lambda: mlp(
         optimizer=lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
-        schedule=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5),
+        lr_schedule=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5),
     ),
     "layers": lambda: layered(4),
     "layers counted": lambda: layered(4, model=counting),
     "uneven layers": lambda: layered(3),
-    "warmed layers": lambda: layered(3, schedule=warmed),
+    "warmed layers": lambda: layered(3, lr_schedule=warmed),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
     "averages": lambda: mlp(model=Averages),
     "kept averages": lambda: mlp(model=lambda: Averages(makes=False)),
@@ -339,9 +341,9 @@ def trained(world: World, name: str, plan: str, *, double: bool = True, steps: i
     """Train a job and return what it came to."""
     run = live(world, name, plan, torch.float64 if double else None)
     losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
-    state = run.gather()
+    state = run.gather_full_state()
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
-    held = run.held()
+    held = run.state_bytes()
     run.close()
     found = {"losses": losses, "rates": rates, "held": held}
     if state is not None:
@@ -356,7 +358,7 @@ def apart(world: World, name: str, plan: str) -> list[set[str]]:
     for batch in run.batches():
         run.step(batch)
         buffers = {key: value.tolist() for key, value in run.model.named_buffers()}
-        every = run.ranks.gather(buffers)
+        every = run.ranks.all_gather_object(buffers)
         found.append({key for key in buffers if any(other.get(key) != buffers[key] for other in every)})
     run.close()
     return found
@@ -365,21 +367,21 @@ def apart(world: World, name: str, plan: str) -> list[set[str]]:
 def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     """The same in the order in which an accelerator's host goes: it hears of a step after the next one's backward."""
     run = live(world, name, plan)
-    run.statistics = StepStatistics(run.model, run.ranks, later=True)
+    run.step_metrics = StepMetrics(run.model, run.ranks, deferred=True)
     found = []
 
     def differ() -> set[str]:
         buffers = {key: value.tolist() for key, value in run.model.named_buffers()}
-        every = run.ranks.gather(buffers)
+        every = run.ranks.all_gather_object(buffers)
         return {key for key in buffers if any(other.get(key) != buffers[key] for other in every)}
 
     for batch in run.batches():
         loss = run.backward(batch)
-        run.settle()
-        run._previous = run.update(loss, batch.samples)
+        run.check_last_step()
+        run._last_step = run.update(loss, batch.samples)
         found.append(differ())
-    run.settle()
-    last, changing = differ(), run.changing
+    run.check_last_step()
+    last, changing = differ(), run.mutable_buffers
     run.close()
     return {"found": found, "last": last, "changing": changing}
 
@@ -388,13 +390,13 @@ def counted(world: World, later: bool) -> tuple[list[str], list[int], int]:
     """What is said of buffers of whole numbers, with those that travelled in each step, and how many calls were counted."""
     said: list[str] = []
     with Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run:
-        run.statistics = StepStatistics(run.model, run.data, later=later, warn=said.append)
+        run.step_metrics = StepMetrics(run.model, run.data_parallel, deferred=later, warn=said.append)
         sizes = []
         for batch in run.batches():
             loss = run.backward(batch)
-            run.settle()
-            run._previous = run.update(loss, batch.samples)
-            sizes.append(len(run.changing or ()))
+            run.check_last_step()
+            run._last_step = run.update(loss, batch.samples)
+            sizes.append(len(run.mutable_buffers or ()))
         return said, sizes, int(run.model.calls)
 
 
@@ -421,11 +423,11 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),
         "stream dealt out": lambda: mlp(data=Numbers(lambda: 200, world.rank, world.size), epochs=None, steps=2),
         "same stream": lambda: mlp(data=Numbers(lambda: 200), epochs=None, steps=2),
-        "evaluation dealt out": lambda: mlp(evaluation=Numbers(lambda: 40, world.rank, world.size)),
+        "evaluation dealt out": lambda: mlp(eval_data=Numbers(lambda: 40, world.rank, world.size)),
         "factory fails": lambda: mlp(model=lambda: MLP(width=12, layers=3, inputs=8) if world.rank else 1 / 0),
         "nan": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1]) / 0 * 0),
-        "few": lambda: mlp(data=TensorDataset(numbers(17, 8), classes(17)), batch=16),
-        "fewer than ranks": lambda: mlp(data=TensorDataset(numbers(1, 8), classes(1)), batch=16),
+        "few": lambda: mlp(data=TensorDataset(numbers(17, 8), classes(17)), batch_size=16),
+        "fewer than ranks": lambda: mlp(data=TensorDataset(numbers(1, 8), classes(1)), batch_size=16),
         "not scalar": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none")),
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
         "held elsewhere": lambda: mlp(model=HeldElsewhere),
@@ -438,7 +440,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         run = Run(job, complete(from_text(plan), job), world)
         for batch in run.batches():
             run.step(batch)
-        if job.evaluation is not None:
+        if job.eval_data is not None:
             run.evaluate()
     except (EchelonError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
@@ -460,7 +462,7 @@ def failure_of_stages(world: World, name: str, stages: tuple[int, ...]) -> str:
 def failure_of_evaluation(world: World, name: str, plan: str) -> str:
     """What is said of a job that is to be evaluated on its own data."""
     job = JOBS[name]()
-    job = replace(job, evaluation=job.data)
+    job = replace(job, eval_data=job.data)
     try:
         Run(job, complete(from_text(plan), job), world).close()
     except EchelonError as error:
@@ -481,10 +483,10 @@ def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
     """Go on from a checkpoint to the end."""
     run = live(world, name, plan)
     run.load(Path(folder))
-    first = run.gather()
+    first = run.gather_full_state()
     begin = run.step_number
     losses = [float(run.step(batch).loss) for batch in run.batches()]
-    last = run.gather()
+    last = run.gather_full_state()
     run.close()
     return {"begin": begin, "losses": losses, "first": first, "last": last}
 
@@ -511,7 +513,7 @@ def rates(world: World, name: str, plan: str, folder: str | None = None) -> list
 def evaluated(world: World, name: str, plan: str, metrics: bool = True) -> dict[str, float]:
     """Loss and a metric over a job's own data, after two steps."""
     job = JOBS[name]()
-    job = replace(job, evaluation=job.data, metrics={"half": lambda output, batch: (output.sum() * 0 + 3.0, 6)})
+    job = replace(job, eval_data=job.data, metrics={"half": lambda output, batch: (output.sum() * 0 + 3.0, 6)})
     run = Run(job, complete(from_text(plan), job), world, dtype=torch.float64)
     for batch in run.batches(2):
         run.step(batch)

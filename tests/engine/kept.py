@@ -164,7 +164,7 @@ def _job(name: str) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
         data=TensorDataset(torch.randn(41, 8, generator=draw), torch.randint(0, 4, (41,), generator=draw)),
-        batch=15,
+        batch_size=15,
         epochs=2,
     )
 
@@ -173,7 +173,7 @@ def by_hand(name: str) -> dict[str, Tensor]:
     job = _job(name)
     run = Run(job, from_text("dp=1"), World(), dtype=torch.float64)
     model = copy.deepcopy(run.model)
-    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micros]
+    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micro_batches]
     run.close()
     optimizer: Any = job.optimizer(model.parameters())
     for x, y in batches:
@@ -192,7 +192,7 @@ def trained(world: World, names: list[str], plan: str) -> dict[str, Any]:
             with Run(job, complete(from_text(plan), job), world, dtype=torch.float64) as run:
                 for batch in run.batches():
                     run.step(batch)
-                state = run.gather()
+                state = run.gather_full_state()
                 found[name] = None if state is None else {**state.parameters, **state.buffers}
         except EchelonError as error:
             found[name] = f"{type(error).__name__}: {error}"

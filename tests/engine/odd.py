@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from echelon import Job
 from echelon.engine.run import Run
-from echelon.flow.resolve_plan import Subject
+from echelon.flow.resolve_plan import JobSource
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World
@@ -279,7 +279,7 @@ def _job(model: Callable[[], nn.Module], collate: Callable[..., Any] = _plain, *
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         data=SAMPLES,
         collate=collate,
-        batch=8,
+        batch_size=8,
         steps=3,
         **given,
     )
@@ -311,8 +311,8 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 def settled(name: str, plan: str) -> tuple[Plan, str]:
     """The plan that a job runs under where `plan` is asked for, and what is said about it."""
-    subject = Subject(JOBS[name]())
-    return subject.settle(from_text(plan), subject.profile_or_none(), None)
+    subject = JobSource(JOBS[name]())
+    return subject.adapt_plan(from_text(plan), subject.try_profile(), None)
 
 
 def outcome(world: World, name: str, document: str, own: bool = False) -> Any:
@@ -321,7 +321,7 @@ def outcome(world: World, name: str, document: str, own: bool = False) -> Any:
     try:
         run = Run(JOBS[name](), Plan.from_json(document), world, dtype=None if own else torch.float64)
         losses = [float(run.step(batch).loss) for batch in run.batches()]
-        state = run.gather()
+        state = run.gather_full_state()
         return losses, None if state is None else state.parameters
     except Exception as error:
         return type(error).__name__, str(error)

@@ -30,7 +30,7 @@ def make_job(**changes: Any) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         data=TensorDataset(torch.randn(64, 8, generator=draw), torch.randint(0, 4, (64,), generator=draw)),
-        batch=16,
+        batch_size=16,
         epochs=1,
     )
     return replace(job, **changes)
@@ -123,48 +123,48 @@ class TiedAdapters(nn.Module):
 
 #: name -> (job, plan, what the error says; "" where there is none, steps).
 CASES: dict[str, tuple[Callable[[], Job], str, str, int]] = {
-    "weights under pp": (lambda: make_job(schedule=by(_norm)), "pp=2 micro=4", "(LambdaLR) reads parameter ", 1),
-    "weights under tp": (lambda: make_job(schedule=by(_norm)), "tp=2", "(LambdaLR) reads parameter ", 1),
-    "weights at the start": (lambda: make_job(schedule=by(_norm, after=0)), "pp=2 micro=4", "schedule= reads", 0),
+    "weights under pp": (lambda: make_job(lr_schedule=by(_norm)), "pp=2 micro=4", "(LambdaLR) reads parameter ", 1),
+    "weights under tp": (lambda: make_job(lr_schedule=by(_norm)), "tp=2", "(LambdaLR) reads parameter ", 1),
+    "weights at the start": (lambda: make_job(lr_schedule=by(_norm, after=0)), "pp=2 micro=4", "lr_schedule= reads", 0),
     "weights by data": (
-        lambda: make_job(schedule=by(lambda each: _parameters(each)[0].data[0, 0])),
+        lambda: make_job(lr_schedule=by(lambda each: _parameters(each)[0].data[0, 0])),
         "pp=2 micro=4",
-        "step 2: schedule= (LambdaLR) reads parameter",
+        "step 2: lr_schedule= (LambdaLR) reads parameter",
         1,
     ),
     "many at once": (
-        lambda: make_job(schedule=by(lambda each: torch._foreach_norm(_parameters(each))[0].detach())),
+        lambda: make_job(lr_schedule=by(lambda each: torch._foreach_norm(_parameters(each))[0].detach())),
         "tp=2",
         "reads parameter",
         1,
     ),
     "gradients": (
-        lambda: make_job(schedule=by(lambda each: _parameters(each)[0].grad.norm())),
+        lambda: make_job(lr_schedule=by(lambda each: _parameters(each)[0].grad.norm())),
         "pp=2 micro=4",
         "reads the gradient of",
         1,
     ),
     "optimizer state": (
-        lambda: make_job(schedule=by(lambda each: each.state[_parameters(each)[0]]["momentum_buffer"].norm())),
+        lambda: make_job(lr_schedule=by(lambda each: each.state[_parameters(each)[0]]["momentum_buffer"].norm())),
         "pp=2 micro=4",
         "reads momentum_buffer of",
         1,
     ),
-    "shapes": (lambda: make_job(schedule=by(_shapes)), "pp=2 micro=4", "", 4),
+    "shapes": (lambda: make_job(lr_schedule=by(_shapes)), "pp=2 micro=4", "", 4),
     "a rate that is a tensor": (
         lambda: make_job(
             optimizer=lambda params: torch.optim.SGD(params, lr=torch.tensor(0.1)),
-            schedule=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+            lr_schedule=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         ),
         "pp=2 micro=4",
         "",
         4,
     ),
-    "whole under tp": (lambda: make_job(schedule=by(_uncut)), "tp=2", "", 4),
-    "weights under dp": (lambda: make_job(schedule=by(_norm)), "dp=2", "", 4),
-    "weights under zero": (lambda: make_job(schedule=by(_norm)), "dp=2 zero=3", "", 4),
+    "whole under tp": (lambda: make_job(lr_schedule=by(_uncut)), "tp=2", "", 4),
+    "weights under dp": (lambda: make_job(lr_schedule=by(_norm)), "dp=2", "", 4),
+    "weights under zero": (lambda: make_job(lr_schedule=by(_norm)), "dp=2 zero=3", "", 4),
     "whole tensors under zero": (
-        lambda: make_job(optimizer=lambda params: Normed(params, lr=0.1), schedule=by(_norm)),
+        lambda: make_job(optimizer=lambda params: Normed(params, lr=0.1), lr_schedule=by(_norm)),
         "dp=2 zero=3",
         "reads parameter",
         1,
@@ -185,7 +185,7 @@ CASES: dict[str, tuple[Callable[[], Job], str, str, int]] = {
         "",
         4,
     ),
-    "loss on the last stage": (lambda: shared("global dict"), "pp=2 micro=16", "schedule= reads notes.SEEN", 0),
+    "loss on the last stage": (lambda: shared("global dict"), "pp=2 micro=16", "lr_schedule= reads notes.SEEN", 0),
 }
 
 SEEN = {"mean": 1.0}
@@ -267,15 +267,15 @@ def shared(name: str) -> Job:
         return SequentialLR(optimizer, two, [3])
 
     def lambda_lr(factor: Callable[[int], float]) -> dict[str, Any]:
-        return {"schedule": lambda optimizer: LambdaLR(optimizer, factor)}
+        return {"lr_schedule": lambda optimizer: LambdaLR(optimizer, factor)}
 
     notes, changes = {
         "global dict": (_note_in_dict, lambda_lr(lambda step: 1 / (1 + SEEN["mean"]))),
-        "global": (_note_in_global, {"schedule": ByGlobal}),
+        "global": (_note_in_global, {"lr_schedule": ByGlobal}),
         "closure": (in_closure, lambda_lr(lambda step: 1 / (1 + mean))),
         "object": (in_object, lambda_lr(lambda step: 1 / (1 + note.mean))),
         "tensor": (in_tensor, lambda_lr(lambda step: 1 / (1 + float(note.tensor)))),
-        "chain": (in_object, {"schedule": chained}),
+        "chain": (in_object, {"lr_schedule": chained}),
         "optimizer": (in_object, {"optimizer": lambda params: ByNote(params, note)}),
         "hook": (in_object, {"optimizer": hooked}),
         "made late": (made_late, lambda_lr(lambda step: 1 / (1 + getattr(made_late, "value", 0.0)))),

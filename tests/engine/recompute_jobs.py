@@ -16,7 +16,7 @@ from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.testing.models import GPT, ResNet
-from echelon.trials.op_recorder import recording
+from echelon.trials.op_recorder import record_ops
 from echelon.world import World
 from tests.engine.jobs import classes, numbers
 
@@ -32,7 +32,7 @@ def gpt(
         inputs=lambda batch: ((batch[0],), {}),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         data=TensorDataset(text),
-        batch=batch,
+        batch_size=batch,
         epochs=1,
     )
 
@@ -43,7 +43,7 @@ def resnet() -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers(24, 3, 8, 8), classes(24)),
-        batch=8,
+        batch_size=8,
         epochs=1,
     )
 
@@ -72,7 +72,7 @@ def careless(dropout: float = 0.0) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers(24, 16), classes(24)),
-        batch=8,
+        batch_size=8,
         epochs=1,
     )
 
@@ -112,7 +112,7 @@ def moving(block: type[nn.Module] = Moving) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers(24, 16), classes(24)),
-        batch=8,
+        batch_size=8,
         epochs=1,
     )
 
@@ -133,7 +133,7 @@ def trained(world: World, name: str, plan: str) -> dict[str, Any]:
     """Losses, and on rank 0 parameters and buffers, after an epoch in float64."""
     with Run(JOBS[name](), Plan.from_json(plan), world, dtype=torch.float64) as run:
         losses = [float(run.step(batch).loss) for batch in run.batches()]
-        state = run.gather()
+        state = run.gather_full_state()
     return {"losses": losses} | ({} if state is None else {"parameters": state.parameters, "buffers": state.buffers})
 
 
@@ -145,8 +145,8 @@ def peak(world: World, job: Job, plan: Plan) -> float:
         run.update(loss, batch.samples)
         for parameter in run.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        with recording(run.model, batch.samples) as recorder:
+        with record_ops(run.model, batch.samples) as recorder:
             for value in (*run.model.parameters(), *run.model.buffers()):
-                recorder.ignore(value)
+                recorder.ignore_storage(value)
             run.backward(batch)
-    return max(call.alive for call in recorder.trace.calls)
+    return max(call.alive_bytes for call in recorder.trace.calls)

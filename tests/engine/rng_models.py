@@ -6,12 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.parallel.shard_layout import local
-from echelon.engine.parallel.tensor_parallel import Axis, cut, install, pieces
-from echelon.engine.process_groups import Ranks
+from echelon.engine.parallel.shard_layout import to_local
+from echelon.engine.parallel.tensor_parallel import (
+    TPCommunicator,
+    find_tp_shards,
+    install_tensor_parallel,
+    shard_parameters,
+)
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
 from echelon.partition.find_sequence_parallel import find_segments
-from echelon.partition.find_tp import shard
+from echelon.partition.find_tp import find_tensor_cuts
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.world import World
@@ -45,9 +50,9 @@ class Model(nn.Module):
 
 def masks(world: World, sequence: bool, length: int) -> dict[str, Tensor]:
     """By dropout, which numbers it kept here."""
-    ranks = Ranks(world, torch.device("cpu"))
+    ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        axis = Axis(ranks.axes(Mesh(tp=world.size))["tp"])
+        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"])
         torch.manual_seed(1)
         model = Model().double()
         x = numbers(2, length, 12)
@@ -56,11 +61,11 @@ def masks(world: World, sequence: bool, length: int) -> dict[str, Tensor]:
             return (model(x) * numbers(2, length, 12, seed=9)).sum()
 
         model.eval()
-        placements = shard(model, step, axis.size).placements
+        placements = find_tensor_cuts(model, step, axis.size).placements
         found = find_segments(model, step, axis.size, placements) if sequence else None
-        kept = pieces(model, placements, axis)
-        install(model, placements, axis, found.segments if found else ())
-        cut(model, kept)
+        kept = find_tp_shards(model, placements, axis)
+        install_tensor_parallel(model, placements, axis, found.segments if found else ())
+        shard_parameters(model, kept)
         seen: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             if isinstance(module, nn.Dropout):
@@ -76,7 +81,7 @@ def trained(world: World, name: str, plan: str, steps: int) -> tuple[list[float]
     """A zoo model after some steps with its dropout: the losses, and the parameters that are whole on each rank of tp."""
     with Run(ZOO[name](), Plan.from_json(plan), world) as run:
         losses = [run.step(batch).read()[0] for batch in run.batches(steps)]
-        whole = {n: local(p.detach()).clone() for n, p in run.model.named_parameters() if n not in run.pieces}
+        whole = {n: to_local(p.detach()).clone() for n, p in run.model.named_parameters() if n not in run.tp_shards}
         return losses, whole
 
 
@@ -88,5 +93,5 @@ def resumed(world: World, name: str, plan: str, folder: str, steps: int) -> tupl
     with Run(ZOO[name](), Plan.from_json(plan), world) as run:
         run.load(folder)
         losses += [run.step(batch).read()[0] for batch in run.batches(steps)]
-        whole = {n: local(p.detach()).clone() for n, p in run.model.named_parameters() if n not in run.pieces}
+        whole = {n: to_local(p.detach()).clone() for n, p in run.model.named_parameters() if n not in run.tp_shards}
         return losses, whole

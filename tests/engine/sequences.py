@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.parallel.pipeline_parallel import add_up
-from echelon.engine.parallel.shard_layout import Piece, regions
-from echelon.engine.parallel.tensor_parallel import Axis, cut, install, pieces
-from echelon.engine.process_groups import Ranks
+from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.parallel.shard_layout import TPShard, local_regions
+from echelon.engine.parallel.tensor_parallel import (
+    TPCommunicator,
+    find_tp_shards,
+    install_tensor_parallel,
+    shard_parameters,
+)
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.partition.find_sequence_parallel import find_segments
-from echelon.partition.find_tp import shard
+from echelon.partition.find_tp import find_tensor_cuts
 from echelon.plan.mesh import Mesh
 from echelon.world import World
 
@@ -89,14 +94,14 @@ class Compared:
 
 def compare(world: World, name: str) -> Compared:
     """A stack on parts of sequences of several lengths, beside itself on one device."""
-    ranks = Ranks(world, torch.device("cpu"))
+    ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        return _compare(Axis(ranks.axes(Mesh(tp=world.size))["tp"]), ranks, name)
+        return _compare(TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"]), ranks, name)
     finally:
         ranks.close()
 
 
-def _compare(axis: Axis, ranks: Ranks, name: str) -> Compared:
+def _compare(axis: TPCommunicator, ranks: WorldCommunicator, name: str) -> Compared:
     torch.manual_seed(1)
     whole, first = CASES[name]().double(), "first" in name
     probe = copy.deepcopy(whole).eval()
@@ -107,17 +112,17 @@ def _compare(axis: Axis, ranks: Ranks, name: str) -> Compared:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x) * numbers(*x.shape, seed=9)).sum()
 
-    placements = shard(probe, lambda: loss(probe, batch(8)), axis.size).placements
+    placements = find_tensor_cuts(probe, lambda: loss(probe, batch(8)), axis.size).placements
     found = find_segments(probe, lambda: loss(probe, batch(8)), axis.size, placements)
     models = []
     for segments in ((), found.segments):
         parted = copy.deepcopy(whole)
-        kept = pieces(parted, found.placements, axis)
-        install(parted, found.placements, axis, segments)
-        cut(parted, kept)
+        kept = find_tp_shards(parted, found.placements, axis)
+        install_tensor_parallel(parted, found.placements, axis, segments)
+        shard_parameters(parted, kept)
         models.append(parted)
     plain, parted = models
-    partial = [parted.get_parameter(name) for segment in found.segments for name in segment.partial]
+    partial = [parted.get_parameter(name) for segment in found.segments for name in segment.partial_gradients]
     worst = dict.fromkeys(("outputs", "inputs", "gradients", "evaluated"), 0.0)
     lengths = (8, 7, 11, 2)  # those that cannot be dealt out evenly, and to each rank
     for length in lengths:
@@ -131,14 +136,14 @@ def _compare(axis: Axis, ranks: Ranks, name: str) -> Compared:
             evaluated = [model.eval()(batch(length)) for model in (whole, parted)]
         worst["evaluated"] = max(worst["evaluated"], _apart(*evaluated))
         whole.train(), parted.train()
-    norm = next(name for name in found.segments[0].partial if "norm1.weight" in name)
+    norm = next(name for name in found.segments[0].partial_gradients if "norm1.weight" in name)
     unsummed = _apart(whole.get_parameter(norm).grad, parted.get_parameter(norm).grad)
-    add_up(partial, ranks)
+    sum_gradients(partial, ranks)
     mine = dict(parted.named_parameters())
     for each, value in whole.named_parameters():
         worst["gradients"] = max(worst["gradients"], _apart(value.grad, mine[each].grad, kept.get(each)))
     kept_bytes = [_kept(model, batch(8)) for model in (plain, parted)]
-    return Compared(len(found.segments[0].units), worst, kept_bytes[1] / kept_bytes[0], unsummed)
+    return Compared(len(found.segments[0].blocks), worst, kept_bytes[1] / kept_bytes[0], unsummed)
 
 
 def _kept(model: nn.Module, x: Tensor) -> int:
@@ -158,9 +163,9 @@ def _kept(model: nn.Module, x: Tensor) -> int:
     return sum(seen.values())
 
 
-def _apart(full: Tensor | None, mine: Tensor | None, piece: Piece | None = None) -> float:
+def _apart(full: Tensor | None, mine: Tensor | None, piece: TPShard | None = None) -> float:
     assert full is not None
     assert mine is not None
     scale = float(full.detach().abs().max())
-    parts = [full.detach()[r.place] - r.values.detach() for r in regions(mine, piece)]
+    parts = [full.detach()[r.slices] - r.values.detach() for r in local_regions(mine, piece)]
     return max((float(each.abs().max()) for each in parts if each.numel()), default=0.0) / scale

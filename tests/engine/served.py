@@ -8,27 +8,27 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.engine.backends.launch_servers import Elsewhere
-from echelon.engine.coordinated_stop import Agreement
-from echelon.engine.process_groups import Ranks
+from echelon.engine.backends.launch_servers import ExternalServers
+from echelon.engine.coordinated_stop import CoordinatedStop
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
-from echelon.plan.parameter_server import Served
+from echelon.plan.parameter_server import ServedTable
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World
 from tests.verifier.proofs import make_job
 
 TABLES = (
-    Served(path="users", rows=60, dim=4),
-    Served(path="items.0", rows=40, dim=4),
-    Served(path="items.1", rows=40, dim=4),
+    ServedTable(path="users", rows=60, dim=4),
+    ServedTable(path="items.0", rows=40, dim=4),
+    ServedTable(path="items.1", rows=40, dim=4),
 )
 
 
 def plan_of(text: str) -> Plan:
     """With the tables of the job `mixed`."""
     plan = from_text(f"{text} threads=1")
-    return dataclasses.replace(plan, tables=TABLES) if plan.served else plan
+    return dataclasses.replace(plan, tables=TABLES) if plan.uses_servers else plan
 
 
 def train(
@@ -43,31 +43,34 @@ def train(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """All parameters after `stop` steps, on rank 0, and the losses; from and to a checkpoint where one is named; `elsewhere`: the address
     and the secret's file of servers that run already."""
-    servers = Elsewhere(address=elsewhere[0], secret_file=Path(elsewhere[1])) if elsewhere else None
-    with Run(make_job("mixed", **changes), plan_of(text), world, elsewhere=servers) as run:
+    servers = ExternalServers(address=elsewhere[0], secret_file=Path(elsewhere[1])) if elsewhere else None
+    with Run(make_job("mixed", **changes), plan_of(text), world, external_servers=servers) as run:
         if load is not None:
             run.load(Path(load))
         losses = [float(run.step(batch).loss) for batch in run.batches(stop)]
-        run.meet()
+        run.synchronize()
         if save is not None:
             run.save(Path(save))
-        state = run.gather()
+        state = run.gather_full_state()
         held = {} if state is None else {name: value for name, value in state.parameters.items() if len(value)}
         evaluated = run.evaluate(run.job.data)
-        return held | (run.hub.whole() if run.hub is not None else {}), [*losses, evaluated["loss"]]
+        return held | (run.server_backend.pull_tables() if run.server_backend is not None else {}), [
+            *losses,
+            evaluated["loss"],
+        ]
 
 
 def stop_together(world: World, asked_at: int, lead: int) -> int:
     """The step at which this rank stops where the last is asked to and the others go ahead of it as they may."""
     import time
 
-    ranks = Ranks(world)
-    agreement = Agreement(ranks, lead - 1)
+    ranks = WorldCommunicator(world)
+    agreement = CoordinatedStop(ranks, lead - 1)
     step = 0
     while True:
         step += 1
         if world.rank == world.size - 1:
             time.sleep(0.005)
-        if agreement.tell(step, asked=world.rank == world.size - 1 and step >= asked_at):
-            agreement.settle()
+        if agreement.report(step, stop_requested=world.rank == world.size - 1 and step >= asked_at):
+            agreement.wait()
             return step

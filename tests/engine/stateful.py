@@ -412,7 +412,7 @@ def sgd(params: Any) -> Optimizer:
 
 
 def scheduled(schedule: Callable[..., Any]) -> Callable[[], Job]:
-    return lambda: mlp(optimizer=sgd, schedule=schedule, epochs=2)
+    return lambda: mlp(optimizer=sgd, lr_schedule=schedule, epochs=2)
 
 
 class Shaking(SGD):
@@ -585,7 +585,7 @@ def after(world: World, name: str, plan: str, folder: str | None = None) -> dict
         if folder is not None:
             run.load(Path(folder))
         losses = [float(run.step(batch).loss) for batch in run.batches()]
-        state = run.gather()
+        state = run.gather_full_state()
         found = {"losses": losses, "facts": facts(run)}
         if state is not None:
             found["parameters"] = state.parameters

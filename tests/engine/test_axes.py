@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import evaluated, resumed, saved, trained
 from tests.sampling import one_of_each, pairs, some
@@ -58,7 +58,7 @@ def alone() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "name"), pairs(AXES, NAMES, each=1, table="axes"))
-def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
+def test_every_combination_of_axes_is_one_device(ranks: RankPool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", name, plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
@@ -86,7 +86,7 @@ SCHEDULED = [
         *one_of_each("schedules with axes", SCHEDULED, axes),
     ],
 )
-def test_every_schedule_is_one_device(ranks: Pool, alone: Any, plan: str) -> None:
+def test_every_schedule_is_one_device(ranks: RankPool, alone: Any, plan: str) -> None:
     one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
@@ -94,7 +94,7 @@ def test_every_schedule_is_one_device(ranks: Pool, alone: Any, plan: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
-def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Pool, alone: Any, plan: str) -> None:
+def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: RankPool, alone: Any, plan: str) -> None:
     one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
@@ -104,7 +104,7 @@ def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Poo
 @pytest.mark.parametrize(
     "plan", some("between", ["pp=2 micro=2", "pp=3 micro=2", "dp=2 pp=2 zero=1 micro=2", "dp=2 pp=2 zero=3 micro=2"], 2)
 )
-def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, alone: Any, plan: str) -> None:
+def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: RankPool, alone: Any, plan: str) -> None:
     one, many = alone("borrowed"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "borrowed", plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
@@ -125,7 +125,7 @@ def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, al
         2,
     ),
 )
-def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision: str) -> None:
+def test_half_precision_stays_near_one_device(ranks: RankPool, plan: str, precision: str) -> None:
     one = trained(World(), "tokens", f"precision={precision}", double=False)
     count, text = from_text(plan).ranks, f"{plan} precision={precision}"
     many = ranks.run(count, "tests.engine.jobs:trained", "tokens", text, double=False)
@@ -140,7 +140,7 @@ def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("norms", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"], 2))
-def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone: Any, plan: str) -> None:
+def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: RankPool, alone: Any, plan: str) -> None:
     count, text = from_text(plan).ranks, f"{plan} batchnorm=sync"
     one, many = alone("norm"), ranks.run(count, "tests.engine.jobs:trained", "norm", text)
     assert difference(one["buffers"], many[0]["buffers"]) < BOUND
@@ -149,7 +149,7 @@ def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("evaluated", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"], 2))
-def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
+def test_evaluation_is_the_same_on_every_rank(ranks: RankPool, plan: str) -> None:
     one = evaluated(World(), "tokens", "dp=1")
     for found in ranks.run(from_text(plan).ranks, "tests.engine.jobs:evaluated", "tokens", plan):
         assert found == pytest.approx(one, rel=BOUND)
@@ -174,7 +174,7 @@ def direction(row: tuple[str, str]) -> tuple[bool, bool, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader"), one_of_each("passed on", PASSED_ON, direction))
-def test_what_one_plan_saved_another_loads_exactly(ranks: Pool, tmp_path: Path, writer: str, reader: str) -> None:
+def test_what_one_plan_saved_another_loads_exactly(ranks: RankPool, tmp_path: Path, writer: str, reader: str) -> None:
     def call(plan: str, function: str, *arguments: Any) -> Any:
         count = from_text(plan).ranks
         if count == 1:

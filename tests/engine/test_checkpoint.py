@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.checkpoint.checkpoint_reader import FORMAT, MANIFEST, read_manifest
-from echelon.engine.checkpoint.tensor_storage import INDEX
+from echelon.engine.checkpoint.checkpoint_reader import CHECKPOINT_FORMAT, MANIFEST_FILE, read_manifest
+from echelon.engine.checkpoint.tensor_storage import INDEX_FILE
 from echelon.engine.run import Run
-from echelon.errors import CheckpointError, ForeignCheckpoint
+from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.plan import Plan
 from echelon.plan.sealed_json import seal
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import JOBS, resumed, saved, trained
 from tests.sampling import pairs, some
@@ -26,7 +26,7 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def place(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint made at 4 ranks, zero=3."""
     folder = tmp_path_factory.mktemp("checkpoints") / "four"
     ranks.run(4, "tests.engine.jobs:saved", "tied", "dp=4 zero=3", str(folder), STEPS)
@@ -37,7 +37,7 @@ def place(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "plan", some("saved by four", ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3 micro=2", "dp=3 zero=2"], 3)
 )
-def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, plan: str) -> None:
+def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: RankPool, place: Path, plan: str) -> None:
     count = int(plan[3])
     four = ranks.run(4, "tests.engine.jobs:resumed", "tied", "dp=4 zero=3", str(place))[0]
     found = (
@@ -75,7 +75,7 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
         table="resumed",
     ),
 )
-def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Path, name: str, plan: str) -> None:
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: RankPool, tmp_path: Path, name: str, plan: str) -> None:
     count, folder = int(plan[3]), str(tmp_path / "here")
     if torch.cuda.is_available() and name == "kept averages" and count > 1:
         pytest.skip("saved in the very step in which a buffer first changes: docs/train.md")
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Pat
 
 def resealed(folder: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest as one would who can compute hashes."""
-    (folder / MANIFEST).write_bytes(seal({key: value for key, value in manifest.items() if key != "sha256"}))
+    (folder / MANIFEST_FILE).write_bytes(seal({key: value for key, value in manifest.items() if key != "sha256"}))
 
 
 def damaged(place: Path, tmp_path: Path, how: str) -> Path:
@@ -112,20 +112,20 @@ def damaged(place: Path, tmp_path: Path, how: str) -> Path:
     elif how == "missing":
         data.unlink()
     elif how == "no manifest":
-        (folder / MANIFEST).unlink()
+        (folder / MANIFEST_FILE).unlink()
     elif how == "half a manifest":
-        (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:50])
+        (folder / MANIFEST_FILE).write_text((folder / MANIFEST_FILE).read_text()[:50])
     elif how == "escape":
         manifest = read_manifest(folder)
         manifest["files"]["../outside"] = {"bytes": 0, "sha256": "0" * 64}
         resealed(folder, manifest)
     elif how == "one digit":
-        text = (folder / MANIFEST).read_text()
-        (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
+        text = (folder / MANIFEST_FILE).read_text()
+        (folder / MANIFEST_FILE).write_text(text.replace('"step": 2', '"step": 3'))
     elif how == "appended":
         data.write_bytes(data.read_bytes() + b"!")
     elif how == "missing index":
-        (folder / INDEX).unlink()
+        (folder / INDEX_FILE).unlink()
     return folder
 
 
@@ -145,28 +145,28 @@ def damaged(place: Path, tmp_path: Path, how: str) -> Path:
     ],
 )
 def test_a_bad_checkpoint_is_named_on_every_rank(
-    ranks: Pool, place: Path, tmp_path: Path, how: str, message: str
+    ranks: RankPool, place: Path, tmp_path: Path, how: str, message: str
 ) -> None:
     folder = damaged(place, tmp_path, how)
     found = ranks.run(2, "tests.engine.jobs:load_failure", "tied", "dp=2", str(folder))
     assert all("CheckpointError" in each and message in each for each in found), found
 
 
-def test_a_foreign_checkpoint_is_named(ranks: Pool, place: Path) -> None:
+def test_a_foreign_checkpoint_is_named(ranks: RankPool, place: Path) -> None:
     found = ranks.run(2, "tests.engine.jobs:load_failure", "mlp", "dp=2", str(place))
     assert all("made by another model: 0.weight is absent there and [12, 8] here" in each for each in found), found
     assert all(each.startswith("ForeignCheckpoint: ") for each in found), found
 
 
 def test_another_order_of_samples_is_refused(place: Path) -> None:
-    run = Run(replace(JOBS["tied"](), batch=6), Plan(), World())
-    with pytest.raises(ForeignCheckpoint, match="made with batch=8, the job now has 6"):
+    run = Run(replace(JOBS["tied"](), batch_size=6), Plan(), World())
+    with pytest.raises(IncompatibleCheckpointError, match="made with batch=8, the job now has 6"):
         run.load(place)
 
 
 def test_another_schedule_is_refused(tmp_path: Path) -> None:
     Run(JOBS["mlp"](), Plan(), World()).save(tmp_path / "here")
-    with pytest.raises(ForeignCheckpoint, match="made with 0 schedules, the job now has 1"):
+    with pytest.raises(IncompatibleCheckpointError, match="made with 0 schedules, the job now has 1"):
         Run(JOBS["schedule"](), Plan(), World()).load(tmp_path / "here")
 
 
@@ -175,11 +175,11 @@ def test_other_buffers_are_refused(tmp_path: Path) -> None:
     Run(job, Plan(), World()).save(tmp_path / "here")
     model = job.model()
     model.register_buffer("average", torch.zeros(2))
-    with pytest.raises(ForeignCheckpoint, match="lacks 1 tensors of the model, the first is model/average"):
+    with pytest.raises(IncompatibleCheckpointError, match="lacks 1 tensors of the model, the first is model/average"):
         Run(replace(job, model=model), Plan(), World()).load(tmp_path / "here")
 
 
-def test_a_buffer_that_one_stage_lacks_is_named_on_every_rank(ranks: Pool, tmp_path: Path) -> None:
+def test_a_buffer_that_one_stage_lacks_is_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     saved(World(), "layers", "dp=1", str(tmp_path / "here"), 1)
     found = ranks.run(2, "tests.engine.jobs:load_failure", "layers counted", "pp=2 micro=2", str(tmp_path / "here"))
     assert all("lacks 1 tensors of the model, the first is model/6.seen" in each for each in found), found
@@ -191,11 +191,11 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "here")
     assert manifest["job"] == "job"  # a job without a name
     resealed(tmp_path / "here", manifest | {"format": 99})
-    with pytest.raises(ForeignCheckpoint, match=f"format 99, this echelon reads {FORMAT}"):
+    with pytest.raises(IncompatibleCheckpointError, match=f"format 99, this echelon reads {CHECKPOINT_FORMAT}"):
         run.load(tmp_path / "here")
-    (tmp_path / "here" / MANIFEST).write_text(json.dumps({"format": 2, "step": 7}))  # as versions before wrote it
+    (tmp_path / "here" / MANIFEST_FILE).write_text(json.dumps({"format": 2, "step": 7}))  # as versions before wrote it
     with pytest.raises(
-        ForeignCheckpoint, match=r"format 2, which holds pickled data .* export it with the echelon that"
+        IncompatibleCheckpointError, match=r"format 2, which holds pickled data .* export it with the echelon that"
     ):
         run.load(tmp_path / "here")
 
@@ -203,7 +203,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("dp=1", "dp=2 zero=1"), ("dp=2 zero=1", "dp=1")])
 def test_the_kernels_of_the_optimizer_are_the_running_plans(
-    ranks: Pool, tmp_path: Path, before: str, after: str
+    ranks: RankPool, tmp_path: Path, before: str, after: str
 ) -> None:
     """torch has fused SGD for whole parameters only: a choice that comes back from a checkpoint would fail, or slow down."""
 
@@ -227,7 +227,10 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     # The real device that is always full stands in for the disk: every write ends in ENOSPC.
-    monkeypatch.setattr("echelon.engine.checkpoint.tensor_storage._create", lambda path: Path("/dev/full").open("wb"))  # noqa: SIM115
+    monkeypatch.setattr(
+        "echelon.engine.checkpoint.tensor_storage._create_file",
+        lambda path: Path("/dev/full").open("wb"),  # noqa: SIM115
+    )
     with pytest.raises(CheckpointError, match="the disk is full"):
         run.save(tmp_path / "here")
     assert list(tmp_path.iterdir()) == []

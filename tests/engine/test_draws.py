@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from tests.engine.rng_models import masks, resumed, trained
 from tests.zoo.prove import completed
 
@@ -17,7 +17,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and torch.equal(left, right)
 
 
-def test_masks_differ_between_a_column_and_its_row_and_nowhere_else(ranks: Pool) -> None:
+def test_masks_differ_between_a_column_and_its_row_and_nowhere_else(ranks: RankPool) -> None:
     left, right = ranks.run(2, masks, False, 8)
     for path, mask in left.items():
         assert same(mask, right[path]) != path.endswith("inside"), path
@@ -25,7 +25,7 @@ def test_masks_differ_between_a_column_and_its_row_and_nowhere_else(ranks: Pool)
 
 
 @pytest.mark.parametrize("length", [8, 7])
-def test_masks_differ_on_parts_of_the_sequence_and_are_one_behind_it(ranks: Pool, length: int) -> None:
+def test_masks_differ_on_parts_of_the_sequence_and_are_one_behind_it(ranks: RankPool, length: int) -> None:
     """Ranks with parts of unequal length draw unequally often, too."""
     left, right = ranks.run(2, masks, True, length)
     assert left["blocks.0.before"].shape[1] == -(-length // 2)
@@ -38,7 +38,7 @@ def test_masks_differ_on_parts_of_the_sequence_and_are_one_behind_it(ranks: Pool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence", "tp=2 sequence recompute=block"])
-def test_what_is_whole_stays_equal_over_ranks_under_dropout(ranks: Pool, plan: str) -> None:
+def test_what_is_whole_stays_equal_over_ranks_under_dropout(ranks: RankPool, plan: str) -> None:
     document = completed("transformer", plan)
     (losses, left), (_, right) = ranks.run(2, trained, "transformer", document, 3)
     assert left
@@ -49,7 +49,7 @@ def test_what_is_whole_stays_equal_over_ranks_under_dropout(ranks: Pool, plan: s
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_the_same(ranks: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same(ranks: RankPool, tmp_path: Path) -> None:
     document = completed("transformer", "tp=2 sequence")
     (losses, one), *_ = ranks.run(2, trained, "transformer", document, 4)
     (again, two), *_ = ranks.run(2, resumed, "transformer", document, str(tmp_path / "here"), 4)

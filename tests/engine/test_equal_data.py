@@ -15,7 +15,7 @@ from echelon.engine.run import Run
 from echelon.errors import DataError
 from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import DATA, classes, mlp, numbers
 
@@ -97,14 +97,16 @@ def started(world: World, kind: str, plan: str = "dp=2") -> str:
         ("broken", "started"),
     ],
 )
-def test_different_data_is_refused(ranks: Pool, kind: str, words: str) -> None:
+def test_different_data_is_refused(ranks: RankPool, kind: str, words: str) -> None:
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"), [("own", "sample 0 differs on rank 1 from rank 0's"), ("own, one seed", "started")]
 )
-def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(ranks: Pool, kind: str, words: str) -> None:
+def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(
+    ranks: RankPool, kind: str, words: str
+) -> None:
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind, "tp=2"))
 
 
@@ -119,7 +121,7 @@ def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(ranks: 
         ("stream ends", "tp=2", "the stream ended early on rank 0"),
     ],
 )  # fmt: skip
-def test_a_stream_that_deals_its_samples_out_is_refused(ranks: Pool, name: str, plan: str, words: str) -> None:
+def test_a_stream_that_deals_its_samples_out_is_refused(ranks: RankPool, name: str, plan: str, words: str) -> None:
     found = ranks.run(from_text(plan).ranks, "tests.engine.jobs:failure", name, plan)
     assert all(words in each for each in found), found
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.engine.metrics import Part, UnjoinableError, classify, joined
+from echelon.engine.metrics import EvaluationPart, UnjoinableError, classify_metric, join_parts
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
 from tests.sampling import some
@@ -37,7 +37,7 @@ WANTED = {"number": 3.5, "whole": 2, "pair": 3.5, "mixed": 1, "host": 1.5, "half
 def evaluated(device: str) -> dict[str, float]:
     """257 samples at once: one more than bfloat16 can count."""
     data = torch.utils.data.TensorDataset(numbers(257, 8), classes(257))
-    job = mlp(data=data, evaluation=data, batch=257, metrics=METRICS)
+    job = mlp(data=data, eval_data=data, batch_size=257, metrics=METRICS)
     with Run(job, Plan(), World(), device=torch.device(device)) as run:
         return run.evaluate()
 
@@ -57,7 +57,7 @@ def test_metrics_may_be_numbers_or_tensors_on_a_gpu() -> None:
 
 
 def test_a_metric_that_is_no_scalar_is_named() -> None:
-    job = mlp(evaluation=mlp().data, metrics={"rows": lambda output, batch: output[:, 0]})
+    job = mlp(eval_data=mlp().data, metrics={"rows": lambda output, batch: output[:, 0]})
     with (
         Run(job, Plan(), World()) as run,
         pytest.raises(JobError, match=r"metric 'rows' gave a tensor of shape \(16,\)"),
@@ -109,7 +109,7 @@ def number(value: Any) -> float:
 def judged() -> Any:
     """53 samples, and batches of 8: the last one has 5, and parts of one class come up."""
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
-    return mlp(data=data, evaluation=data, batch=8, metrics=UNEVEN)
+    return mlp(data=data, eval_data=data, batch_size=8, metrics=UNEVEN)
 
 
 def exact() -> dict[str, float]:
@@ -133,7 +133,7 @@ def evaluate_under(world: World, plan: str) -> tuple[dict[str, float], dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3 micro=2", "pp=2 micro=4", "tp=2"])
-def test_metrics_that_are_no_means_are_exact_under_every_plan(ranks: Pool, plan: str) -> None:
+def test_metrics_that_are_no_means_are_exact_under_every_plan(ranks: RankPool, plan: str) -> None:
     """Also those that fail on parts of one class, and those that return Python numbers from a pipeline's last stage."""
     count = from_text(plan).ranks
     name = "tests.engine.test_evaluate:evaluate_under"
@@ -175,7 +175,7 @@ LOSSES = {
 
 def weighed(loss: str) -> Any:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
-    return mlp(data=data, evaluation=data, batch=8, loss=LOSSES[loss])
+    return mlp(data=data, eval_data=data, batch_size=8, loss=LOSSES[loss])
 
 
 def weighed_under(world: World, plan: str, loss: str) -> float:
@@ -188,7 +188,7 @@ def weighed_under(world: World, plan: str, loss: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("weighed losses", ["dp=1", "dp=1 micro=3", "dp=2", "pp=2 micro=4", "tp=2"], 3))
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -> None:
+def test_the_loss_counts_by_its_own_weights(ranks: RankPool, plan: str, loss: str) -> None:
     job, count = weighed(loss), from_text(plan).ranks
     with Run(job, Plan(), World()) as run, torch.no_grad():
         run.model.eval()
@@ -201,7 +201,7 @@ def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -
 def test_a_metric_that_fails_on_the_whole_set_says_so() -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), torch.ones(53, dtype=torch.long))
     with (
-        Run(mlp(data=data, evaluation=data, metrics={"auc": auc}), Plan(), World()) as run,
+        Run(mlp(data=data, eval_data=data, metrics={"auc": auc}), Plan(), World()) as run,
         pytest.raises(ValueError, match="only one class") as caught,
     ):
         run.evaluate()
@@ -209,7 +209,7 @@ def test_a_metric_that_fails_on_the_whole_set_says_so() -> None:
 
 
 def test_a_metric_over_more_than_memory_holds_is_refused_and_the_rest_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.engine.evaluate._BOUND", 256)
+    monkeypatch.setattr("echelon.engine.evaluate._MAX_COLLECTED_BYTES", 256)
     warnings: list[str] = []
     with Run(judged(), Plan(), World(), warn=warnings.append) as run:
         found = run.evaluate()
@@ -220,8 +220,8 @@ def test_a_metric_over_more_than_memory_holds_is_refused_and_the_rest_is_given(m
     assert "(sum, count)" in warning
 
 
-def part(output: Any, batch: Any, samples: int) -> Part:
-    return Part(output, batch, samples)
+def part(output: Any, batch: Any, samples: int) -> EvaluationPart:
+    return EvaluationPart(output, batch, samples)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_means_are_told_from_other_metrics(metric: Any, kind: str | None, right:
     output = (torch.eye(2)[labels] * 4 if right else numbers(24, 2)).to(dtype)
     wrapped = (lambda output, batch: metric(output, (batch,))) if metric is f1 else metric
     parts = [part(output[:16], labels[:16], 16), part(output[16:], labels[16:], 8)]
-    assert classify(wrapped, parts) == kind
+    assert classify_metric(wrapped, parts) == kind
 
 
 @dataclass
@@ -261,26 +261,27 @@ def test_a_metric_of_the_models_own_loss_is_seen_over_several_batches() -> None:
         part(Answer(torch.tensor(0.5 + place), numbers(4, 2)), {"x": numbers(4, 2), "text": ["a"] * 4}, 4)
         for place in range(2)
     ]
-    assert classify(lambda output, batch: output.loss, parts) == "mean"
-    assert classify(lambda output, batch: output.loss.exp(), parts) == "whole"
-    assert classify(lambda output, batch: output.loss.exp(), parts[:1]) == "whole"
+    assert classify_metric(lambda output, batch: output.loss, parts) == "mean"
+    assert classify_metric(lambda output, batch: output.loss.exp(), parts) == "whole"
+    assert classify_metric(lambda output, batch: output.loss.exp(), parts[:1]) == "whole"
     assert (
-        classify(lambda output, batch: output.logits.mean() * len(batch["text"]) / len(output.logits), parts) == "mean"
+        classify_metric(lambda output, batch: output.logits.mean() * len(batch["text"]) / len(output.logits), parts)
+        == "mean"
     )
-    everything = joined(parts)
-    assert (everything.samples, len(everything.batch["text"]), everything.output.loss) == (8, 8, 1.0)
+    everything = join_parts(parts)
+    assert (everything.sample_count, len(everything.batch["text"]), everything.output.loss) == (8, 8, 1.0)
 
 
 def test_batches_of_different_lengths_do_not_fit_together() -> None:
     parts = [part(numbers(4, width), numbers(4, width), 4) for width in (2, 3)]
     with pytest.raises(UnjoinableError, match=r"\(4, 2\), \(4, 3\)"):
-        joined(parts)
-    assert classify(lambda output, batch: output.sum(1).mean(), parts) == "mean"
+        join_parts(parts)
+    assert classify_metric(lambda output, batch: output.sum(1).mean(), parts) == "mean"
 
 
 def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 0 are left out; the first batches have none."""
-    monkeypatch.setattr("echelon.engine.evaluate._SMALL", 0)
+    monkeypatch.setattr("echelon.engine.evaluate._SMALL_SET_BYTES", 0)
 
     def kept(output: Tensor, batch: Any) -> Tensor:
         some = batch[0][:, 0] != 0
@@ -289,7 +290,7 @@ def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later(monkeypatch
     values = numbers(96, 8)
     values[70:78, 0] = 0
     data = torch.utils.data.TensorDataset(values, classes(96))
-    with Run(mlp(data=data, evaluation=data, batch=8, metrics={"kept": kept}), Plan(), World()) as run:
+    with Run(mlp(data=data, eval_data=data, batch_size=8, metrics={"kept": kept}), Plan(), World()) as run:
         found = run.evaluate()
         run.model.eval()
         with torch.no_grad():
@@ -304,7 +305,7 @@ def smoothed_in_training(output: Tensor, batch: Any) -> Tensor:
 
 def test_a_loss_that_asks_for_gradients_sees_an_evaluation() -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
-    job = mlp(data=data, evaluation=data, batch=8, loss=smoothed_in_training)
+    job = mlp(data=data, eval_data=data, batch_size=8, loss=smoothed_in_training)
     with Run(job, Plan(), World()) as run, torch.no_grad():
         found = run.evaluate()["loss"]
         run.model.eval()
@@ -318,7 +319,9 @@ def scaled_in_place(output: Tensor, batch: Any) -> Tensor:
 
 def test_a_loss_that_edits_the_output_does_so_once() -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
-    job = mlp(data=data, evaluation=data, batch=8, loss=scaled_in_place, metrics={"size": lambda o, _: o.abs().mean()})
+    job = mlp(
+        data=data, eval_data=data, batch_size=8, loss=scaled_in_place, metrics={"size": lambda o, _: o.abs().mean()}
+    )
     with Run(job, Plan(), World()) as run, torch.no_grad():
         found = run.evaluate()
         run.model.eval()
@@ -342,7 +345,7 @@ def two_counts(output: Tensor, batch: Any) -> Tensor:
 @pytest.mark.parametrize("loss", [sometimes, two_counts])
 def test_a_loss_without_a_common_weight_counts_by_samples(loss: Any) -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
-    job = mlp(data=data, evaluation=data, batch=8, loss=loss)
+    job = mlp(data=data, eval_data=data, batch_size=8, loss=loss)
     with Run(job, Plan(), World()) as run, torch.no_grad():
         found = run.evaluate()["loss"]
         run.model.eval()
@@ -361,7 +364,7 @@ def edits_labels(output: Tensor, batch: Any) -> Tensor:
 def test_a_loss_that_edits_the_batch_does_so_once() -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
     job = mlp(
-        data=data, evaluation=data, batch=8, loss=edits_labels, metrics={"label": lambda _, b: b[-1].float().mean()}
+        data=data, eval_data=data, batch_size=8, loss=edits_labels, metrics={"label": lambda _, b: b[-1].float().mean()}
     )
     with Run(job, Plan(), World()) as run:
         found = run.evaluate()["label"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.backends.id_prefetch import Foresight, find
-from echelon.engine.backends.remote_embedding import Rows, Standin, install
+from echelon.engine.backends.id_prefetch import IdPredictor, find_batch_view
+from echelon.engine.backends.remote_embedding import EmptyTable, FetchedRows, install_remote_lookup
 from echelon.errors import PlanError, TrainingError
-from echelon.plan.parameter_server import Served
+from echelon.plan.parameter_server import ServedTable
 
 IDS = torch.arange(60).reshape(10, 6)
 
@@ -29,49 +29,49 @@ IDS = torch.arange(60).reshape(10, 6)
     ],
 )
 def test_a_part_of_one_batch_is_found_in_another(part: Any) -> None:
-    view = find(part(IDS), ["text", torch.randn(10), IDS])
+    view = find_batch_view(part(IDS), ["text", torch.randn(10), IDS])
     assert view is not None
     other = torch.randint(0, 1000, (7, 6))  # another number of samples
-    found = view.of([None, None, other])
+    found = view.extract([None, None, other])
     assert found is not None
     assert torch.equal(found.reshape(-1), part(other).reshape(-1))
-    assert view.of([None, None]) is None
-    assert view.flat or view.of([None, None, torch.zeros(7, 1, dtype=torch.long)]) is None
+    assert view.extract([None, None]) is None
+    assert view.is_flat or view.extract([None, None, torch.zeros(7, 1, dtype=torch.long)]) is None
 
 
 @pytest.mark.parametrize(
     "part", [lambda ids: ids % 7, lambda ids: ids.clone(), lambda ids: ids.int(), lambda ids: ids[2:]]
 )
 def test_what_is_made_from_a_batch_is_not_foreseen(part: Any) -> None:
-    assert find(part(IDS), [IDS]) is None
+    assert find_batch_view(part(IDS), [IDS]) is None
 
 
 def test_ids_of_all_micro_batches_come_once_and_sorted() -> None:
-    foresight = Foresight()
-    foresight.look((IDS, torch.zeros(10)))
-    foresight.note("a", IDS[:, 0])
-    foresight.note("a", IDS[:, 1])
-    foresight.note("b", IDS[:, 2])
-    foresight.note("b", IDS[:, 2] % 3)  # some of b's ids are made: none is foreseen
+    foresight = IdPredictor()
+    foresight.set_micro_batch((IDS, torch.zeros(10)))
+    foresight.observe_lookup("a", IDS[:, 0])
+    foresight.observe_lookup("a", IDS[:, 1])
+    foresight.observe_lookup("b", IDS[:, 2])
+    foresight.observe_lookup("b", IDS[:, 2] % 3)  # some of b's ids are made: none is foreseen
     batches = [
         (torch.tensor([[5, 3, 0, 0, 0, 0]]), torch.zeros(1)),
         (torch.tensor([[3, 9, 0, 0, 0, 0]]), torch.zeros(1)),
     ]
-    found = foresight.ids(batches)
+    found = foresight.predict_ids(batches)
     assert {table: ids.tolist() for table, ids in found.items()} == {"a": [3, 5, 9]}
 
 
-def served(module: nn.Module, weight: Tensor) -> list[Rows]:
+def served(module: nn.Module, weight: Tensor) -> list[FetchedRows]:
     """Have `module` look rows of `weight` up, as from a server; they are noted."""
-    made: list[Rows] = []
+    made: list[FetchedRows] = []
 
-    def fetch(path: str, ids: Tensor) -> tuple[Rows, Tensor]:
+    def fetch(path: str, ids: Tensor) -> tuple[FetchedRows, Tensor]:
         unique, places = torch.unique(ids.reshape(-1), return_inverse=True)
-        rows = Rows(unique.numpy(), weight.detach()[unique].clone().requires_grad_())
+        rows = FetchedRows(unique.numpy(), weight.detach()[unique].clone().requires_grad_())
         made.append(rows)
         return rows, places
 
-    install(module, Served(path="table", rows=len(weight), dim=weight.shape[1]), fetch)
+    install_remote_lookup(module, ServedTable(path="table", rows=len(weight), dim=weight.shape[1]), fetch)
     return made
 
 
@@ -117,10 +117,10 @@ def test_an_id_beyond_the_table_is_refused() -> None:
 
 def test_a_table_that_is_not_here_cannot_be_computed_with() -> None:
     """A penalty on all of its rows would be zero, in silence."""
-    standin = Standin(torch.empty(0, 4), True)
-    standin.title = "users.weight"
+    standin = EmptyTable(torch.empty(0, 4), True)
+    standin.parameter_name = "users.weight"
     assert standin.pow(2).sum().item() == 0
-    standin.inside = lambda: True
+    standin.is_in_forward = lambda: True
     assert (standin.shape, standin.grad, standin.dim(), standin.numel()) == ((0, 4), None, 2, 0)
     for compute in (
         lambda: standin.pow(2).sum(),
@@ -132,10 +132,10 @@ def test_a_table_that_is_not_here_cannot_be_computed_with() -> None:
 
 
 def test_rows_are_found_only_where_all_are_there() -> None:
-    rows = Rows(np.array([2, 5, 9]), torch.zeros(3, 1))
-    found = rows.find(torch.tensor([9, 2, 2]))
+    rows = FetchedRows(np.array([2, 5, 9]), torch.zeros(3, 1))
+    found = rows.find_positions(torch.tensor([9, 2, 2]))
     assert found is not None
     assert found.tolist() == [2, 0, 0]
-    assert rows.find(torch.tensor([9, 3])) is None
-    assert rows.find(torch.tensor([10])) is None
-    assert Rows(np.empty(0, np.int64), torch.zeros(0, 1)).find(torch.tensor([1])) is None
+    assert rows.find_positions(torch.tensor([9, 3])) is None
+    assert rows.find_positions(torch.tensor([10])) is None
+    assert FetchedRows(np.empty(0, np.int64), torch.zeros(0, 1)).find_positions(torch.tensor([1])) is None

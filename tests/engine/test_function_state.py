@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.checkpoint.function_state import FunctionState, unchanged
+from echelon.engine.checkpoint.function_state import FunctionState, preserve_function_state
 from echelon.engine.checkpoint.run_attributes import ModelState
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
-from echelon.trials.isolation import Isolated
+from echelon.testing.rank_pool import RankPool
+from echelon.trials.isolation import IsolatedJob
 from echelon.world import World
 from tests.engine.jobs import mlp
 
@@ -272,15 +272,15 @@ def test_it_comes_back(name: str) -> None:
     unbroken = values(loss, 0, 7)
     loss, tensors = LOSSES[name](), dict[str, Tensor]()
     before = FunctionState(mlp(loss=loss), MODEL)
-    assert not before.changed()
+    assert not before.changed_objects()
     values(loss, 0, 4)
 
     def put(path: str, value: Tensor) -> str:
         tensors[path] = value.clone()
         return path
 
-    changes, lost = before.changes(put)
-    assert before.changed()
+    changes, lost = before.collect_changes(put)
+    assert before.changed_objects()
     assert changes
     assert not lost
     stored = json.loads(json.dumps(changes))
@@ -296,7 +296,7 @@ def test_trial_calls_leave_no_trace(name: str, begun: int) -> None:
     unbroken = values(loss, 0, 5)
     loss = LOSSES[name]()
     values(loss, 0, begun)
-    with unchanged(mlp(loss=loss), MODEL):
+    with preserve_function_state(mlp(loss=loss), MODEL):
         values(loss, begun, begun + 3)
     assert values(loss, begun, 5) == unbroken[begun:]
 
@@ -314,7 +314,7 @@ def test_the_systems_entropy_takes_no_state() -> None:
     loss = Drawing(random.Random(1))
     state = FunctionState(mlp(loss=loss), MODEL)
     values(loss, 0, 1)
-    changes, lost = state.changes(lambda path, value: path)
+    changes, lost = state.collect_changes(lambda path, value: path)
     assert changes
     assert not lost
     loss = Drawing(random.SystemRandom())
@@ -334,7 +334,7 @@ def test_a_large_tensor_cannot_be_put_back() -> None:
     loss = Bank()
     with (
         pytest.raises(JobError, match=r"loss\.bank: it is changed in place, .* buffer of the model"),
-        unchanged(mlp(loss=loss), MODEL),
+        preserve_function_state(mlp(loss=loss), MODEL),
     ):
         values(loss, 0, 1)
 
@@ -344,7 +344,7 @@ def test_proofs_have_their_own(name: str) -> None:
     loss = LOSSES[name]()
     unbroken = values(loss, 0, 2)
     loss = LOSSES[name]()
-    isolated = Isolated(mlp(loss=loss))
+    isolated = IsolatedJob(mlp(loss=loss))
     with isolated.active():
         assert isolated.job.loss is not None
         values(isolated.job.loss, 0, 3)
@@ -366,7 +366,7 @@ def test_what_cannot_be_stored_is_named() -> None:
     loss = Odd()
     state = FunctionState(mlp(loss=loss), MODEL)
     values(loss, 0, 1)
-    _, lost = state.changes(lambda path, value: path)
+    _, lost = state.collect_changes(lambda path, value: path)
     assert [each.partition(":")[0] for each in lost] == ["loss.phase", "loss.sparse", "loss.log"]
     assert "Phase" in lost[0]
     assert "100,001 items" in lost[2]
@@ -387,7 +387,7 @@ def test_the_models_own_is_not_the_losss() -> None:
     values(loss, 0, 1)
     with torch.no_grad():
         model.weight.zero_()
-    changes, lost = state.changes(lambda path, value: path)
+    changes, lost = state.collect_changes(lambda path, value: path)
     assert changes == {"loss": {".calls": {"value": 1}}}
     assert not lost
 
@@ -434,7 +434,7 @@ def trained(world: World, plan: str, folder: str, steps: int, resume: bool) -> t
     return losses, job.loss.calls
 
 
-def test_a_pipeline_keeps_what_the_last_stage_counted(ranks: Pool, tmp_path: Path) -> None:
+def test_a_pipeline_keeps_what_the_last_stage_counted(ranks: RankPool, tmp_path: Path) -> None:
     unbroken, _ = trained(World(), "dp=1", str(tmp_path / "whole"), 4, False)
     begun = ranks.run(2, trained, "pp=2 micro=16", str(tmp_path / "here"), 2, False)
     assert [calls for _, calls in begun] == [0, 2]
@@ -454,13 +454,13 @@ class Mixed(Counting):
 def test_an_evaluation_calls_the_loss_once_per_batch(kind: type[Counting], steps: int) -> None:
     """Mixed: after a second pass over the set."""
     loss = kind()
-    job = mlp(loss=loss, evaluation=mlp().data)
+    job = mlp(loss=loss, eval_data=mlp().data)
     with Run(job, Plan(), World()) as run:
         for batch in run.batches(steps):
             run.step(batch)
         run.evaluate()
-        assert run.loss_by_samples == (kind is Mixed)
-        assert loss.calls == steps + -(-len(job.evaluation) // job.batch)  # type: ignore[arg-type]
+        assert run.weighs_loss_by_samples == (kind is Mixed)
+        assert loss.calls == steps + -(-len(job.eval_data) // job.batch_size)  # type: ignore[arg-type]
 
 
 class Recurrent(nn.Module):
@@ -481,7 +481,7 @@ def test_lists_of_parameters_are_no_state() -> None:
             value += 1
     model.rnn.weight_ih_l0 = nn.Parameter(model.rnn.weight_ih_l0.detach().clone())  # torch makes its lists again
     model.listed = [*model.rnn.parameters()][:2]
-    changes, lost = state.changes(lambda path, value: path)
+    changes, lost = state.collect_changes(lambda path, value: path)
     assert changes == {"model": {".calls": {"value": 1}}}
     assert not lost
 
@@ -504,7 +504,7 @@ def logged(world: World, folder: str, unproved: bool) -> list[str]:
     warnings: list[str] = []
     job = mlp(loss=Logging())
     with Run(job, from_text("dp=2"), world, warn=warnings.append) as run:
-        run.attributes.unproved = unproved
+        run.attributes.is_unproved = unproved
         for batch in run.batches(2):
             run.step(batch)
         run.save(Path(folder))
@@ -512,7 +512,7 @@ def logged(world: World, folder: str, unproved: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("unproved", [True, False])
-def test_a_checkpoint_names_what_data_ranks_hold_apart(ranks: Pool, tmp_path: Path, unproved: bool) -> None:
+def test_a_checkpoint_names_what_data_ranks_hold_apart(ranks: RankPool, tmp_path: Path, unproved: bool) -> None:
     """Without a proof the loss may read it: no rank's value is stored. With one the first rank's is. A resumed run names it either way."""
     (written, others) = ranks.run(2, logged, str(tmp_path / "here"), unproved)
     about = [each for each in written if each.startswith("values of loss=")]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from echelon.engine.run import Run
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import JOBS, rates, saved, trained
 
@@ -32,7 +32,7 @@ STEPS = 2
     ],
 )
 def test_rates_of_layers_go_on_under_any_stages(
-    ranks: Pool, tmp_path: Path, name: str, writer: str, reader: str
+    ranks: RankPool, tmp_path: Path, name: str, writer: str, reader: str
 ) -> None:
     def call(plan: str, function: Any, *arguments: Any) -> list[Any]:
         count = from_text(plan).ranks
@@ -53,20 +53,20 @@ def test_rates_of_layers_go_on_under_any_stages(
 def test_groups_that_had_different_settings_cannot_become_one(tmp_path: Path) -> None:
     saved(World(), "layers", "dp=1", str(tmp_path / "here"), STEPS)
     job = replace(JOBS["layers"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    with pytest.raises(ForeignCheckpoint, match=r"0\.weight and .* are in one group of this job's optimizer"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"0\.weight and .* are in one group of this job's optimizer"):
         Run(job, Plan(), World()).load(tmp_path / "here")
 
 
 def test_optimizers_of_other_parameters_are_refused(tmp_path: Path) -> None:
     saved(World(), "two", "dp=1", str(tmp_path / "here"), STEPS)
     job = replace(JOBS["two"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    with pytest.raises(ForeignCheckpoint, match="its optimizers cover other parameters"):
+    with pytest.raises(IncompatibleCheckpointError, match="its optimizers cover other parameters"):
         Run(job, Plan(), World()).load(tmp_path / "here")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing for the head", "other optimizers", "groups by order"])
-def test_stages_make_the_optimizers_of_the_whole_model(ranks: Pool, name: str) -> None:
+def test_stages_make_the_optimizers_of_the_whole_model(ranks: RankPool, name: str) -> None:
     """Though a stage has none of an optimizer's parameters, or others are the first there."""
     alone, found = trained(World(), name, "dp=1"), ranks.run(2, trained, name, "pp=2 micro=2")
     assert all(each["rates"] == alone["rates"] for each in found)
@@ -79,7 +79,7 @@ def test_an_optimizer_without_parameters_is_told() -> None:
         Run(job, Plan(), World())
 
 
-def test_groups_by_size_are_those_of_whole_parameters_under_tp(ranks: Pool) -> None:
+def test_groups_by_size_are_those_of_whole_parameters_under_tp(ranks: RankPool) -> None:
     alone = trained(World(), "groups by size", "dp=1")
     found = ranks.run(2, trained, "groups by size", "tp=2")[0]
     assert found["rates"] == alone["rates"]

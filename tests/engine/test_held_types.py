@@ -24,7 +24,7 @@ from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
 from echelon.testing.models import MLP
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp, numbers
@@ -214,7 +214,7 @@ def test_proofs_and_evaluations_leave_state_of_any_class_alone(place: str, kind:
 @pytest.mark.parametrize(
     ("kind", "plan"), pairs(HOLDERS, ["dp=2", "dp=2 zero=3", "pp=2"], each=1, table="held types")[:: 1 if WHOLE else 3]
 )
-def test_ranks_go_on_with_state_of_any_class(tmp_path: Path, ranks: Pool, kind: str, plan: str) -> None:
+def test_ranks_go_on_with_state_of_any_class(tmp_path: Path, ranks: RankPool, kind: str, plan: str) -> None:
     unbroken = losses(World(), "model", kind, "dp=1")
     name, folder = "tests.engine.test_held_types:begun_and_resumed", str(tmp_path / "here")
     for found in ranks.run(2, name, "model", kind, plan, folder):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from echelon.engine.data_setup import Mover
+from echelon.engine.data_setup import BatchMover
 
 
 class Pair(NamedTuple):
@@ -17,7 +17,7 @@ class Pair(NamedTuple):
 
 def test_containers_keep_their_kind() -> None:
     batch = {"pair": Pair(torch.ones(2), 3), "list": [torch.ones(1, dtype=torch.int64)], "text": "as it is"}
-    found = Mover(torch.device("cpu"), torch.float64)(batch)
+    found = BatchMover(torch.device("cpu"), torch.float64)(batch)
     assert isinstance(found["pair"], Pair)
     assert isinstance(found["list"], list)
     assert found["pair"].image.dtype == torch.float64
@@ -28,7 +28,7 @@ def test_containers_keep_their_kind() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_does_not_wait_for_what_computes_and_what_computes_waits_for_the_copy() -> None:
-    move, size = Mover(torch.device("cuda")), 2**20
+    move, size = BatchMover(torch.device("cuda")), 2**20
     batches = [torch.full((size,), number, dtype=torch.float32).pin_memory() for number in range(20)]
     sums = []
     for batch in batches:
@@ -42,12 +42,12 @@ def test_a_copy_does_not_wait_for_what_computes_and_what_computes_waits_for_the_
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_is_made_while_the_device_computes() -> None:
-    move, batch = Mover(torch.device("cuda")), torch.ones(2**20).pin_memory()
+    move, batch = BatchMover(torch.device("cuda")), torch.ones(2**20).pin_memory()
     move(batch)  # memory and stream are there
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     before = torch.cuda.Event()
     before.record()
     move(batch)
-    move._copies.synchronize()
+    move._copy_stream.synchronize()
     assert not before.query()  # the copy is done and the device is not

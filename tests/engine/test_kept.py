@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine import kept
 
@@ -28,14 +28,14 @@ def test_micro_batches_keep_state_as_the_whole_batch_does(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 micro=3", "dp=2 shares=2:1"])
-def test_ranks_keep_state_as_one_device_does(ranks: Pool, plan: str) -> None:
+def test_ranks_keep_state_as_one_device_does(ranks: RankPool, plan: str) -> None:
     found = ranks.run(2, "tests.engine.kept:trained", list(kept.MODELS), plan)[0]
     assert {name: _differs(found[name], name) for name in kept.MODELS} == dict.fromkeys(kept.MODELS, "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", kept.KEPT_LATE)
-def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: Pool, plan: str) -> None:
+def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: RankPool, plan: str) -> None:
     names = list(kept.LATE)
     found = ranks.run(int(plan[3]), "tests.engine.kept:trained", names, plan)[0]
     for name in names:
@@ -50,7 +50,7 @@ def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: Pool, plan: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1 micro=1", "dp=2 micro=1"])
-def test_micro_batches_of_one_sample_keep_state(ranks: Pool, plan: str) -> None:
+def test_micro_batches_of_one_sample_keep_state(ranks: RankPool, plan: str) -> None:
     found = ranks.run(int(plan[3]), "tests.engine.kept:trained", list(kept.MODELS), plan)[0]
     assert {name: _differs(found[name], name) for name in kept.MODELS} == dict.fromkeys(kept.MODELS, "")
 
@@ -67,6 +67,6 @@ def test_a_rule_that_changes_is_named() -> None:
     assert "buffer_reductions = {'state': 'mean'}" in found
 
 
-def test_ranks_do_not_average_state_without_a_rule(ranks: Pool) -> None:
+def test_ranks_do_not_average_state_without_a_rule(ranks: RankPool) -> None:
     for found in ranks.run(2, "tests.engine.kept:trained", list(kept.REFUSED), "dp=2"):
         assert all(found[name].startswith("UnpartedState: buffer state: ") for name in kept.REFUSED), found

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.checkpoint.function_state import loss_parameters
+from echelon.engine.checkpoint.function_state import find_loss_parameters
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.optimizer_class import classify, made_for
+from echelon.profiler.optimizer_class import classify, make_trial_optimizers
 from echelon.testing.models import MLP
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp
@@ -36,7 +36,7 @@ def tempered(**changes: Any) -> Job:
     return mlp(loss=loss, optimizer=lambda params: torch.optim.AdamW([*params, heat], lr=0.05), **changes)
 
 
-MADE = {"proxies": proxies, "tempered": tempered, "clipped": lambda: tempered(clip=0.3)}
+MADE = {"proxies": proxies, "tempered": tempered, "clipped": lambda: tempered(clip_norm=0.3)}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -48,15 +48,15 @@ def test_one_process_trains_them_as_a_plain_loop_does(name: str) -> None:
         for value in run.loss_parameters.values():
             value.grad = torch.ones_like(value)  # as a trial may leave it
         for batch in run.batches():
-            (micro,) = batch.micros
+            (micro,) = batch.micro_batches
             optimizer.zero_grad()
             loss = plain.loss(model(micro.batch[0]), micro.batch)
             (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
-            if plain.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), plain.clip)
+            if plain.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), plain.clip_norm)
             optimizer.step()
             run.step(batch)
-        theirs = [*model.parameters(), *loss_parameters(plain, model).values()]
+        theirs = [*model.parameters(), *find_loss_parameters(plain, model).values()]
         mine = [*run.model.parameters(), *run.loss_parameters.values()]
         assert len(mine) == len(theirs) == 1 + len(list(model.parameters()))
         for one, other in zip(mine, theirs, strict=True):
@@ -68,7 +68,7 @@ def test_trials_do_not_train_them() -> None:
     before = job.loss.vectors.detach().clone()
     model = MLP(width=12, layers=3, inputs=8, classes=4)
     classify(job, dict(model.named_parameters()))
-    for optimizer in made_for(job, dict(model.named_parameters())):
+    for optimizer in make_trial_optimizers(job, dict(model.named_parameters())):
         for value in (value for group in optimizer.param_groups for value in group["params"]):
             value.grad = torch.ones_like(value)
         optimizer.step()
@@ -79,7 +79,7 @@ def test_trials_do_not_train_them() -> None:
 def trained(world: World, name: str, plan: str) -> list[float]:
     job = MADE[name]()
     with torch.no_grad():
-        for value in loss_parameters(job, nn.Module()).values():
+        for value in find_loss_parameters(job, nn.Module()).values():
             value += world.rank  # which one process does not have: rank 0's count
     with Run(job, from_text(plan), world) as run:
         losses = [float(run.step(batch).loss) for batch in run.batches()]
@@ -89,7 +89,7 @@ def trained(world: World, name: str, plan: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3 micro=4"])
 @pytest.mark.parametrize("name", ["proxies", "clipped"])
-def test_data_ranks_exchange_their_gradients(ranks: Pool, name: str, plan: str) -> None:
+def test_data_ranks_exchange_their_gradients(ranks: RankPool, name: str, plan: str) -> None:
     alone = trained(World(), name, "dp=1")
     for found in ranks.run(2, trained, name, plan):
         assert found == pytest.approx(alone, rel=1e-5)
@@ -126,7 +126,7 @@ def refusal(world: World, plan: str) -> str:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
-def test_plans_that_share_the_model_refuse_them(ranks: Pool, plan: str) -> None:
+def test_plans_that_share_the_model_refuse_them(ranks: RankPool, plan: str) -> None:
     assert all(
         "cannot train loss.vectors, a parameter that loss= holds" in each for each in ranks.run(2, refusal, plan)
     )

@@ -16,7 +16,7 @@ from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
 from tests.sampling import one_of_each
@@ -47,7 +47,7 @@ def remembered() -> tuple[Any, Running]:
     data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
     best, mean, pair = Running(), Running(), Running()
     return mlp(
-        data=data, evaluation=data, batch=8, metrics={"best": best.highest, "mean": mean, "pair": pair.total}
+        data=data, eval_data=data, batch_size=8, metrics={"best": best.highest, "mean": mean, "pair": pair.total}
     ), mean
 
 
@@ -72,7 +72,7 @@ def remembered_under(world: World, plan: str, folder: str) -> tuple[list[dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "pp=2 micro=4", "tp=2"])
 def test_metrics_that_keep_state_are_called_once_per_evaluation_and_resume(
-    ranks: Pool, plan: str, tmp_path: Path
+    ranks: RankPool, plan: str, tmp_path: Path
 ) -> None:
     job, _ = remembered()
     wanted = []
@@ -115,14 +115,16 @@ def unequal_tokens(odd: str) -> Any:
     labels[ODD_ROWS[odd], 1] = -1
     data = torch.utils.data.TensorDataset(numbers(88, 8), labels)
     metrics = {"tokens": token_accuracy, "recall": macro_recall, "mean": lambda output, _: output[:, 0].mean()}
-    return mlp(data=data, evaluation=data, batch=8, metrics=metrics, loss=lambda output, batch: output.square().mean())
+    return mlp(
+        data=data, eval_data=data, batch_size=8, metrics=metrics, loss=lambda output, batch: output.square().mean()
+    )
 
 
 def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[str, float], dict[str, str]]:
     """On one rank: what the second evaluation gives, where sets of up to `small` bytes are small."""
     job = unequal_tokens(odd)
     with Run(job, complete(from_text(plan), job), world) as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("echelon.engine.evaluate._SMALL", small)
+        patch.setattr("echelon.engine.evaluate._SMALL_SET_BYTES", small)
         run.evaluate()
         return run.evaluate(), dict(run.metric_kinds)
 
@@ -136,7 +138,7 @@ def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[st
         kind=lambda row: (row[0], row[2]),
     ),
 )
-def test_a_few_odd_samples_anywhere_show_what_is_no_mean(ranks: Pool, plan: str, odd: str, small: int) -> None:
+def test_a_few_odd_samples_anywhere_show_what_is_no_mean(ranks: RankPool, plan: str, odd: str, small: int) -> None:
     job, count = unequal_tokens(odd), from_text(plan).ranks
     with Run(job, Plan(), World()) as run, torch.no_grad():
         run.model.eval()
@@ -178,13 +180,13 @@ def editing(late: bool) -> Any:
     values[30, 0] = 10.0
     data = torch.utils.data.TensorDataset(values, classes(53))
     metrics = {"late": late_edit, "last": EDITS["last"]} if late else EDITS
-    return mlp(data=data, evaluation=data, batch=8, metrics=metrics)
+    return mlp(data=data, eval_data=data, batch_size=8, metrics=metrics)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2 micro=4", "tp=2"])
 @pytest.mark.parametrize("late", [False, True])
-def test_every_metric_sees_the_output_and_the_batch_unedited(ranks: Pool, plan: str, late: bool) -> None:
+def test_every_metric_sees_the_output_and_the_batch_unedited(ranks: RankPool, plan: str, late: bool) -> None:
     job, count = editing(late), from_text(plan).ranks
     with Run(job, Plan(), World()) as run, torch.no_grad():
         run.model.eval()
@@ -218,7 +220,7 @@ def steered_under(world: World, plan: str) -> list[float]:
     global LAST
     STEERING["accuracy"] = LAST = 0.0
     data = torch.utils.data.TensorDataset(numbers(48, 8), classes(48))
-    job = mlp(data=data, evaluation=data, batch=16, metrics={"accuracy": steering}, loss=steered)
+    job = mlp(data=data, eval_data=data, batch_size=16, metrics={"accuracy": steering}, loss=steered)
     found = []
     with Run(job, complete(from_text(plan), job), world) as run:
         for step, batch in enumerate(run.batches(6)):
@@ -230,11 +232,11 @@ def steered_under(world: World, plan: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2 zero=3", "pp=2", "tp=2"])
-def test_what_a_metric_leaves_for_the_loss_is_that_of_the_whole_set(ranks: Pool, plan: str) -> None:
+def test_what_a_metric_leaves_for_the_loss_is_that_of_the_whole_set(ranks: RankPool, plan: str) -> None:
     global LAST
     STEERING["accuracy"] = LAST = 0.0
     data = torch.utils.data.TensorDataset(numbers(48, 8), classes(48))
-    job = mlp(data=data, batch=16, loss=steered)
+    job = mlp(data=data, batch_size=16, loss=steered)
     wanted = []
     with Run(job, Plan(), World()) as run:
         for step, batch in enumerate(run.batches(6)):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from echelon import Job
-from echelon.flow.resolve_plan import Subject
+from echelon.flow.resolve_plan import JobSource
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.odd import outcome, outcomes, settled
 from tests.sampling import some
@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_odd_models_train_as_on_one_device(ranks: Pool) -> None:
+def test_odd_models_train_as_on_one_device(ranks: RankPool) -> None:
     drawn = some("odd", CASES, 4)
     plans = [settled(name, plan) for name, plan, _, _ in drawn]
     for (name, plan, instead, why), (found, said) in zip(drawn, plans, strict=True):
@@ -61,7 +61,7 @@ def test_odd_models_train_as_on_one_device(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_modules_train_whole_on_every_rank(ranks: Pool) -> None:
+def test_compiled_modules_train_whole_on_every_rank(ranks: RankPool) -> None:
     alone, _ = outcome(World(), "scripted", Plan().to_json(), own=True)
     for plan in ("dp=2 zero=3", "tp=2"):
         found, said = settled("scripted", plan)
@@ -76,7 +76,7 @@ def test_layer_drop_is_not_cut_into_stages() -> None:
     assert str(settled("dropped", "dp=2 zero=3")[0]) == "dp=2 zero=3 whole"
 
 
-def test_calls_that_change_while_it_trains_end_a_pipeline_in_our_words(ranks: Pool) -> None:
+def test_calls_that_change_while_it_trains_end_a_pipeline_in_our_words(ranks: RankPool) -> None:
     """What no trial saw: the error is one of ours, not torch's around it."""
     plan, _ = settled("plain", "pp=2 micro=4")
     found = ranks.run(2, outcome, "late", plan.to_json(), timeout=60)
@@ -107,11 +107,11 @@ def test_layer_drop_of_transformers(kind: str, rate: float) -> None:
         model=lambda: head(config),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=ids,
-        batch=4,
+        batch_size=4,
         steps=1,
     )
-    subject = Subject(job)
-    known = subject.profile_or_none()
-    assert str(subject.settle(from_text("dp=2 zero=3"), known, None)[0]) == "dp=2 zero=3 whole"
-    staged, said = subject.settle(from_text("pp=2"), known, None)
+    subject = JobSource(job)
+    known = subject.try_profile()
+    assert str(subject.adapt_plan(from_text("dp=2 zero=3"), known, None)[0]) == "dp=2 zero=3 whole"
+    staged, said = subject.adapt_plan(from_text("pp=2"), known, None)
     assert (staged.mesh.pp, bool(said)) == ((1, True) if rate else (2, False))

@@ -18,7 +18,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.testing.models import MLP
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from echelon.world import World
 from tests.engine.jobs import mlp
 
@@ -74,7 +74,7 @@ def test_the_functions_own_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2"])
-def test_groups_by_identity_are_refused_where_other_tensors_are_trained(ranks: Pool, plan: str) -> None:
+def test_groups_by_identity_are_refused_where_other_tensors_are_trained(ranks: RankPool, plan: str) -> None:
     with pytest.raises(RankError, match=r"lr=0.1 under this plan, and lr=0.5 on one device.* the identity"):
         ranks.run(2, rates, plan)
     assert ranks.run(2, rates, "dp=2") == [[0.5, 0.1]] * 2

@@ -16,24 +16,24 @@ from echelon.engine.run import Run
 from echelon.errors import TrainingError
 from echelon.job import Job
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import mlp, tokens
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_with_patience() -> None:
-    scale = LossScale(scale=1024.0, patience=3)
-    scale.update(overflow=True)
+    scale = LossScale(scale=1024.0, growth_interval=3)
+    scale.update(overflowed=True)
     assert scale.scale == 512
     for _ in range(3):
-        scale.update(overflow=False)
+        scale.update(overflowed=False)
     assert scale.scale == 1024
     for _ in range(2):
-        scale.update(overflow=False)
-    scale.update(overflow=True)
-    assert (scale.scale, scale.good) == (512, 0)
+        scale.update(overflowed=False)
+    scale.update(overflowed=True)
+    assert (scale.scale, scale.good_steps) == (512, 0)
     for _ in range(100):
-        scale.update(overflow=True)
+        scale.update(overflowed=True)
     assert scale.scale == 1
 
 
@@ -45,7 +45,7 @@ def halves(world: World, plan: str) -> list[dict[str, Any]]:
         factor = 1e30 if run.step_number == 1 and world.rank == world.size - 1 else 1.0
         return F.cross_entropy(output.float() * factor, batch[-1])
 
-    run = Run(mlp(loss=loss, precision="fp16", clip=1.0), from_text(plan), world)
+    run = Run(mlp(loss=loss, precision="fp16", clip_norm=1.0), from_text(plan), world)
     found = []
     for batch in run.batches():
         before = [value.detach().clone() for value in run.model.parameters()]
@@ -61,7 +61,7 @@ def halves(world: World, plan: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "plan", ["dp=2 precision=fp16", "dp=2 zero=3 precision=fp16", "dp=2 shares=3:1 precision=fp16"]
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool, plan: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, plan: str) -> None:
     for found in ranks.run(2, "tests.engine.test_precision:halves", plan):
         assert [step["skipped"] for step in found] == [False, True, False, False]
         # Each rank holds something that changes in every step that is not skipped.
@@ -71,14 +71,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool, plan: str) -
 
 def test_sums_over_tokens_do_not_overflow_the_scale() -> None:
     """A sum over many tokens times the scale is far out of fp16's range; the step must still be a good one."""
-    job = tokens(batch=24, precision="fp16")
+    job = tokens(batch_size=24, precision="fp16")
     run = Run(job, from_text("precision=fp16"), World())
     step = run.step(next(iter(run.batches())))
     whole = Run(job, from_text("precision=fp32"), World())
     exact = whole.step(next(iter(whole.batches())))
     assert not step.skipped
     assert float(step.loss) == pytest.approx(float(exact.loss), rel=1e-2)
-    assert run.nominal == 2.0 ** round(torch.log2(torch.tensor(run.nominal)).item())
+    assert run.nominal_count == 2.0 ** round(torch.log2(torch.tensor(run.nominal_count)).item())
 
 
 def hopeless(world: World, plan: str) -> tuple[int, str]:
@@ -95,7 +95,7 @@ def hopeless(world: World, plan: str) -> tuple[int, str]:
     return run.step_number, "no error"
 
 
-def test_a_run_that_diverged_in_fp16_stops(ranks: Pool) -> None:
+def test_a_run_that_diverged_in_fp16_stops(ranks: RankPool) -> None:
     for steps, message in ranks.run(2, "tests.engine.test_precision:hopeless", "dp=2 precision=fp16"):
         assert steps == 16 + 4  # from 2^16 down to 1, and the fifth overflow there
         assert "gradients overflow fp16 at step 21, as in the 4 steps before" in message
@@ -105,11 +105,11 @@ def test_overflows_now_and_then_are_not_hopeless() -> None:
     scale = LossScale(scale=1.0)
     for _ in range(20):
         for overflow in (True, True, True, True, False):
-            scale.update(overflow=overflow)
-            assert not scale.hopeless
+            scale.update(overflowed=overflow)
+            assert not scale.has_diverged
     for _ in range(5):
-        scale.update(overflow=True)
-    assert scale.hopeless
+        scale.update(overflowed=True)
+    assert scale.has_diverged
 
 
 def set_switches(matmul: str, convolution: bool) -> None:
@@ -153,7 +153,7 @@ def filters(world: World, plan: str) -> bool:
         return changed and not warnings.filters
 
 
-def test_a_sharded_run_puts_the_warning_filters_back(ranks: Pool) -> None:
+def test_a_sharded_run_puts_the_warning_filters_back(ranks: RankPool) -> None:
     assert all(ranks.run(2, "tests.engine.test_precision:filters", "dp=2 zero=3"))
 
 
@@ -178,7 +178,7 @@ def test_parameters_in_half_precision_step_as_in_a_plain_loop(dtype: torch.dtype
         loss=lambda output, batch: output.float().square().mean(),
         optimizer=lambda parameters: kind(parameters, lr=0.1, **({} if kind is torch.optim.SGD else {"eps": 1e-3})),
         data=TensorDataset(inputs, inputs),
-        batch=8,
+        batch_size=8,
         epochs=3,
     )
     with Run(job, from_text("dp=1"), World()) as run:

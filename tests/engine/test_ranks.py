@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.parallel.gradient_allreduce import Exchange
-from echelon.engine.process_groups import Ranks, choose_backend, shared_store
+from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
+from echelon.engine.process_groups import WorldCommunicator, choose_backend, open_shared_store
 from echelon.engine.run import Run
 from echelon.errors import WorldError
 from echelon.plan.plan import Plan
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import JOBS
 
@@ -40,15 +40,15 @@ def test_a_rank_without_a_gpu_is_named() -> None:
 
 def joined(world: World) -> tuple[str, list[int], bool]:
     """Join, where nobody made a process group before."""
-    ranks = Ranks(world, torch.device("cpu"))
+    ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        return dist.get_backend(), ranks.gather(world.rank), ranks.staged
+        return dist.get_backend(), ranks.all_gather_object(world.rank), ranks.via_host
     finally:
         ranks.close()
 
 
-def test_ranks_join_and_leave(ranks: Pool) -> None:
-    found = ranks.run(3, "tests.engine.test_ranks:joined", group=False)
+def test_ranks_join_and_leave(ranks: RankPool) -> None:
+    found = ranks.run(3, "tests.engine.test_ranks:joined", init_process_group=False)
     assert found == [("gloo", [0, 1, 2], False)] * 3
 
 
@@ -63,24 +63,24 @@ def joined_twice(world: World) -> list[list[int]]:
     return found
 
 
-def test_a_second_training_does_not_meet_the_first_ones_addresses(ranks: Pool) -> None:
-    assert ranks.run(2, "tests.engine.test_ranks:joined_twice", group=False) == [[[0, 1]] * 2] * 2
+def test_a_second_training_does_not_meet_the_first_ones_addresses(ranks: RankPool) -> None:
+    assert ranks.run(2, "tests.engine.test_ranks:joined_twice", init_process_group=False) == [[[0, 1]] * 2] * 2
 
 
 def left_waiting(world: World) -> str:
     """Rank 1 abandons the others, although something still refers to the process groups; the others wait for it in a collective."""
-    ranks = Ranks(world, torch.device("cpu"))
-    pair = ranks.group_by(lambda rank: 0 if rank < 2 else None)
+    ranks = WorldCommunicator(world, torch.device("cpu"))
+    pair = ranks.split_by(lambda rank: 0 if rank < 2 else None)
     kept = (dist.group.WORLD, pair)
     met(world, "connected")  # a rank that still connects would fail in that, not in the collective
     try:
         if world.rank == 1:
-            ranks.abandon()
+            ranks.abort()
             return "abandoned"
-        (pair or ranks).sum(torch.ones(()))
+        (pair or ranks).all_reduce(torch.ones(()))
         return "summed"
     except RuntimeError as error:
-        ranks.abandon()
+        ranks.abort()
         return str(error)
     finally:
         ranks.close()
@@ -90,13 +90,13 @@ def left_waiting(world: World) -> str:
 
 def met(world: World, purpose: str) -> None:
     """Wait until every rank is here, without any process group."""
-    store = shared_store(world, purpose)
+    store = open_shared_store(world, purpose)
     store.set(str(world.rank), "here")
     store.wait([str(each) for each in range(world.size)])
 
 
-def test_no_rank_waits_for_one_that_abandoned_it(ranks: Pool) -> None:
-    alone, abandoned, other = ranks.run(3, "tests.engine.test_ranks:left_waiting", group=False, timeout=60)
+def test_no_rank_waits_for_one_that_abandoned_it(ranks: RankPool) -> None:
+    alone, abandoned, other = ranks.run(3, "tests.engine.test_ranks:left_waiting", init_process_group=False, timeout=60)
     assert abandoned == "abandoned"
     assert "Connection closed by peer" in alone
     assert "Connection closed by peer" in other
@@ -104,9 +104,9 @@ def test_no_rank_waits_for_one_that_abandoned_it(ranks: Pool) -> None:
 
 def shared(world: World) -> tuple[bool, float]:
     """Two ranks on one GPU."""
-    ranks = Ranks(world)
+    ranks = WorldCommunicator(world)
     try:
-        return ranks.staged, float(ranks.sum(torch.ones((), device=ranks.device)))
+        return ranks.via_host, float(ranks.all_reduce(torch.ones((), device=ranks.device)))
     finally:
         ranks.close()
 
@@ -115,7 +115,7 @@ def abandoned_in_the_middle(world: World, count: int, size: int) -> float:
     """Leave as many worlds as `count` while broadcasts of unlike number are under way; returns the longest time that it took."""
     draw, longest = random.Random(0), 0.0
     for _ in range(count):
-        ranks = Ranks(world)
+        ranks = WorldCommunicator(world)
         ranks.barrier()
         counts, source = [draw.randrange(1, 4) for _ in range(world.size)], draw.randrange(world.size)
         # each is one message; an operation of several fails by those that have not begun
@@ -125,8 +125,8 @@ def abandoned_in_the_middle(world: World, count: int, size: int) -> float:
             if world.rank == draw.randrange(world.size):
                 for each in pending:
                     each.wait()
-                ranks.gather("waits for a rank that is gone")
-        ranks.abandon()
+                ranks.all_gather_object("waits for a rank that is gone")
+        ranks.abort()
         longest = max(longest, time.monotonic() - begin)
         del pending
     return longest
@@ -134,15 +134,15 @@ def abandoned_in_the_middle(world: World, count: int, size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "size"), [(15, 200_000), (5, 20_000_000)], ids=["small", "large"])
-def test_no_rank_waits_for_one_that_has_left_in_the_middle(ranks: Pool, count: int, size: int) -> None:
-    took = ranks.run(2, "tests.engine.test_ranks:abandoned_in_the_middle", count, size, group=False)
+def test_no_rank_waits_for_one_that_has_left_in_the_middle(ranks: RankPool, count: int, size: int) -> None:
+    took = ranks.run(2, "tests.engine.test_ranks:abandoned_in_the_middle", count, size, init_process_group=False)
     assert max(took) < 20
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs exactly one CUDA device")
-def test_ranks_that_share_a_gpu_talk_through_the_host(ranks: Pool) -> None:
-    assert ranks.run(2, "tests.engine.test_ranks:shared", group=False) == [(True, 2.0)] * 2
+def test_ranks_that_share_a_gpu_talk_through_the_host(ranks: RankPool) -> None:
+    assert ranks.run(2, "tests.engine.test_ranks:shared", init_process_group=False) == [(True, 2.0)] * 2
 
 
 @pytest.mark.gpu
@@ -156,10 +156,10 @@ def test_one_rank_exchanges_shards_and_measures_by_nccl(tmp_path: Path) -> None:
         whole, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
         x = torch.randn(16, 64, device="cuda")
         plain(x).square().mean().backward()
-        exchange = Exchange(list(whole.parameters()), 1, dist.group.WORLD)
-        exchange.arm()
+        exchange = GradientAllReduce(list(whole.parameters()), 1, dist.group.WORLD)
+        exchange.sync_next_backward()
         whole(x).square().mean().backward()
-        exchange.finish()
+        exchange.wait()
         for layer in (sharded[0], sharded[2], sharded):
             fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
         sharded(x).square().mean().backward()

@@ -11,7 +11,7 @@ import torch
 
 from echelon.data import Packed
 from echelon.data.loader import Loader
-from echelon.data.packed.from_arrays import Arrays
+from echelon.data.packed.from_arrays import ArrayPackingSource
 from echelon.data.packed.pack import pack
 from echelon.engine.checkpoint import read_history
 from echelon.engine.run import Run
@@ -45,7 +45,7 @@ STEPS, STOP = 10, 6
 
 
 def job(kind: type[Plain], **changes: Any) -> Job:
-    return mlp(data=kind(), batch=8, epochs=None, steps=STEPS, **changes)
+    return mlp(data=kind(), batch_size=8, epochs=None, steps=STEPS, **changes)
 
 
 def started(made: Job, said: list[str] | None = None, **options: Any) -> Run:
@@ -93,7 +93,7 @@ def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Plain], tmp_p
 def test_it_is_read_again_however_long_that_takes(
     kind: type[Plain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+    monkeypatch.setattr(read_history, "_MAX_REPLAY_SECONDS", 0.0)
     said = warnings_of_an_equal_resume(kind, tmp_path / "step")
     assert len(said) == 1
     assert "6 steps are read again, about" in said[0]
@@ -108,7 +108,7 @@ def warnings_of_a_resume_that_reads_nothing(kind: type[Plain], folder: Path, **o
 
 
 def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+    monkeypatch.setattr(read_history, "_MAX_REPLAY_SECONDS", 0.0)
     (said,) = warnings_of_a_resume_that_reads_nothing(Cached, tmp_path / "step")
     assert "starts with it as it was made" in said
 
@@ -152,12 +152,12 @@ class Annealing:
 
 
 def collated() -> Job:
-    return mlp(collate=Annealing(), batch=8, epochs=None, steps=STEPS)
+    return mlp(collate=Annealing(), batch_size=8, epochs=None, steps=STEPS)
 
 
 def listed() -> Job:
     data = [(Counting(row), label) for row, label in DATA]
-    return mlp(data=data, collate=together, batch=8, epochs=None, steps=STEPS)
+    return mlp(data=data, collate=together, batch_size=8, epochs=None, steps=STEPS)
 
 
 @pytest.mark.parametrize("made", [collated, listed])
@@ -174,7 +174,7 @@ def test_what_collation_keeps_comes_back(made: Callable[[], Job], tmp_path: Path
 
 def test_it_is_read_again_after_a_warm_up_that_keeps_nothing(tmp_path: Path) -> None:
     def made() -> Job:
-        return mlp(data=Closure(), warmup_data=DATA, batch=8, epochs=None, steps=STEPS)
+        return mlp(data=Closure(), warmup_data=DATA, batch_size=8, epochs=None, steps=STEPS)
 
     with started(made()) as run:
         whole, warm = trained(run), run.total_steps - STEPS
@@ -191,26 +191,29 @@ def test_only_data_that_keep_something_are_read_again(
     kind: type[Plain], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[int] = []
-    made = Loader._request
+    made = Loader._make_request
     folder = tmp_path / "step"
     with started(job(kind)) as run:
         trained(run, STOP)
         run.save(folder)
     with started(job(kind)) as run:
-        monkeypatch.setattr(Loader, "_request", lambda self, step: (requested.append(step), made(self, step))[1])
+        monkeypatch.setattr(Loader, "_make_request", lambda self, step: (requested.append(step), made(self, step))[1])
         run.load(folder)
     assert requested == list(range(steps))
 
 
 def test_packed_data_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, labels = (each.numpy() for each in DATA.tensors)
-    pack(Arrays({"row": rows, "label": labels}, {"tuple": ["row", "label"]}, {"source": "test"}), tmp_path / "set")
-    made = mlp(data=Packed(tmp_path / "set"), batch=8, epochs=None, steps=STEPS)
+    pack(
+        ArrayPackingSource({"row": rows, "label": labels}, {"tuple": ["row", "label"]}, {"source": "test"}),
+        tmp_path / "set",
+    )
+    made = mlp(data=Packed(tmp_path / "set"), batch_size=8, epochs=None, steps=STEPS)
     with started(made) as run:
         trained(run, STOP)
         run.save(tmp_path / "step")
     with started(made) as run:
-        monkeypatch.setattr(Loader, "_request", lambda self, step: pytest.fail("it reads"))
+        monkeypatch.setattr(Loader, "_make_request", lambda self, step: pytest.fail("it reads"))
         run.load(tmp_path / "step")
     assert run.step_number == STOP
 

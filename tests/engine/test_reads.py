@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine import reads
 
 
 @pytest.mark.slow
-def test_reads_and_replacements_of_parts_are_refused(ranks: Pool) -> None:
+def test_reads_and_replacements_of_parts_are_refused(ranks: RankPool) -> None:
     found = ranks.run(2, "tests.engine.reads:outcomes", list(reads.CASES))
     for name, (_, _, said, steps) in reads.CASES.items():
         messages = [each[name][0] for each in found]
@@ -22,15 +22,15 @@ def test_reads_and_replacements_of_parts_are_refused(ranks: Pool) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("global dict", "schedule= reads notes.SEEN, which loss= changes"),
-        ("global", "schedule= reads notes.MEAN"),
-        ("closure", "schedule= reads notes.mean"),
-        ("object", "schedule= reads notes.note.mean"),
-        ("tensor", "schedule= reads notes.note.tensor"),
-        ("chain", "schedule= reads notes.note.mean"),
+        ("global dict", "lr_schedule= reads notes.SEEN, which loss= changes"),
+        ("global", "lr_schedule= reads notes.MEAN"),
+        ("closure", "lr_schedule= reads notes.mean"),
+        ("object", "lr_schedule= reads notes.note.mean"),
+        ("tensor", "lr_schedule= reads notes.note.tensor"),
+        ("chain", "lr_schedule= reads notes.note.mean"),
         ("optimizer", "optimizer= reads notes.note.mean"),
         ("hook", "optimizer= reads notes.note.mean"),
-        ("made late", "schedule= reads notes.value"),
+        ("made late", "lr_schedule= reads notes.value"),
         ("another attribute", ""),
         ("nothing noted", ""),
         ("schedule to loss", ""),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from echelon.engine.activation_checkpoint import recompute
+from echelon.engine.activation_checkpoint import checkpoint_activations
 from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.simulator import simulate
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.recompute_jobs import JOBS, careless, gpt, peak, trained
 from tests.sampling import pairs, some
@@ -33,7 +33,7 @@ def alone(name: str) -> dict[str, Any]:
     return trained(ALONE, name, Plan().to_json())
 
 
-def again(ranks: Pool, name: str, text: str, what: str = "block") -> dict[str, Any]:
+def again(ranks: RankPool, name: str, text: str, what: str = "block") -> dict[str, Any]:
     plan = complete(from_text(f"{text} recompute={what}"), JOBS[name]())
     found: dict[str, Any] = ranks.run(plan.ranks, trained, name, plan.to_json())[0]
     return found
@@ -60,13 +60,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("what", ["block", "selective"])
 @pytest.mark.parametrize("text", ["dp=1 micro=2", "pp=2 micro=2"])
 def test_buffers_that_a_block_reads_and_changes_are_those_of_its_first_forward(
-    ranks: Pool, text: str, what: str
+    ranks: RankPool, text: str, what: str
 ) -> None:
     assert same(again(ranks, "moving", text, what), again(ranks, "moving", text, "none"))
 
 
 @pytest.mark.parametrize("what", ["block", "selective"])
-def test_a_buffer_that_the_first_forward_makes_is_not_there_in_the_second(ranks: Pool, what: str) -> None:
+def test_a_buffer_that_the_first_forward_makes_is_not_there_in_the_second(ranks: RankPool, what: str) -> None:
     assert same(again(ranks, "making", "dp=1", what), alone("making"))
 
 
@@ -91,7 +91,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights_and_closing_leaves_no
         "pp=2 micro=2 schedule=gpipe", "pp=2 micro=2 schedule=interleaved",
     ], 4),
 )  # fmt: skip
-def test_the_numbers_are_the_same(ranks: Pool, text: str) -> None:
+def test_the_numbers_are_the_same(ranks: RankPool, text: str) -> None:
     assert apart(again(ranks, "gpt", text), alone("gpt")) < 1e-9
 
 
@@ -99,7 +99,7 @@ def test_the_numbers_are_the_same(ranks: Pool, text: str) -> None:
 @pytest.mark.parametrize(
     "text", some("recompute bits", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=2"], 2)
 )
-def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: Pool, text: str) -> None:
+def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: RankPool, text: str) -> None:
     kept, selected = (again(ranks, "cut heads", text, what) for what in ("none", "selective"))
     assert same(kept, selected)
 
@@ -109,13 +109,13 @@ def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: Pool, text: str) -
     ("text", "what"),
     pairs(["dp=2 tp=2 zero=3", "dp=2 pp=2 zero=3 micro=2", "tp=2 pp=2 micro=2"], ["block", "selective"], each=1),
 )
-def test_the_numbers_are_the_same_in_combinations(ranks: Pool, text: str, what: str) -> None:
+def test_the_numbers_are_the_same_in_combinations(ranks: RankPool, text: str, what: str) -> None:
     assert apart(again(ranks, "gpt", text, what), alone("gpt")) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "selective"])
-def test_batch_norms_count_a_batch_once(ranks: Pool, what: str) -> None:
+def test_batch_norms_count_a_batch_once(ranks: RankPool, what: str) -> None:
     assert apart(again(ranks, "resnet", "dp=1", what), alone("resnet")) < 1e-9
     assert apart(again(ranks, "resnet", "tp=2", what), alone("resnet")) < 1e-9
 
@@ -133,7 +133,7 @@ def test_memory_falls_as_forecast() -> None:
     cluster = make_cluster(cores=1)
     node = cluster.nodes[0]
     # Bytes as they are, without what an allocator adds.
-    bare = replace(node.devices[0], grain=0.0, retained=0.0)
+    bare = replace(node.devices[0], block_padding=0.0, retained=0.0)
     cluster = replace(cluster, nodes=(replace(node, devices=(bare,)),))
     known = profile(job)
     found = {}
@@ -158,7 +158,7 @@ def test_the_second_forward_runs_under_the_modes_of_the_first(what: Any) -> None
     found = []
     for how in ("none", what):
         block, x = Block(), torch.ones(3, dtype=torch.float64, requires_grad=True)
-        recompute([block], how)
+        checkpoint_activations([block], how)
         with Doubled():
             block(x).sum().backward()
         found.append(x.grad)

@@ -8,14 +8,14 @@ import pytest
 
 from echelon.plan.certificate import Certificate
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from tests.engine.sequences import CASES, Compared, compare
 from tests.sampling import only_whole, some
 from tests.zoo.prove import completed, prove_plan
 
 
 @pytest.fixture(scope="module", params=some("sequence", product((2, 3), CASES), 3), ids=str)
-def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[Compared]:
+def compared(ranks: RankPool, request: pytest.FixtureRequest) -> list[Compared]:
     ways, name = request.param
     return ranks.run(ways, compare, name, timeout=120)
 
@@ -44,7 +44,7 @@ def test_less_is_kept_for_backward(compared: list[Compared]) -> None:
         ("gpt-tied", "tp=2 micro=3 sequence recompute=block"),
     ],
 )
-def test_with_zero_accumulation_and_clipping_it_is_one_device(ranks: Pool, name: str, plan: str) -> None:
+def test_with_zero_accumulation_and_clipping_it_is_one_device(ranks: RankPool, name: str, plan: str) -> None:
     document = completed(name, plan)
     certificate = Certificate.from_json(ranks.run(from_text(plan).ranks, prove_plan, name, document, timeout=150)[0])
     assert certificate.verified, certificate.divergent

@@ -10,19 +10,19 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from echelon.engine.backends.server_optimizers import rule_of
-from echelon.engine.init_model import unmade
+from echelon.engine.backends.server_optimizers import make_rule
+from echelon.engine.init_model import skip_table_init
 from echelon.engine.weights import export_weights
-from echelon.errors import ForeignCheckpoint, JobError
-from echelon.plan.parameter_server import Served
-from echelon.testing.rank_pool import Pool
+from echelon.errors import IncompatibleCheckpointError, JobError
+from echelon.plan.parameter_server import ServedTable
+from echelon.testing.rank_pool import RankPool
 from tests.engine.served import stop_together, train
 
 pytest.importorskip("numba")
 
 
 @pytest.mark.journey
-def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_with_servers_train_what_one_device_trains(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks to a checkpoint after three steps, then one rank with more servers, all else on the servers or not."""
     (true, losses), *_ = ranks.run(1, train, "dp=1", stop=6)
     saved = str(tmp_path / "step-3")
@@ -46,11 +46,11 @@ def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: 
     assert to_servers[0] == pytest.approx(from_file[0], rel=1e-6)
     with pytest.raises(Exception, match=r"items\.0\.weight was trained by a parameter server there") as refused:
         ranks.run(1, train, "dp=1", stop=6, load=saved)
-    assert isinstance(refused.value.__cause__, ForeignCheckpoint)
+    assert isinstance(refused.value.__cause__, IncompatibleCheckpointError)
 
 
 @pytest.mark.slow
-def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: Pool, tmp_path: Path) -> None:
+def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: RankPool, tmp_path: Path) -> None:
     from echelon.server import Servers, Table, connect
 
     saved, secret = str(tmp_path / "step-2"), tmp_path / "secret"
@@ -78,7 +78,7 @@ def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: Pool, tm
     assert [*before[:2], *after] == pytest.approx(losses, rel=1e-5)
 
 
-def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: Pool) -> None:
+def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: RankPool) -> None:
     assert ranks.run(2, stop_together, 5, 3) == [9, 9]  # asked at 5: one may be 3 steps further by then
 
 
@@ -90,9 +90,9 @@ def test_rules_that_servers_cannot_keep_are_refused() -> None:
         (torch.optim.RMSprop(rows), "no server computes RMSprop"),
     ):
         with pytest.raises(JobError, match=words):
-            rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True)
+            make_rule("users.weight", optimizer, optimizer.param_groups[0], is_table=True)
     adam = torch.optim.AdamW(rows, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-7)
-    rule = rule_of("head.weight", adam, adam.param_groups[0], table=False)
+    rule = make_rule("head.weight", adam, adam.param_groups[0], is_table=False)
     assert (rule.kind, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, rule.decoupled) == (
         "adam",
         0.8,
@@ -110,22 +110,24 @@ def test_rules_that_servers_cannot_keep_are_refused() -> None:
         (torch.optim.Adagrad(rows), False),
         (torch.optim.SparseAdam(rows), False),
     ):
-        assert rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True).every == moved
+        assert make_rule("users.weight", optimizer, optimizer.param_groups[0], is_table=True).every == moved
     for optimizer, slow in (
         (torch.optim.Adam(rows, weight_decay=0.1), True),
         (torch.optim.Adagrad(rows, weight_decay=0.1), True),
         (torch.optim.AdamW(rows, weight_decay=0.1), False),
         (torch.optim.Adam(rows), False),
     ):
-        assert rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True).tedious == slow
+        assert (
+            make_rule("users.weight", optimizer, optimizer.param_groups[0], is_table=True).replays_each_update == slow
+        )
     strange = torch.optim.Adam(rows, amsgrad=True)
     with pytest.raises(JobError, match="amsgrad=True is not done by servers"):
-        rule_of("head.weight", strange, strange.param_groups[0], table=False)
+        make_rule("head.weight", strange, strange.param_groups[0], is_table=False)
 
 
 def test_a_table_that_begins_on_servers_is_never_made() -> None:
-    huge = Served(path="users", rows=10**12, dim=8, start="server")  # 32 TB
-    with unmade([huge]):
+    huge = ServedTable(path="users", rows=10**12, dim=8, initialized_by="server")  # 32 TB
+    with skip_table_init([huge]):
         model = nn.ModuleDict({"users": nn.Embedding(10**12, 8), "days": nn.EmbeddingBag(7, 8)})
     assert model["users"].weight.is_meta
     assert not model["days"].weight.is_meta

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import trained
 from tests.engine.test_step import BOUND, difference
@@ -22,14 +22,14 @@ from tests.engine.test_step import BOUND, difference
         ("stream", "dp=2 zero=1 shares=3:1"),  # its epochs end with 6
     ],
 )
-def test_unequal_shares_train_as_one_device(ranks: Pool, name: str, plan: str) -> None:
+def test_unequal_shares_train_as_one_device(ranks: RankPool, name: str, plan: str) -> None:
     one, many = trained(World(), name, "dp=1"), ranks.run(2, "tests.engine.jobs:trained", name, plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
     assert many[1]["losses"] == many[0]["losses"]
 
 
-def test_a_run_goes_on_with_other_shares(ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_shares(ranks: RankPool, tmp_path: Path) -> None:
     folder, steps = str(tmp_path / "here"), 2
     unbroken = ranks.run(2, "tests.engine.jobs:trained", "clip", "dp=2 zero=3 shares=3:1", double=False)[0]
     before = ranks.run(2, "tests.engine.jobs:saved", "clip", "dp=2 zero=3 shares=3:1", folder, steps)[0]

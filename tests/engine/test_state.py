@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, from_inline, inline
+from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
 from echelon.engine.run import Run
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from echelon.world import World
 from tests.engine.jobs import mlp
 from tests.engine.stateful import STATEFUL, Switching, after, refused, sgd, until
@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
         14,
     ),
 )
-def test_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path, name: str, writer: str, reader: str) -> None:
+def test_state_passes_from_plan_to_plan(ranks: RankPool, tmp_path: Path, name: str, writer: str, reader: str) -> None:
     def call(plan: str, function: Any, *arguments: Any) -> Any:
         if plan == "dp=1":
             return function(World(), name, plan, *arguments)
@@ -115,7 +115,7 @@ def test_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path, name: str, 
     assert begun + resumed["losses"] == pytest.approx(unbroken["losses"], rel=2e-5)
 
 
-def test_several_ranks_cannot_go_on_with_what_one_process_unfroze(ranks: Pool, tmp_path: Path) -> None:
+def test_several_ranks_cannot_go_on_with_what_one_process_unfroze(ranks: RankPool, tmp_path: Path) -> None:
     until(World(), "switching", "dp=1", str(tmp_path / "here"), STEPS)
     with pytest.raises(RankError, match=r"first.weight was unfrozen while it trained.* --plan dp=1"):
         ranks.run(2, after, "switching", "dp=2", str(tmp_path / "here"))
@@ -135,7 +135,7 @@ def unfrozen_before(world: World, folder: str) -> list[float]:
         return [float(run.step(batch).loss) for batch in run.batches()]
 
 
-def test_several_ranks_go_on_once_the_job_unfreezes_it_itself(ranks: Pool, tmp_path: Path) -> None:
+def test_several_ranks_go_on_once_the_job_unfreezes_it_itself(ranks: RankPool, tmp_path: Path) -> None:
     until(World(), "switching", "dp=1", str(tmp_path / "here"), STEPS)
     whole = after(World(), "switching", "dp=1", str(tmp_path / "here"))["losses"]
     assert ranks.run(2, unfrozen_before, str(tmp_path / "here"))[0] == pytest.approx(whole, rel=1e-5)
@@ -165,7 +165,7 @@ def test_every_listed_type_comes_back_as_itself() -> None:
         "scalar": np.float32(0.1), "array": np.arange(6, dtype=np.int16).reshape(2, 3), "bytes": bytearray(b"ab"), "$": "a dollar",
         "tensor": torch.arange(3, dtype=torch.bfloat16), "empty": torch.empty(0, 2), "deep": [{"a": ({"b": [None]},)}],
     }  # fmt: skip
-    back = decode(encode(value | {"generator": generator}, "", inline), from_inline)
+    back = decode(encode(value | {"generator": generator}, "", encode_inline), decode_inline)
     assert torch.equal(back.pop("generator").get_state(), generator.get_state())
     assert list(back) == list(value)
     for key, mine in value.items():
@@ -179,13 +179,13 @@ def test_every_listed_type_comes_back_as_itself() -> None:
             assert back[key] == mine, key
     assert math.copysign(1, back["numbers"][2]) == -1
     assert back["deque"].maxlen == 3
-    assert math.isnan(decode(encode(math.nan, "", inline), from_inline))
+    assert math.isnan(decode(encode(math.nan, "", encode_inline), decode_inline))
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, {"a": [object()]}, np.array([object()]), range(3)])
 def test_other_types_are_refused_by_path(value: Any) -> None:
-    with pytest.raises(Unstorable, match=r"^top"):
-        encode(value, "top", inline)
+    with pytest.raises(UnstorableValue, match=r"^top"):
+        encode(value, "top", encode_inline)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_other_types_are_refused_by_path(value: Any) -> None:
 )  # fmt: skip
 def test_only_listed_types_are_made(plain: Any) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        decode(plain, from_inline)
+        decode(plain, decode_inline)
 
 
 def plateau(**changes: Any) -> Job:
     return mlp(
         optimizer=sgd,
         epochs=2,
-        evaluation=mlp().data,
-        schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        eval_data=mlp().data,
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, threshold=10.0, threshold_mode="abs", patience=1
         ),
         **changes,
@@ -228,21 +228,21 @@ def test_a_plateau_is_stepped_by_evaluations(tmp_path: Path) -> None:
         assert each.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
-def test_a_plateau_without_evaluation_is_stepped_by_steps(ranks: Pool) -> None:
+def test_a_plateau_without_evaluation_is_stepped_by_steps(ranks: RankPool) -> None:
     assert plateau_steps(World(), "dp=1") == (4, 1)
     assert ranks.run(2, "tests.engine.test_state:plateau_steps", "dp=2") == [(4, 1)] * 2
 
 
 def plateau_steps(world: World, plan: str) -> tuple[int, int]:
     """How often the schedule was stepped in 3 steps (once when it was made), and how many of them were no better."""
-    with Run(replace(plateau(), evaluation=None), from_text(plan), world) as run:
+    with Run(replace(plateau(), eval_data=None), from_text(plan), world) as run:
         for batch in run.batches(3):
             run.step(batch)
         schedule = run.schedules[0]
         return schedule.last_epoch + 1, round(-math.log10(run.optimizers[0].param_groups[0]["lr"] / 1e-2))
 
 
-def test_a_stage_that_keeps_its_own_slow_weights_is_refused_in_time(ranks: Pool) -> None:
+def test_a_stage_that_keeps_its_own_slow_weights_is_refused_in_time(ranks: RankPool) -> None:
     for message, steps in ranks.run(2, "tests.engine.stateful:refused", "looking", "pp=2 micro=2"):
         assert (
             "Looking, which keeps state besides that of its parameters, and pipeline stages keep different ones"
@@ -256,8 +256,8 @@ class Timed:
 
 
 def test_a_schedule_that_wants_more_than_steps_is_refused() -> None:
-    with pytest.raises(JobError, match=r"schedule= gives Timed, whose step\(\) needs epoch"):
-        Run(mlp(schedule=lambda optimizer: Timed()), Plan(), World())
+    with pytest.raises(JobError, match=r"lr_schedule= gives Timed, whose step\(\) needs epoch"):
+        Run(mlp(lr_schedule=lambda optimizer: Timed()), Plan(), World())
 
 
 def warnings_of(world: World, name: str, plan: str, folder: str, load: bool) -> list[str]:
@@ -273,14 +273,14 @@ def warnings_of(world: World, name: str, plan: str, folder: str, load: bool) -> 
     return said
 
 
-def test_slow_weights_of_a_rank_are_named_as_lost(ranks: Pool, tmp_path: Path) -> None:
+def test_slow_weights_of_a_rank_are_named_as_lost(ranks: RankPool, tmp_path: Path) -> None:
     sharded, whole = str(tmp_path / "sharded"), str(tmp_path / "whole")
     said = ranks.run(2, warnings_of, "slow", "dp=2 zero=3", sharded, False)[0]
     assert any(each.startswith("optimizer.slow") and "checkpoints do not hold it" in each for each in said), said
     assert warnings_of(World(), "slow", "dp=1", whole, load=False) == []
     with pytest.raises(RankError, match=r"optimizer\.slow.*another plan cannot take over.*resume under \"dp=1\""):
         ranks.run(2, warnings_of, "slow", "dp=2 zero=3", whole, True)
-    with pytest.raises(ForeignCheckpoint, match=r"optimizer\.slow.*cannot hold under the plan that wrote it"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"optimizer\.slow.*cannot hold under the plan that wrote it"):
         warnings_of(World(), "slow", "dp=1", sharded, load=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine import unequal
 from tests.sampling import some
@@ -35,7 +35,7 @@ def test_micro_batches_train_as_the_whole_batch(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("unequal", ["dp=2", "dp=2 zero=3 micro=3", "tp=2 micro=5", "pp=2 micro=4"], 1))
-def test_ranks_train_as_the_whole_batch(ranks: Pool, plan: str) -> None:
+def test_ranks_train_as_the_whole_batch(ranks: RankPool, plan: str) -> None:
     found = ranks.run(2, "tests.engine.unequal:trained", EXACT, plan)[0]
     assert {name: _differs(found[name], name) for name in EXACT} == dict.fromkeys(EXACT, "")
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from echelon.engine.parallel.gradient_allreduce import Exchange
+from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Mesh, Plan
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import JOBS, classes, failure, mlp, trained
@@ -37,7 +37,7 @@ from tests.zoo import ZOO, prove
         ("fourier", "dp=2 zero=1"),  # complex weights
     ], 2),
 )  # fmt: skip
-def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> None:
+def test_unusual_parameters_are_proved(ranks: RankPool, name: str, plan: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, plan, timeout=240)[0])
     assert certificate.verified, certificate.divergent
 
@@ -54,7 +54,7 @@ def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> Non
         ("orthogonal", "pp=2 micro=2"),
     ],
 )
-def test_unusual_modules_train_as_on_one_device(ranks: Pool, name: str, plan: str) -> None:
+def test_unusual_modules_train_as_on_one_device(ranks: RankPool, name: str, plan: str) -> None:
     alone, found = trained(World(), name, "dp=1"), ranks.run(2, trained, name, plan)[0]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
     for key, value in alone["parameters"].items():
@@ -69,11 +69,11 @@ def test_unusual_modules_train_as_on_one_device(ranks: Pool, name: str, plan: st
         ("hooked module", "pp=2 micro=2", "pp=2: second has a backward hook"),
     ],
 )
-def test_what_a_plan_cannot_keep_is_refused(ranks: Pool, name: str, plan: str, words: str) -> None:
+def test_what_a_plan_cannot_keep_is_refused(ranks: RankPool, name: str, plan: str, words: str) -> None:
     assert all(words in each for each in ranks.run(2, failure, name, plan))
 
 
-def test_a_hook_that_sees_a_part_of_the_batch_is_told(ranks: Pool) -> None:
+def test_a_hook_that_sees_a_part_of_the_batch_is_told(ranks: RankPool) -> None:
     assert any("first.weight has a hook on gradients" in each for each in ranks.run(2, warned, "hooked")[0])
 
 
@@ -104,7 +104,7 @@ def warned(world: World, name: str) -> list[str]:
 def test_gradients_lie_as_their_parameters_do() -> None:
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     overlapping = nn.Parameter(torch.randn(1, 4).expand(3, 4), requires_grad=True)
-    exchange = Exchange([weight, nn.Parameter(torch.randn(3, 5).t()), overlapping], 1)
+    exchange = GradientAllReduce([weight, nn.Parameter(torch.randn(3, 5).t()), overlapping], 1)
     views = [view for bucket in exchange._buckets for view in bucket.views]
     assert sorted(view.stride() for view in views) == sorted([weight.stride(), (1, 5), (4, 1)])
     exchange.close()
@@ -118,7 +118,7 @@ def test_sparse_gradients_train_as_in_a_plain_loop() -> None:
         bag.sparse = True
     optimizer = job.optimizer(plain.parameters())
     for batch in run.batches(3):
-        (micro,) = batch.micros
+        (micro,) = batch.micro_batches
         loss = job.loss(plain(*micro.batch[:-1]), micro.batch)
         optimizer.zero_grad()
         loss.backward()
@@ -166,12 +166,12 @@ def sparse_job(kind: Any = torch.optim.SparseAdam, **changes: Any) -> Job:
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_one_process_steps_on_sparse_gradients(tmp_path: Path, kind: Any, clip: float | None) -> None:
     """Torch clips none, so the plain loop does it by hand."""
-    job = sparse_job(kind, clip=clip)
+    job = sparse_job(kind, clip_norm=clip)
     run = Run(job, Plan(), World())
     plain = copy.deepcopy(run.model)
     optimizers = job.optimizer(plain.parameters())
     for batch in run.batches():
-        (micro,) = batch.micros
+        (micro,) = batch.micro_batches
         for each in optimizers:
             each.zero_grad()
         job.loss(plain(micro.batch[0]), micro.batch).backward()
@@ -195,11 +195,11 @@ def test_one_process_steps_on_sparse_gradients(tmp_path: Path, kind: Any, clip: 
 
 
 def test_micro_batches_of_sparse_gradients_are_proved() -> None:
-    certificate = verify(sparse_job(clip=0.05), from_text("dp=1 micro=4"), world=World())
+    certificate = verify(sparse_job(clip_norm=0.05), from_text("dp=1 micro=4"), world=World())
     assert certificate.verified, certificate.divergent
 
 
-def test_several_ranks_refuse_what_takes_sparse_gradients_alone(ranks: Pool) -> None:
+def test_several_ranks_refuse_what_takes_sparse_gradients_alone(ranks: RankPool) -> None:
     assert all("takes sparse gradients alone; ranks add up dense" in each for each in ranks.run(2, sparse_failure))
 
 
@@ -213,7 +213,7 @@ def sparse_failure(world: World) -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors stay on the host there, which torch itself refuses")
 @pytest.mark.parametrize("name", ["held elsewhere", "one held elsewhere"])
-def test_a_parameter_that_would_not_learn_under_zero_stops_the_run(ranks: Pool, name: str) -> None:
+def test_a_parameter_that_would_not_learn_under_zero_stops_the_run(ranks: RankPool, name: str) -> None:
     messages = ranks.run(2, "tests.engine.jobs:failure", name, "dp=2 zero=3", timeout=120)
     assert all("zero=3: layer.weight would not learn: a layer computes with" in message for message in messages), (
         messages

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.engine.replica_check import checksum, equal
-from echelon.engine.watch import digest
-from echelon.testing.rank_pool import Pool
+from echelon.engine.replica_check import all_words_equal, checksum
+from echelon.engine.watch import strided_digest
+from echelon.testing.rank_pool import RankPool
 from tests.engine import apart
 
 
 @pytest.mark.slow
-def test_ranks_that_come_apart_are_told_of(ranks: Pool) -> None:
+def test_ranks_that_come_apart_are_told_of(ranks: RankPool) -> None:
     found = ranks.run(2, "tests.engine.apart:outcomes", list(apart.CASES))
     for name, (_, _, said) in apart.CASES.items():
         for each in found:
@@ -24,7 +24,7 @@ def test_ranks_that_come_apart_are_told_of(ranks: Pool) -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("plan", ["dp=2 micro=3", "dp=2 zero=2 micro=3"])
 def test_running_statistics_are_exact_where_ranks_call_unequally_often(
-    ranks: Pool, momentum: float | None, plan: str
+    ranks: RankPool, momentum: float | None, plan: str
 ) -> None:
     assert max(ranks.run(2, "tests.engine.apart:running", momentum, plan)) < 1e-12
 
@@ -49,11 +49,11 @@ def test_a_checksum_takes_every_kind_and_layout(dtype: torch.dtype) -> None:
 
 
 def test_words_are_equal_only_where_they_are() -> None:
-    assert equal(3, 3 * 9.0, 3 * 81.0)
-    assert not equal(3, 9.0 + 9.0 + 10.0, 81.0 + 81.0 + 100.0)
+    assert all_words_equal(3, 3 * 9.0, 3 * 81.0)
+    assert not all_words_equal(3, 9.0 + 9.0 + 10.0, 81.0 + 81.0 + 100.0)
     large = float(0xFFFFF)
-    assert equal(500, 500 * large, 500 * large**2)
-    assert not equal(500, 500 * large - 1, 499 * large**2 + (large - 1) ** 2)
+    assert all_words_equal(500, 500 * large, 500 * large**2)
+    assert not all_words_equal(500, 500 * large - 1, 499 * large**2 + (large - 1) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_samples_of_every_kind_and_layout_are_told_apart(dtype: torch.dtype) -> 
     graph = value.clone().requires_grad_() if dtype == torch.float64 else value
     for one in (value, value.t(), value[:, ::2], value[0, 1], graph, value.to(torch.complex64).conj()):
         other = one.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-        assert digest([one], 3) == digest([other], 3)
+        assert strided_digest([one], 3) == strided_digest([other], 3)
         last = other.view(-1)[-1:]
         last.copy_(torch.full_like(last, float(not last.to(torch.complex64).real.item())))
-        assert digest([one], 3) != digest([other], 3)
-    assert digest([value], 3) != digest([value.reshape(6, 4)], 3)
+        assert strided_digest([one], 3) != strided_digest([other], 3)
+    assert strided_digest([value], 3) != strided_digest([value.reshape(6, 4)], 3)

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from echelon.engine.run import Run
-from echelon.engine.weights import checkpoint_of
+from echelon.engine.weights import find_checkpoint
 from echelon.errors import CheckpointError, JobError
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.models import GPT, MLP
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.engine.jobs import mlp, tokens
 from tests.sampling import some
@@ -35,8 +35,8 @@ def started(world: World, path: str, plan: str, tied: bool = False) -> tuple[dic
     said: list[str] = []
     job = tokens(model=lambda: GPT(**MODEL, tied=tied), weights=path)
     wanted = from_text(plan)
-    run = Run(job, complete(wanted, job) if wanted.open else wanted, world, warn=said.append)
-    state = run.gather()
+    run = Run(job, complete(wanted, job) if wanted.incomplete else wanted, world, warn=said.append)
+    state = run.gather_full_state()
     run.close()
     # That the ranks of this test share a GPU, where there is one, is no news.
     return (state.parameters if state else None), [text for text in said if "share a GPU" not in text]
@@ -69,7 +69,7 @@ def written(folder: Path, how: str) -> str:
         ("dp=2 tp=2 zero=3", "safetensors"),
     ], 4),
 )  # fmt: skip
-def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) -> None:
+def test_weights_arrive_whole(ranks: RankPool, tmp_path: Path, how: str, plan: str) -> None:
     path, count = written(tmp_path, how), from_text(plan).ranks
     found, said = (
         started(World(), path, plan)
@@ -81,7 +81,7 @@ def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) 
     assert said == []
 
 
-def test_a_tied_weight_is_held_once(ranks: Pool, tmp_path: Path) -> None:
+def test_a_tied_weight_is_held_once(ranks: RankPool, tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in gpt(tied=True).state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "tied.safetensors")
     found, said = ranks.run(
@@ -129,14 +129,14 @@ def meta_mlp() -> nn.Module:
 
 def begun(world: World, plan: str, meta: bool) -> dict[str, torch.Tensor] | None:
     run = Run(mlp(model=meta_mlp) if meta else mlp(), from_text(plan), world)
-    state = run.gather()
+    state = run.gather_full_state()
     run.close()
     return state.parameters if state else None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "dp=4 zero=1"])
-def test_every_plan_starts_from_the_values_of_one_process(ranks: Pool, plan: str) -> None:
+def test_every_plan_starts_from_the_values_of_one_process(ranks: RankPool, plan: str) -> None:
     torch.manual_seed(0)
     reference = MLP(width=12, layers=3, inputs=8, classes=4).state_dict()
     for meta in (False, True):
@@ -157,7 +157,7 @@ def test_meta_parameters_that_nobody_can_initialise_are_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder whose one checkpoint two sharded ranks saved."""
     made = tmp_path_factory.mktemp("run")
     place = made / "checkpoints" / "step-00000002"
@@ -168,7 +168,7 @@ def folder(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=3 zero=3", "pp=2"])
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
-def test_weights_come_from_a_checkpoint_or_a_run(ranks: Pool, folder: Path, what: str, plan: str) -> None:
+def test_weights_come_from_a_checkpoint_or_a_run(ranks: RankPool, folder: Path, what: str, plan: str) -> None:
     with Run(tokens(), Plan(), World()) as run:
         run.load(folder / "checkpoints" / "step-00000002")
         trained = {name: value.cpu().clone() for name, value in run.model.state_dict().items()}
@@ -198,7 +198,7 @@ def test_the_last_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     partial = tmp_path / "checkpoints" / "step-00000140.partial"
     partial.mkdir()
     (partial / "checkpoint.json").write_text("{}")
-    assert checkpoint_of(tmp_path).name == "step-00000120"
+    assert find_checkpoint(tmp_path).name == "step-00000120"
 
 
 def quantized(value: torch.Tensor) -> torch.Tensor:

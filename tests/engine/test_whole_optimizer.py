@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.engine.data_setup import seed_step
-from echelon.engine.parallel.whole_tensor_optimizer import deal
+from echelon.engine.parallel.whole_tensor_optimizer import assign_owners
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests import optimizers as own
 from tests.optimizers import matrices_and_rest
@@ -86,10 +86,10 @@ def job(name: str, **changes: Any) -> Job:
         "loss": lambda output, batch: F.cross_entropy(output, batch[-1]),
         "optimizer": OPTIMIZERS[name],
         "data": DATA,
-        "batch": 16,
+        "batch_size": 16,
         "epochs": STEPS,
         "seed": SEED,
-        "schedule": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "lr_schedule": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
     }
     return Job(**fields | changes)
 
@@ -120,10 +120,13 @@ def trained(world: World, plan: str, names: list[str]) -> dict[str, dict[str, An
         with Run(one, complete(from_text(plan), one), world, dtype=torch.float64) as run:
             for batch in run.batches():
                 run.step(batch)
-            run.meet()
-            state = run.gather()
+            run.synchronize()
+            state = run.gather_full_state()
             rates = [group["lr"] for each in run.optimizers for group in each.param_groups]
-            found[name] = {"rates": rates, "whole": {i: sorted(each.owned) for i, each in run.whole.items()}}
+            found[name] = {
+                "rates": rates,
+                "whole": {i: sorted(each.owned_names) for i, each in run.full_tensor_optimizers.items()},
+            }
             found[name]["d"] = [group.get("d") for each in run.optimizers for group in each.param_groups]
             if state is not None:
                 found[name] |= {"parameters": state.parameters, "optimizer": sorted(state.optimizer)}
@@ -149,7 +152,7 @@ CASES = {
 }
 
 
-def _trains_as_plain(ranks: Pool, plan: str, names: list[str]) -> None:
+def _trains_as_plain(ranks: RankPool, plan: str, names: list[str]) -> None:
     every = ranks.run(from_text(plan).ranks, trained, plan, names, timeout=300)
     apart = {name: _apart(plain(name), every[0][name]["parameters"]) for name in names}
     assert {name: size for name, size in apart.items() if size > BOUNDS.get(name, 1e-9)} == {}
@@ -159,13 +162,13 @@ def _trains_as_plain(ranks: Pool, plan: str, names: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("whole optimizers", CASES, 2))
-def test_it_trains_as_a_plain_loop_does(ranks: Pool, plan: str) -> None:
+def test_it_trains_as_a_plain_loop_does(ranks: RankPool, plan: str) -> None:
     _trains_as_plain(ranks, plan, CASES[plan])
 
 
 @only_whole
 @pytest.mark.parametrize("plan", CASES)
-def test_every_optimizer_trains_as_a_plain_loop_does(ranks: Pool, plan: str) -> None:
+def test_every_optimizer_trains_as_a_plain_loop_does(ranks: RankPool, plan: str) -> None:
     _trains_as_plain(ranks, plan, sorted(OPTIMIZERS.keys() - CASES[plan]))
 
 
@@ -183,14 +186,14 @@ def saved(world: World, folder: str, plan: str, start: int, stop: int) -> dict[s
             for batch in run.batches(stop):
                 run.step(batch)
             run.save(Path(folder, name, str(stop)))
-            state = run.gather()
+            state = run.gather_full_state()
             if state is not None:
                 found[name] = state.parameters
     return found
 
 
 @pytest.mark.slow
-def test_its_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path) -> None:
+def test_its_state_passes_from_plan_to_plan(ranks: RankPool, tmp_path: Path) -> None:
     for plan, start, stop in (("dp=2 zero=1", 0, 3), ("dp=1", 3, 4), ("tp=2", 4, 6), ("pp=2 micro=4", 6, 7)):
         found = ranks.run(from_text(plan).ranks, saved, str(tmp_path), plan, start, stop, timeout=120)[0]
         apart = {name: _apart(plain(name, stop), found[name]) for name in RESUMED}
@@ -198,5 +201,5 @@ def test_its_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path) -> None
 
 
 def test_tensors_are_dealt_out_by_size() -> None:
-    assert deal({"a": 1, "b": 9, "c": 5, "d": 4}, 2) == {"b": 0, "c": 1, "d": 1, "a": 0}
-    assert deal({"a": 0, "b": 0}, 2) == {"a": 0, "b": 1}
+    assert assign_owners({"a": 1, "b": 9, "c": 5, "d": 4}, 2) == {"b": 0, "c": 1, "d": 1, "a": 0}
+    assert assign_owners({"a": 0, "b": 0}, 2) == {"a": 0, "b": 1}

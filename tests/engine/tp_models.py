@@ -14,12 +14,17 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._pytree import tree_leaves
 
-from echelon.engine.parallel.pipeline_parallel import add_up
-from echelon.engine.parallel.shard_layout import Piece, regions
-from echelon.engine.parallel.tensor_parallel import Axis, cut, install, pieces
-from echelon.engine.process_groups import Ranks
+from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.parallel.shard_layout import TPShard, local_regions
+from echelon.engine.parallel.tensor_parallel import (
+    TPCommunicator,
+    find_tp_shards,
+    install_tensor_parallel,
+    shard_parameters,
+)
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
-from echelon.partition.find_tp import shard
+from echelon.partition.find_tp import find_tensor_cuts
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.world import World
@@ -372,27 +377,27 @@ class Compared:
     gathers: int  #: tensors that were put together in one forward
 
 
-class Counting(Axis):
+class Counting(TPCommunicator):
     """Counts what is put together."""
 
     gathers = 0
 
-    def gathered(self, x: Tensor, dim: int, sizes: Any) -> Tensor:
+    def gather_from_region(self, x: Tensor, dim: int, shard_sizes: Any) -> Tensor:
         self.gathers += 1
-        return super().gathered(x, dim, sizes)
+        return super().gather_from_region(x, dim, shard_sizes)
 
 
 def compare(world: World, names: list[str]) -> dict[str, Compared]:
     """Each case cut over all ranks beside itself."""
-    ranks = Ranks(world, torch.device("cpu"))
+    ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        tensor = ranks.axes(Mesh(tp=world.size))["tp"]
+        tensor = ranks.create_axes(Mesh(tp=world.size))["tp"]
         return {name: _compare(Counting(tensor), ranks, CASES[name]) for name in names}
     finally:
         ranks.close()
 
 
-def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
+def _compare(axis: Counting, ranks: WorldCommunicator, case: Case) -> Compared:
     torch.manual_seed(1)
     whole = case.make().double()
     for norm in whole.modules():  # torch begins with zeros and ones, which hide a part that is in the wrong place
@@ -401,10 +406,10 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
                 value.copy_(1 + torch.rand_like(value))
     parted = copy.deepcopy(whole)
     probe = copy.deepcopy(whole)
-    found = shard(probe, lambda: _loss(probe(*case.inputs())), axis.size)
-    kept = pieces(parted, found.placements, axis)
-    install(parted, found.placements, axis)
-    cut(parted, kept)
+    found = find_tensor_cuts(probe, lambda: _loss(probe(*case.inputs())), axis.size)
+    kept = find_tp_shards(parted, found.placements, axis)
+    install_tensor_parallel(parted, found.placements, axis)
+    shard_parameters(parted, kept)
     worst = {}
     for kind in ("train", "eval"):
         whole.train(kind == "train"), parted.train(kind == "train")
@@ -419,7 +424,7 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
                 _loss(out).backward()
             worst["inputs"] = _apart(*([each.grad for each in inputs if _real(each)] for inputs in given))
     mine = dict(parted.named_parameters())
-    add_up([mine[name] for each in found.placements for name in each.partial], ranks)
+    sum_gradients([mine[name] for each in found.placements for name in each.partial_gradients], ranks)
     for group, values in (
         ("parameters", {n: (v.grad, mine[n].grad) for n, v in whole.named_parameters()}),
         ("buffers", {n: (v, dict(parted.named_buffers())[n]) for n, v in whole.named_buffers()}),
@@ -431,15 +436,15 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
 
 def strange(world: World) -> dict[str, str]:
     """What is said of ids and targets that are out of range, by a model cut over all ranks; "": nothing."""
-    ranks, told = Ranks(world, torch.device("cpu")), dict[str, str]()
+    ranks, told = WorldCommunicator(world, torch.device("cpu")), dict[str, str]()
     try:
-        axis = Axis(ranks.axes(Mesh(tp=world.size))["tp"])
+        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"])
         for name, (make, good, bad) in STRANGE.items():
             model = make().double()
-            found = shard(model, lambda model=model, good=good: _loss(model(*good)), axis.size)
-            kept = pieces(model, found.placements, axis)
-            install(model, found.placements, axis)
-            cut(model, kept)
+            found = find_tensor_cuts(model, lambda model=model, good=good: _loss(model(*good)), axis.size)
+            kept = find_tp_shards(model, found.placements, axis)
+            install_tensor_parallel(model, found.placements, axis)
+            shard_parameters(model, kept)
             told[name] = ""
             model(*good)
             try:
@@ -469,14 +474,14 @@ def _apart(left: list[Any], right: list[Any]) -> float:
     return max((_parts_apart(a, b, None) for a, b in pairs if isinstance(a, Tensor)), default=0.0)
 
 
-def _parts_apart(full: Tensor | None, mine: Tensor | None, piece: Piece | None) -> float:
+def _parts_apart(full: Tensor | None, mine: Tensor | None, piece: TPShard | None) -> float:
     if full is None or mine is None:
         return 0.0 if full is mine else float("inf")
     scale = full.detach().abs().max().clamp(min=1e-30)
     return max(
         (
-            float((full[r.place] - r.values).detach().abs().max() / scale)
-            for r in regions(mine, piece)
+            float((full[r.slices] - r.values).detach().abs().max() / scale)
+            for r in local_regions(mine, piece)
             if r.values.numel()
         ),
         default=0.0,
@@ -500,5 +505,5 @@ def load(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] |
 
 
 def _state(run: Run) -> dict[str, Tensor] | None:
-    state = run.gather()
+    state = run.gather_full_state()
     return None if state is None else {**state.parameters, **state.buffers, **state.optimizer}

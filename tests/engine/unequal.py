@@ -78,7 +78,7 @@ def _job(loss: Callable[[Tensor, Tensor], Any] | None = None, *, labels: Tensor 
         loss=None if loss is None else lambda output, batch: loss(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.9),
         data=TensorDataset(_numbers(40, 8), labels),
-        batch=16,
+        batch_size=16,
         epochs=1,
     )
     return replace(job, **changes)
@@ -190,7 +190,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "reciprocal": lambda: _job(_reciprocal, labels=_one_sided()),
     "many tasks": lambda: _job(partial(_tasks, last=lambda counted: counted), labels=_ten_void()),
     "a list of samples": lambda: _job(lambda s, y: torch.stack(_of_samples(s, y)).mean(), labels=_ten_void()),
-    "a list of one sample": lambda: _job(_mean_of_list, labels=_short(), batch=4),
+    "a list of one sample": lambda: _job(_mean_of_list, labels=_short(), batch_size=4),
     "sum and at least one": lambda: _job(
         lambda s, y: (_rows(s, y).sum(), (y != -100).sum().clamp(min=1)), labels=_one_sided()
     ),
@@ -216,7 +216,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     ),
     "sum over number": lambda: _job(lambda s, y: _rows(s, y).sum() / int((y != -100).sum())),
     "penalty": lambda: _job(model=Penalised, data=Rows(_numbers(40, 8), _labels(40, void=0.3))),
-    "short parts": lambda: _job(lambda s, y: _mean(s, y, weight=CLASS_WEIGHTS.to(s)), batch=15),
+    "short parts": lambda: _job(lambda s, y: _mean(s, y, weight=CLASS_WEIGHTS.to(s)), batch_size=15),
     "batch norm": lambda: _job(_mean, model=lambda: Tagger(norm=True)),
     "own": lambda: _own(_mean),
     "own, rarely ignored": lambda: _own(_mean, _rare()),
@@ -243,7 +243,7 @@ def by_hand(name: str) -> dict[str, Any]:
     job = JOBS[name]()
     run = Run(job, from_text("dp=1"), World(), dtype=torch.float64)
     model = copy.deepcopy(run.model)
-    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micros]
+    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micro_batches]
     run.close()
     optimizer: Any = job.optimizer(model.parameters())
     losses = []
@@ -273,7 +273,7 @@ def trained(world: World, names: list[str], plan: str, *, jobs: dict[str, Callab
             continue
         try:
             losses = [float(run.step(batch).loss) for batch in run.batches()]
-            state = run.gather()
+            state = run.gather_full_state()
             found[name] = {"losses": losses} | ({} if state is None else {"parameters": state.parameters})
         except EchelonError as error:
             found[name] = f"{type(error).__name__}: {error}"

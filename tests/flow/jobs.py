@@ -53,7 +53,7 @@ def make(**fields: Any) -> echelon.Job:
         "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
         "data": samples(),
-        "batch": 8,
+        "batch_size": 8,
         "epochs": 3,
     }
     return echelon.Job(**(plain | fields))
@@ -103,7 +103,7 @@ def checked_steps(world: World, plan: str, entropy: int | None = None) -> list[i
         checks = SpotChecks(job, run, None, None, entropy=entropy)
         assert torch.equal(torch.get_rng_state(), begun[0])
         assert random.getstate() == begun[1]
-        return [step for step in range(run.total_steps) if checks.due(step)]
+        return [step for step in range(run.total_steps) if checks.is_due(step)]
 
 
 class Uncut(nn.Module):
@@ -145,7 +145,9 @@ class FailsOnRank1(nn.Linear):
 def failing_on_rank_1(world: World, folder: str) -> None:
     """Train what fails on rank 1 alone, between collectives for which rank 0 waits."""
     os.environ["ECHELON_VERIFY"] = "1"
-    job = make(model=lambda: nn.Sequential(nn.Linear(8, 8), FailsOnRank1(8, 8), nn.Linear(8, 1)), batch=4, epochs=1)
+    job = make(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), FailsOnRank1(8, 8), nn.Linear(8, 1)), batch_size=4, epochs=1
+    )
     echelon.train(job, "dp=2 zero=3", folder=Path(folder), quiet=True)
 
 

@@ -20,16 +20,16 @@ from torch.utils.data import TensorDataset
 
 import echelon
 from echelon.engine.run import Run
-from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
+from echelon.errors import DivergenceError, LaunchError, PlanError, UnverifiedPlanError
 from echelon.events import Event
 from echelon.flow import gate
-from echelon.flow.resolve_plan import Prepared, Subject
+from echelon.flow.resolve_plan import JobSource, ResolvedPlan
 from echelon.flow.run_folder import RunFolder
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import sample_coupling
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from echelon.verifier import spot_check
 from echelon.world import World
 from tests.flow.jobs import (
@@ -137,10 +137,10 @@ class Passed(nn.Linear):
 def test_a_plan_that_computes_something_else_does_not_train(tmp_path: Path) -> None:
     job = make(model=lambda: Passed(8, 1), optimizer=lambda parameters: Leaky(parameters, lr=0.01))
     wrong = '"dp=1 micro=4" does not compute what one device computes, first at '
-    with pytest.raises(UnprovedPlan, match=f"{wrong}.*parameter"):
+    with pytest.raises(UnverifiedPlanError, match=f"{wrong}.*parameter"):
         train(tmp_path / "run", job, "dp=1 micro=4", fallback=False)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UnprovedPlan):  # from the cache
+    with pytest.raises(UnverifiedPlanError):  # from the cache
         train(tmp_path / "run", job, "dp=1 micro=4", fallback=False)
     # By default the job trains all the same, without what is wrong, and the reason is logged.
     events = train(tmp_path / "run", job, "dp=1 micro=4")
@@ -157,26 +157,26 @@ def test_behaviour_that_begins_late_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: str
 ) -> None:
     if samples == "some":
-        monkeypatch.setattr(spot_check, "EACH", 1e-12)
-    monkeypatch.setattr(sample_coupling, "LATER", 0)
+        monkeypatch.setattr(spot_check, "SECONDS_PER_CHECK", 1e-12)
+    monkeypatch.setattr(sample_coupling, "MAX_LATER_CALLS", 0)
     job = make(model=lambda: Late(20), epochs=12)
     with pytest.raises(DivergenceError, match=r"step \d+: .* off what one device computes"):
         train(tmp_path / "run", job, "dp=1 micro=4", every=2)
     checkpoints = tmp_path / "run" / "checkpoints"
-    agreed = RunFolder(tmp_path / "run", keep=2).agreed()
+    agreed = RunFolder(tmp_path / "run", keep=2).last_checked_step()
     assert agreed >= 2, "the gate has checked two steps"
     saved = {int(path.name[5:13]): path.suffix for path in checkpoints.glob("step-*")}
     assert 2 in saved or agreed > 2, "the newest checkpoint that was checked stays, whatever keep= is"
     assert saved == {step: ".doubted" if step > agreed else "" for step in saved}
     assert min(saved) <= agreed < max(saved)
     # The proof of the first steps is withdrawn.
-    with pytest.raises(UnprovedPlan, match="off what one device computes"):
+    with pytest.raises(UnverifiedPlanError, match="off what one device computes"):
         train(tmp_path / "again", job, "dp=1 micro=4", fallback=False)
 
 
 def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second plan is proved at first, computes something else later, and is left with what it trained until then."""
-    monkeypatch.setattr(sample_coupling, "LATER", 0)
+    monkeypatch.setattr(sample_coupling, "MAX_LATER_CALLS", 0)
     job = make(model=lambda: Late(20), epochs=12)
     texts = ("dp=1 micro=4", "dp=1")
     monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_, **__: plans(*texts))
@@ -237,7 +237,7 @@ def test_collation_that_mixes_samples_is_proved(tmp_path: Path) -> None:
     assert messages(events, "verified")
     assert [event.data["count"] for event in events if event.kind == "checked"] != [0]
     coupled = make(collate=mixup, loss=lambda output, batch: (output - batch[-1]).std())
-    with pytest.raises(UnprovedPlan, match="does not compute what one device computes"):
+    with pytest.raises(UnverifiedPlanError, match="does not compute what one device computes"):
         train(tmp_path / "coupled", coupled, "dp=1 micro=4", fallback=False)
 
 
@@ -280,10 +280,10 @@ class Thaws(nn.Module):
 
 
 def test_one_process_trains_what_is_unfrozen_late(tmp_path: Path) -> None:
-    job = make(model=Thaws, clip=1.0)
+    job = make(model=Thaws, clip_norm=1.0)
     found = [event.data["loss"] for event in train(tmp_path / "run", job, "dp=1") if event.kind == "step"]
     with Run(make(model=Thaws), Plan(), World()) as run:
-        model, batches = run.model, [batch.micros[0].batch for batch in run.batches()]
+        model, batches = run.model, [batch.micro_batches[0].batch for batch in run.batches()]
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
         for values, wanted in batches:
             loss = F.mse_loss(model(values), wanted)
@@ -298,9 +298,11 @@ def test_one_process_trains_what_is_unfrozen_late(tmp_path: Path) -> None:
 @pytest.mark.journey
 @pytest.mark.parametrize("plan", ["auto", "dp=2", "dp=2 zero=3"])
 def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
-    ranks: Pool, tmp_path: Path, plan: str, known_machine: Path
+    ranks: RankPool, tmp_path: Path, plan: str, known_machine: Path
 ) -> None:
-    found = ranks.run(2, trained_alone, str(tmp_path / "run"), plan, str(known_machine), group=False, timeout=240)
+    found = ranks.run(
+        2, trained_alone, str(tmp_path / "run"), plan, str(known_machine), init_process_group=False, timeout=240
+    )
     assert found[0] == found[1]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [each["plan"] for each in events if each["kind"] == "start"] == ["dp=1"]
@@ -321,10 +323,10 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     ],
 )
 def test_one_process_trains_what_ranks_cannot_exchange(
-    ranks: Pool, tmp_path: Path, known_machine: Path, kind: str, plan: str, words: str
+    ranks: RankPool, tmp_path: Path, known_machine: Path, kind: str, plan: str, words: str
 ) -> None:
     folder = tmp_path / "run"
-    ranks.run(2, trained_on_ranks, kind, str(folder), plan, str(known_machine), group=False, timeout=240)
+    ranks.run(2, trained_on_ranks, kind, str(folder), plan, str(known_machine), init_process_group=False, timeout=240)
     events = read_events(folder)
     assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=1"]
     assert any(words in message for message in messages(events, "warning"))
@@ -333,23 +335,25 @@ def test_one_process_trains_what_ranks_cannot_exchange(
 
 @pytest.mark.slow
 def test_a_job_that_asks_for_the_number_of_processes_is_warned_of(
-    ranks: Pool, tmp_path: Path, known_machine: Path
+    ranks: RankPool, tmp_path: Path, known_machine: Path
 ) -> None:
-    ranks.run(2, trained_on_ranks, "scaled by hand", str(tmp_path), "dp=2", str(known_machine), group=False)
+    ranks.run(
+        2, trained_on_ranks, "scaled by hand", str(tmp_path), "dp=2", str(known_machine), init_process_group=False
+    )
     assert any("the job reads WORLD_SIZE" in message for message in messages(read_events(tmp_path), "warning"))
 
 
 @pytest.mark.slow
-def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(2, failing_on_rank_1, str(tmp_path / "run"), group=False, timeout=120)
+def test_rank_0_names_what_failed_on_another_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, failing_on_rank_1, str(tmp_path / "run"), init_process_group=False, timeout=120)
     (message, *_) = messages(read_events(tmp_path / "run"), "warning")
     assert '"dp=2 zero=3" runs as "dp=1"' in message
     assert "rank 1 cannot have this part of the batch" in message
 
 
 @pytest.mark.slow
-def test_what_modules_keep_raises_no_alarm(ranks: Pool, tmp_path: Path, known_machine: Path) -> None:
-    ranks.run(2, kept, str(tmp_path / "run"), str(known_machine), group=False, timeout=120)
+def test_what_modules_keep_raises_no_alarm(ranks: RankPool, tmp_path: Path, known_machine: Path) -> None:
+    ranks.run(2, kept, str(tmp_path / "run"), str(known_machine), init_process_group=False, timeout=120)
     events = read_events(tmp_path / "run")
     assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=2"]
     alone = train(tmp_path / "alone", keeping(), "dp=1")
@@ -358,9 +362,9 @@ def test_what_modules_keep_raises_no_alarm(ranks: Pool, tmp_path: Path, known_ma
     )
 
 
-def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_wait_learn_of_a_failure(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"the loss is (nan|inf)"):
-        ranks.run(2, trained_alone, str(tmp_path / "run"), "dp=2", "", math.inf, group=False, timeout=120)
+        ranks.run(2, trained_alone, str(tmp_path / "run"), "dp=2", "", math.inf, init_process_group=False, timeout=120)
 
 
 @pytest.mark.slow
@@ -368,7 +372,7 @@ def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None
 def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: str) -> None:
     """Dropout, a counter and batch statistics: the checked run trains what an unchecked one does, bit for bit."""
     if samples == "some":
-        monkeypatch.setattr(spot_check, "EACH", 1e-12)
+        monkeypatch.setattr(spot_check, "SECONDS_PER_CHECK", 1e-12)
     job = make(model=Drops, epochs=4)
 
     def losses(folder: str, verify: bool) -> list[float]:
@@ -390,7 +394,7 @@ def test_spot_checks_leave_the_losss_own_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", some("checked", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"], 2))
-def test_ranks_are_checked_and_train_the_same(ranks: Pool, tmp_path: Path, plan: str) -> None:
+def test_ranks_are_checked_and_train_the_same(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     checked = ranks.run(2, checked_losses, str(tmp_path / "checked"), plan, True, timeout=240)
     plain = ranks.run(2, checked_losses, str(tmp_path / "plain"), plan, False, timeout=240)
     (count, *losses) = checked[0]
@@ -409,7 +413,7 @@ def test_every_launch_checks_other_steps() -> None:
     assert checked_steps(World(), "dp=1", 7) == checked_steps(World(), "dp=1", 7)
 
 
-def test_ranks_check_the_same_steps(ranks: Pool) -> None:
+def test_ranks_check_the_same_steps(ranks: RankPool) -> None:
     one, other = ranks.run(2, checked_steps, "dp=2", timeout=120)
     assert one == other
 
@@ -417,78 +421,81 @@ def test_ranks_check_the_same_steps(ranks: Pool) -> None:
 def failing(*kinds: str, started: bool = False) -> Any:
     left = list(kinds)
 
-    def execute(prepared: Prepared) -> Prepared:
+    def execute(prepared: ResolvedPlan) -> ResolvedPlan:
         if not left:
             return prepared
         error = LaunchError(f"{prepared.plan} is wrong")
-        error.kind, error.started = left.pop(0), started
+        error.error_class, error.started = left.pop(0), started
         raise error
 
     return execute
 
 
-def plans(*texts: str) -> Iterator[Prepared]:
-    return iter([Prepared(plan=from_text(text)) for text in texts])
+def plans(*texts: str) -> Iterator[ResolvedPlan]:
+    return iter([ResolvedPlan(plan=from_text(text)) for text in texts])
 
 
 def test_auto_takes_the_first_plan_that_is_not_disproved() -> None:
-    taken = gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("UnprovedPlan", "DivergenceError"))
+    taken = gate.run_first_proved(plans("dp=4", "dp=2", "dp=1"), failing("UnprovedPlan", "DivergenceError"))
     assert taken.plan == Plan()
     assert 'auto left "dp=4": dp=4 is wrong' in taken.fallback
     assert 'auto left "dp=2": dp=2 is wrong' in taken.warnings
 
 
 def test_other_errors_before_the_first_step_lead_to_one_process() -> None:
-    taken = gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("WorldError"))
+    taken = gate.run_first_proved(plans("dp=4", "dp=2", "dp=1"), failing("WorldError"))
     assert taken.plan == Plan()
     with pytest.raises(LaunchError, match="dp=1 is wrong"):  # the job itself is at fault
-        gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("JobError", "JobError"))
+        gate.run_first_proved(plans("dp=4", "dp=2", "dp=1"), failing("JobError", "JobError"))
 
 
 def test_without_fallback_the_given_plan_runs_or_nothing(tmp_path: Path) -> None:
     """Also where the profile alone shows that it cannot."""
-    with pytest.raises(UnprovedPlan, match=r'"dp=1 micro=4" runs as "dp=1": .* \(--no-fallback'):
+    with pytest.raises(UnverifiedPlanError, match=r'"dp=1 micro=4" runs as "dp=1": .* \(--no-fallback'):
         train(tmp_path / "run", coupled(), "dp=1 micro=4", fallback=False)
 
 
 def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
-    def asked() -> Iterator[Prepared]:
-        given = Prepared(plan=from_text("dp=2 tp=2 micro=4 recompute=block"))
+    def asked() -> Iterator[ResolvedPlan]:
+        given = ResolvedPlan(plan=from_text("dp=2 tp=2 micro=4 recompute=block"))
         return iter([given, *gate.fallback_plans(given)])
 
     assert [str(each.plan) for each in asked()] == [
         "dp=2 tp=2 micro=4 recompute=block", "dp=2 tp=2 micro=4", "dp=1 tp=2 recompute=block", "dp=1"
     ]  # fmt: skip
-    taken = gate.first_proved(asked(), failing("UnprovedPlan", "UnpartedState", "DivergenceError"))
+    taken = gate.run_first_proved(asked(), failing("UnprovedPlan", "UnpartedState", "DivergenceError"))
     assert taken.plan == Plan()
     assert '"dp=1 tp=2 recompute=block" runs as "dp=1"' in taken.fallback
     for kind, started in (("WorldError", False), ("DivergenceError", True)):
         with pytest.raises(LaunchError):
-            gate.first_proved(asked(), failing(kind, started=started))
+            gate.run_first_proved(asked(), failing(kind, started=started))
 
 
 def test_auto_stops_looking_when_its_time_is_over() -> None:
     asked = ("dp=4", "dp=3", "dp=2", "dp=1")
     kinds = ("UnprovedPlan", "UnprovedPlan")
-    assert str(gate.first_proved(plans(*asked), failing(*kinds), lambda _: 30.0).plan) == "dp=2"
-    assert str(gate.first_proved(plans(*asked), failing("UnprovedPlan"), lambda _: 0.0).plan) == "dp=1"
+    assert str(gate.run_first_proved(plans(*asked), failing(*kinds), lambda _: 30.0).plan) == "dp=2"
+    assert str(gate.run_first_proved(plans(*asked), failing("UnprovedPlan"), lambda _: 0.0).plan) == "dp=1"
     # A plan that trained before it was disproved costs nothing of that time.
-    assert str(gate.first_proved(plans(*asked), failing("DivergenceError", started=True), lambda _: 0.0).plan) == "dp=3"
+    assert (
+        str(gate.run_first_proved(plans(*asked), failing("DivergenceError", started=True), lambda _: 0.0).plan)
+        == "dp=3"
+    )
 
 
 def test_errors_of_a_running_training_end_it() -> None:
     with pytest.raises(LaunchError, match="dp=4 is wrong"):
-        gate.first_proved(plans("dp=4", "dp=1"), failing("TrainingError", started=True))
+        gate.run_first_proved(plans("dp=4", "dp=1"), failing("TrainingError", started=True))
     with pytest.raises(LaunchError, match="dp=2 is wrong"):  # nothing left to try
-        gate.first_proved(plans("dp=2"), failing("UnprovedPlan"))
+        gate.run_first_proved(plans("dp=2"), failing("UnprovedPlan"))
 
 
 def test_auto_ends_at_one_process_where_nothing_can_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Prepared:
+    def refuse(*_: Any, **__: Any) -> ResolvedPlan:
         raise PlanError("no plan can be executed")
 
     monkeypatch.setattr(gate, "prepare", refuse)
-    (only,) = gate.attempts(Subject(make()), "auto")
+    (only,) = gate.candidate_plans(JobSource(make()), "auto")
     assert only.plan == Plan()
     assert "no plan can be executed" in only.fallback
 
@@ -498,17 +505,19 @@ def test_auto_ends_at_one_process_where_nothing_can_be_searched(monkeypatch: pyt
     [("dp=1", True), ("dp=1 micro=8", True), ("dp=1 micro=4", False), ("dp=1 recompute=block", False), ("dp=2", False)],
 )
 def test_what_needs_a_proof(text: str, plain: bool) -> None:
-    assert gate.is_plain(from_text(text), make()) is plain
+    assert gate.is_baseline(from_text(text), make()) is plain
 
 
 def test_the_bound_grows_with_the_run() -> None:
     from tests.observer.runs import forecast
 
     expected = forecast()
-    short = Prepared(plan=Plan(), forecast=expected)
-    assert gate.bound(make(epochs=None, steps=1), short) == gate.LEAST
+    short = ResolvedPlan(plan=Plan(), forecast=expected)
+    assert gate.verification_limit(make(epochs=None, steps=1), short) == gate.MIN_SECONDS
     steps = int(1e6 / expected.time.step)
-    assert gate.bound(make(epochs=None, steps=steps), short) == pytest.approx(gate.SHARE * 1e6, rel=0.01)
+    assert gate.verification_limit(make(epochs=None, steps=steps), short) == pytest.approx(
+        gate.RUN_SHARE * 1e6, rel=0.01
+    )
 
 
 @pytest.mark.slow
@@ -538,8 +547,8 @@ def test_data_that_cannot_be_read_twice_is_not_compared(
 
 
 @pytest.mark.slow
-def test_ranks_that_begin_to_read_other_samples_are_stopped(ranks: Pool, tmp_path: Path) -> None:
-    for error in ranks.run(2, split_by_rank, str(tmp_path / "run"), group=False, timeout=120):
+def test_ranks_that_begin_to_read_other_samples_are_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks.run(2, split_by_rank, str(tmp_path / "run"), init_process_group=False, timeout=120):
         assert "data rank 1 read other samples than rank 0 reads there" in error
 
 
@@ -563,14 +572,14 @@ def test_a_plan_is_proved_on_data_with_entropy_of_its_own(tmp_path: Path) -> Non
 
 def test_samples_are_fewer_where_time_is_short() -> None:
     from echelon.profiler import profile
-    from echelon.verifier.reduced_job import smaller
+    from echelon.verifier.reduced_job import reduce_job
 
-    job = make(data=TensorDataset(torch.randn(600, 8), torch.randn(600, 1)), batch=301)
+    job = make(data=TensorDataset(torch.randn(600, 8), torch.randn(600, 1)), batch_size=301)
     found = profile(job)
-    assert smaller(job, from_text("dp=2 micro=8"), found, found.flops(301), 6) is None
-    few = smaller(job, from_text("dp=2 micro=8"), found, found.flops(301) / 20, 6)
+    assert reduce_job(job, from_text("dp=2 micro=8"), found, found.flops(301), 6) is None
+    few = reduce_job(job, from_text("dp=2 micro=8"), found, found.flops(301) / 20, 6)
     assert few is not None
-    assert few.job.batch == 15
+    assert few.job.batch_size == 15
     assert few.plan.micro == 4
     assert few.job.steps == 6
     assert few.note == "sampled: the time allows 15 samples a step, of 301"
@@ -593,10 +602,10 @@ class Blocks(nn.Module):
 @pytest.mark.slow
 def test_a_shortened_model_is_proved_for_the_whole() -> None:
     from echelon.profiler import profile
-    from echelon.verifier.reduced_job import smaller
+    from echelon.verifier.reduced_job import reduce_job
 
     job = make(model=Blocks)
-    few = smaller(job, from_text("dp=1 micro=4"), profile(job), 1.0, 12)
+    few = reduce_job(job, from_text("dp=1 micro=4"), profile(job), 1.0, 12)
     assert few is not None
     assert few.note.endswith("and the first 4 of 12 equal blocks in blocks")
     assert len(few.job.model().blocks) == 4

@@ -17,14 +17,14 @@ from torch.utils.data import Dataset
 
 from echelon.errors import VerificationError
 from echelon.flow import gate
-from echelon.flow.job_code import describe_code, describe_data
+from echelon.flow.job_code import digest_code, digest_data
 from echelon.flow.job_identity import JobIdentity
-from echelon.flow.job_inputs import Reads, recording
-from echelon.flow.resolve_plan import Subject, prepare
-from echelon.flow.settings import Settings, defaults, resolve
+from echelon.flow.job_inputs import RecordedInputs, record_inputs
+from echelon.flow.resolve_plan import JobSource, resolve_plan
+from echelon.flow.settings import Settings, default_values, merge_settings
 from echelon.flow.train import train
 from echelon.flow.verify import verify
-from echelon.plan.input_digests import argument_parts, differences, digest_file
+from echelon.plan.input_digests import describe_differences, digest_arguments, digest_file
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World
@@ -58,7 +58,7 @@ def job():
     values = torch.from_numpy(numpy.load(HERE / "values.npy"))
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=RATE)
     data = TensorDataset(values, values.sum(1, keepdim=True))
-    return echelon.Job(model=model, loss=loss, optimizer=optimizer, data=data, batch=8, epochs=1)
+    return echelon.Job(model=model, loss=loss, optimizer=optimizer, data=data, batch_size=8, epochs=1)
 """
 
 
@@ -77,12 +77,12 @@ def identity_of(file: Path) -> JobIdentity:
     """In this process, as if it were a fresh one."""
     for name in ("reading", "helper_of_reading"):
         sys.modules.pop(name, None)
-    return Subject(str(file)).identity
+    return JobSource(str(file)).identity
 
 
 def changed(before: JobIdentity, now: JobIdentity) -> set[str]:
     """Names of the parts that differ."""
-    return {line.partition(":")[0] for line in differences(before.parts, now.parts)}
+    return {line.partition(":")[0] for line in describe_differences(before.digests, now.digests)}
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
     first = identity_of(file)
     names = {"file config.json", "file values.npy", "folder parts", "environment READING_RATE", "source reading.py"}
     assert names | {"source helper_of_reading.py", "data", "code loss", "version torch", "setting batch"} <= set(
-        first.parts
+        first.digests
     )
-    assert not any("site-packages" in name or "RANK" in name for name in first.parts)
+    assert not any("site-packages" in name or "RANK" in name for name in first.digests)
     assert identity_of(file).digest == first.digest
 
     (tmp_path / "config.json").write_text('{"loss": "contrastive"}')
@@ -105,7 +105,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
     monkeypatch.setenv("READING_RATE", "0.5")
     third = identity_of(file)
     assert changed(second, third) == {"environment READING_RATE", "code optimizer"}
-    assert third.parts["environment READING_RATE"] == "0.5"
+    assert third.digests["environment READING_RATE"] == "0.5"
 
     (tmp_path / "parts" / "b.txt").write_text("b")
     assert "folder parts" in changed(third, identity_of(file))
@@ -133,8 +133,8 @@ def test_other_processes_find_the_same_identity(tmp_path: Path) -> None:
 
 
 def test_scratch_files_system_files_and_secrets_are_no_inputs(tmp_path: Path) -> None:
-    reads = Reads()
-    with recording(reads):
+    reads = RecordedInputs()
+    with record_inputs(reads):
         scratch = tmp_path / "scratch"
         scratch.write_text("x")
         scratch.read_text()
@@ -146,7 +146,7 @@ def test_scratch_files_system_files_and_secrets_are_no_inputs(tmp_path: Path) ->
         (tmp_path / "kept").read_text()
     (tmp_path / "later").write_text("")
     (tmp_path / "later").read_text()
-    assert reads.parts() == {
+    assert reads.digest_inputs() == {
         f"file {tmp_path / 'kept'}": digest_file(tmp_path / "kept"),
         "environment INPUT_OF_MINE": "absent",
     }
@@ -165,10 +165,10 @@ def test_the_middle_of_a_large_file_counts_where_it_is_sampled(tmp_path: Path) -
 
 
 def test_arguments_have_names() -> None:
-    assert argument_parts(["--lr", "-0.5", "data.csv", "--fast", "--name=x"]) == {
+    assert digest_arguments(["--lr", "-0.5", "data.csv", "--fast", "--name=x"]) == {
         "argument --lr": "-0.5 data.csv", "argument --fast": "given", "argument --name": "x",
     }  # fmt: skip
-    assert differences({"argument --lr": "1"}, {"argument --lr": "2"}) == ["argument --lr: 1 then, 2 now"]
+    assert describe_differences({"argument --lr": "1"}, {"argument --lr": "2"}) == ["argument --lr: 1 then, 2 now"]
 
 
 class Drawing(Dataset[Any]):
@@ -205,24 +205,24 @@ def _weighed(weight: float) -> Any:
     ],
 )
 def test_functions_and_models_count_by_what_they_do(one: Any, same: Any, other: Any) -> None:
-    assert describe_code(one) == describe_code(same)
-    assert describe_code(one) != describe_code(other)
+    assert digest_code(one) == digest_code(same)
+    assert digest_code(one) != digest_code(other)
 
 
 def test_data_is_described_without_reading_a_sample() -> None:
     data = Drawing(1.0)
     before = data.generator.bit_generator.state
-    assert describe_data(data) == describe_data(Drawing(1.0))
+    assert digest_data(data) == digest_data(Drawing(1.0))
     assert data.generator.bit_generator.state == before
-    assert describe_data(data) != describe_data(Drawing(2.0))
+    assert digest_data(data) != digest_data(Drawing(2.0))
     values = torch.arange(4096 * 256, dtype=torch.float32).reshape(4096, 256)
-    assert describe_data(values) != describe_data(values * 2)
-    assert describe_data(values) != describe_data(values[:-1])
+    assert digest_data(values) != digest_data(values * 2)
+    assert digest_data(values) != digest_data(values[:-1])
 
 
 def test_a_script_without_a_file_has_an_identity_too() -> None:
-    assert Subject(make(batch=4)).identity.digest != Subject(make(batch=8)).identity.digest
-    assert Subject(make()).identity.digest == Subject(make()).identity.digest
+    assert JobSource(make(batch_size=4)).identity.digest != JobSource(make(batch_size=8)).identity.digest
+    assert JobSource(make()).identity.digest == JobSource(make()).identity.digest
 
 
 def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
@@ -232,12 +232,12 @@ def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="verify="):
         Settings(verify=1)
     file = tmp_path / "echelon.toml"
-    file.write_text('[train]\nverify = false\noverride = ["clip"]\n')
-    nothing: dict[str, Any] = dict.fromkeys(defaults())
-    stored = resolve({}, {}, file, nothing)
-    assert (stored["verify"].value, stored["override"].value) == (False, ["clip"])
-    told = resolve({}, {"verify": "1", "override": "clip, optimizer.lr"}, file, nothing)
-    assert (told["verify"].value, told["override"].value) == (True, ["clip", "optimizer.lr"])
+    file.write_text('[train]\nverify = false\noverride = ["clip_norm"]\n')
+    nothing: dict[str, Any] = dict.fromkeys(default_values())
+    stored = merge_settings({}, {}, file, nothing)
+    assert (stored["verify"].value, stored["override"].value) == (False, ["clip_norm"])
+    told = merge_settings({}, {"verify": "1", "override": "clip_norm, optimizer.lr"}, file, nothing)
+    assert (told["verify"].value, told["override"].value) == (True, ["clip_norm", "optimizer.lr"])
 
 
 @pytest.mark.slow
@@ -248,28 +248,28 @@ def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     file, wide = write_reading(tmp_path), from_text("tp=2")
-    subject = Subject(str(file))
+    subject = JobSource(str(file))
     before = subject.profile()
-    assert before.coupled is False
-    cut = subject.complete(wide)
+    assert before.samples_coupled is False
+    cut = subject.complete_plan(wide)
     certificate = verify(str(file), "dp=1", out=tmp_path / "certificate.json")
     assert certificate.verified
-    assert certificate.graph == before.graph
-    again = Subject(str(file))
-    assert again.known_profile() == before
-    assert again._stored(Plan, f"{again.key} {wide.digest}") == cut
-    assert prepare(again, "dp=2").plan == from_text("dp=2")
+    assert certificate.graph_hash == before.graph_hash
+    again = JobSource(str(file))
+    assert again.cached_profile() == before
+    assert again._load_cached(Plan, f"{again.cache_key} {wide.digest}") == cut
+    assert resolve_plan(again, "dp=2").plan == from_text("dp=2")
     train(str(file), "dp=1", certificate=tmp_path / "certificate.json", quiet=True)
 
     (tmp_path / "config.json").write_text('{"loss": "contrastive"}')
-    later = Subject(str(file))
-    assert later.known_profile() is None
-    assert later._stored(Plan, f"{later.key} {wide.digest}") is None
-    assert later.profile().coupled is True
-    assert later.profile().graph != before.graph
+    later = JobSource(str(file))
+    assert later.cached_profile() is None
+    assert later._load_cached(Plan, f"{later.cache_key} {wide.digest}") is None
+    assert later.profile().samples_coupled is True
+    assert later.profile().graph_hash != before.graph_hash
     with pytest.raises(VerificationError, match=r"file config\.json: \w+ then, \w+ now"):
         train(str(file), "dp=1", certificate=tmp_path / "certificate.json", quiet=True, resume=False)
-    prepared = prepare(later, "dp=2")
+    prepared = resolve_plan(later, "dp=2")
     assert prepared.plan == Plan()
     assert "dp=2: a sample's loss depends on the others of its batch" in prepared.fallback
 
@@ -277,13 +277,13 @@ def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
 def test_a_variable_that_was_read_makes_the_profile_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     file = write_reading(tmp_path)
-    Subject(str(file)).profile()
-    assert Subject(str(file)).known_profile() is not None
+    JobSource(str(file)).profile()
+    assert JobSource(str(file)).cached_profile() is not None
     monkeypatch.setenv("READING_RATE", "0.5")
-    assert Subject(str(file)).known_profile() is None
+    assert JobSource(str(file)).cached_profile() is None
     monkeypatch.delenv("READING_RATE")
     monkeypatch.setenv("READING_OTHER", "not read")
-    assert Subject(str(file)).known_profile() is not None
+    assert JobSource(str(file)).cached_profile() is not None
 
 
 BUILDING = """
@@ -306,13 +306,13 @@ def test_a_file_that_the_model_reads_makes_the_profile_stale(tmp_path: Path, mon
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     (tmp_path / "building.py").write_text(BUILDING)
     (tmp_path / "wide.json").write_text("1")
-    subject = Subject(str(tmp_path / "building.py"))
+    subject = JobSource(str(tmp_path / "building.py"))
     subject.profile()
     first = subject.identity
-    assert Subject(str(tmp_path / "building.py")).known_profile() is not None
+    assert JobSource(str(tmp_path / "building.py")).cached_profile() is not None
     (tmp_path / "wide.json").write_text("2")
-    later = Subject(str(tmp_path / "building.py"))
-    assert later.known_profile() is None
+    later = JobSource(str(tmp_path / "building.py"))
+    assert later.cached_profile() is None
     assert changed(first, later.identity) == {"code model"}
 
 
@@ -328,7 +328,11 @@ def test_a_proof_is_kept_until_a_file_that_the_model_reads_changes(
 
     def proofs() -> int:
         verdict = gate.require_proof(
-            subject := Subject("building.py"), gate.prepare(subject, "dp=1 micro=4"), World(), verify=True, quiet=True
+            subject := JobSource("building.py"),
+            gate.resolve_plan(subject, "dp=1 micro=4"),
+            World(),
+            verify=True,
+            quiet=True,
         )
         assert verdict.certificate is not None
         return int(verdict.seconds > 0)

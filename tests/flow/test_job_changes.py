@@ -22,11 +22,11 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import echelon
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.events import Event
 from echelon.flow import job_identity
-from echelon.flow.job_code import describe_code, describe_data
-from echelon.flow.resolve_plan import Subject
+from echelon.flow.job_code import digest_code, digest_data
+from echelon.flow.resolve_plan import JobSource
 from echelon.flow.train import Trained, train
 from tests.flow.jobs import STEPS, make, samples
 from tests.flow.test_resume import rated, rates_of, warnings_of
@@ -184,15 +184,16 @@ def test_an_unfinished_run_goes_on_with_an_instance_that_nobody_seeded(tmp_path:
 def test_every_field_of_a_job_counts_or_is_exempt() -> None:
     """A new field counts by its code; one that does not has a reason."""
     fields = {each.name for each in dataclasses.fields(echelon.Job)}
-    assert fields >= {*job_identity.SETTINGS, *job_identity.DATA, *job_identity.EXEMPT}
+    assert fields >= {*job_identity.SETTING_FIELDS, *job_identity.DATA_FIELDS, *job_identity.EXEMPT_FIELDS}
     job = make(
-        inputs=lambda batch: (batch[:-1], {}), collate=default_collate, evaluation=samples(), warmup_data=0.5, weights="absent",
-        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), metrics={"mean": lambda output, batch: output.mean()},
+        inputs=lambda batch: (batch[:-1], {}), collate=default_collate, eval_data=samples(), warmup_data=0.5, weights="absent",
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), metrics={"mean": lambda output, batch: output.mean()},
     )  # fmt: skip
     found = {
-        part.removeprefix("code ").removeprefix("setting ").partition(".")[0] for part in Subject(job).identity.parts
+        part.removeprefix("code ").removeprefix("setting ").partition(".")[0]
+        for part in JobSource(job).identity.digests
     }
-    assert fields - found == job_identity.EXEMPT.keys()
+    assert fields - found == job_identity.EXEMPT_FIELDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -225,9 +226,9 @@ def test_data_counts_whole(values: Any) -> None:
         other[place] = 1 if not isinstance(other[place], tuple) else (torch.ones(2), 0)
         return other
 
-    found = [describe_data(each) for each in (values, changed(7), changed(11))]
+    found = [digest_data(each) for each in (values, changed(7), changed(11))]
     assert len(set(found)) == 3
-    assert found[0] == describe_data(values)
+    assert found[0] == digest_data(values)
 
 
 @pytest.mark.slow
@@ -281,8 +282,8 @@ def test_modules_count_by_hooks_and_tensors_that_they_hold() -> None:
         model.register_forward_hook(lambda module, args, output: output * hook)
         return model
 
-    assert describe_code(held(1.0)) == describe_code(held(1.0))
-    assert describe_code(held(1.0)) != describe_code(held(2.0))
+    assert digest_code(held(1.0)) == digest_code(held(1.0))
+    assert digest_code(held(1.0)) != digest_code(held(2.0))
 
 
 # The folder's record, and the checkpoints' own
@@ -295,7 +296,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     name = f"checkpoints/step-{STEPS:08d}"
     shutil.rmtree(other / name)
     shutil.copytree(one / name, other / name)
-    with pytest.raises(ForeignCheckpoint, match=r"another run's.*\n.*optimizer\.lr: 0\.05 then, 0\.01 now"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"another run's.*\n.*optimizer\.lr: 0\.05 then, 0\.01 now"):
         quick(make(optimizer=rated(0.01)), folder=other)
 
 
@@ -394,4 +395,4 @@ def test_ids_of_parameters_in_closures_are_no_change(kind: str) -> None:
         return lambda params: SGD([each for each in params if id(each) not in held], lr=0.1)
 
     kept: list[Any] = []
-    assert describe_code(optimizer()) == describe_code(optimizer())
+    assert digest_code(optimizer()) == digest_code(optimizer())

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from echelon.errors import JobError
-from echelon.flow.job_source import load_job, make_job, reading
+from echelon.flow.job_source import file_being_read, load_job, make_job
 
 ROOT = Path(__file__).parents[2]
-FILE = "import torch\nimport echelon\ndef job():\n    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[], batch=1, steps={steps})\n"
+FILE = "import torch\nimport echelon\ndef job():\n    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[], batch_size=1, steps={steps})\n"
 
 
 def written(path: Path, text: str = FILE.format(steps=1)) -> str:
@@ -93,7 +93,7 @@ def test_a_job_file_that_ends_python_is_no_success(tmp_path: Path, text: str, wo
     spec = written(tmp_path / "echelon_ending_job.py", text)
     with pytest.raises(JobError, match=f"{spec} {words}"):
         load_job(spec)
-    assert reading() is None
+    assert file_being_read() is None
 
 
 RANDOM = """
@@ -109,7 +109,7 @@ early = drawn()
 
 def job():
     data = [*early, *drawn()]
-    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=data, batch=1, steps=1)
+    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=data, batch_size=1, steps=1)
 """
 
 
@@ -131,7 +131,7 @@ def test_a_job_file_that_is_read_can_be_told(tmp_path: Path) -> None:
     spec = written(tmp_path / "echelon_reading_job.py", text)
     load_job(spec)
     assert sys.modules["echelon_reading_job"].seen == Path(spec).resolve()
-    assert reading() is None
+    assert file_being_read() is None
 
 
 def test_a_job_function_that_needs_arguments_is_told(tmp_path: Path) -> None:
@@ -157,13 +157,13 @@ import torch
 import echelon
 
 def make(steps):
-    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[1], batch=1, steps=steps)
+    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[1], batch_size=1, steps=steps)
 
 def small():
     return make(1)
 
 def plain():
-    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[1], batch=1, steps=1)
+    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[1], batch_size=1, steps=1)
 
 def helper():
     return 3

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
-from echelon.flow.resolve_plan import Prepared, Subject, prepare, receive
+from echelon.flow.resolve_plan import JobSource, ResolvedPlan, load_resolved_plan, resolve_plan
 from echelon.flow.train import train
-from echelon.plan.check import require
+from echelon.plan.check import require_executable
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World
@@ -28,7 +28,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypa
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "kept.py").write_text(FILE)
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "file" / "cache"))
-    subject = Subject(str(tmp_path / "kept.py"))
+    subject = JobSource(str(tmp_path / "kept.py"))
     assert subject.profile().elements == 9
     (warning,) = subject.warnings
     assert "the profile could not be kept there" in warning
@@ -40,20 +40,20 @@ def test_a_profile_is_kept_for_a_file_that_alone_describes_the_job(
 ) -> None:
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     (tmp_path / "again.py").write_text(FILE)
-    Subject(str(tmp_path / "again.py")).profile()
+    JobSource(str(tmp_path / "again.py")).profile()
     (kept,) = (tmp_path / "cache").glob("profile-*.json")
     before = kept.stat().st_mtime_ns
-    Subject(str(tmp_path / "again.py")).profile()
+    JobSource(str(tmp_path / "again.py")).profile()
     assert kept.stat().st_mtime_ns == before
 
 
 def test_ranks_get_all_that_is_known(tmp_path: Path) -> None:
-    prepared = Prepared(plan=from_text("dp=2"), profile=make_profile(), cluster=make_cluster(cores=2))
-    received = receive(prepared.hand_over(tmp_path))
+    prepared = ResolvedPlan(plan=from_text("dp=2"), profile=make_profile(), cluster=make_cluster(cores=2))
+    received = load_resolved_plan(prepared.save_for_ranks(tmp_path))
     assert (received.plan, received.profile, received.cluster) == (prepared.plan, prepared.profile, prepared.cluster)
     assert received.forecast is not None
     (tmp_path / "bare").mkdir()
-    assert receive(Prepared(plan=from_text("dp=2")).hand_over(tmp_path / "bare")).profile is None
+    assert load_resolved_plan(ResolvedPlan(plan=from_text("dp=2")).save_for_ranks(tmp_path / "bare")).profile is None
 
 
 class Undecided(nn.Module):
@@ -85,17 +85,17 @@ class Undecided(nn.Module):
 def test_where_nothing_can_be_cut_the_ranks_share_the_memory_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: type[nn.Module], plan: str, instead: str, why: str, profiled: bool
 ) -> None:  # fmt: skip
-    subject = Subject(make(model=model, batch=16))
+    subject = JobSource(make(model=model, batch_size=16))
     if profiled:
         known = subject.profile()
         monkeypatch.setattr(subject, "known_profile", lambda: known)
-    prepared = prepare(subject, plan)
+    prepared = resolve_plan(subject, plan)
     assert str(prepared.plan) == instead
     assert f'"{from_text(plan)}" falls back to "{instead}" on the same ranks' in prepared.fallback
     assert why in prepared.fallback
     assert "\n" not in prepared.fallback
     assert prepared.fallback in prepared.warnings
-    received = receive(prepared.hand_over(tmp_path))
+    received = load_resolved_plan(prepared.save_for_ranks(tmp_path))
     assert (received.plan, received.fallback) == (prepared.plan, prepared.fallback)
 
 
@@ -129,21 +129,21 @@ class Beside(nn.Module):
     ("model", "why"), [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer itself")]
 )
 def test_a_model_that_cannot_be_sharded_either_trains_whole_on_every_rank(model: type[nn.Module], why: str) -> None:
-    subject = Subject(make(model=model, batch=16))
-    assert why in subject.profile().unsharded
-    prepared = prepare(subject, "pp=2")
+    subject = JobSource(make(model=model, batch_size=16))
+    assert why in subject.profile().unshardable_reason
+    prepared = resolve_plan(subject, "pp=2")
     assert str(prepared.plan) == "dp=2"
     assert (
         '"dp=1 pp=2" falls back to "dp=2" on the same ranks, where every rank has the whole model' in prepared.fallback
     )
     assert why in prepared.fallback
     with pytest.raises(PlanError, match=rf"zero=1: .*{why}.*use zero=0"):
-        require(from_text("dp=2 zero=1 whole"), subject.profile())
+        require_executable(from_text("dp=2 zero=1 whole"), subject.profile())
 
 
 def test_where_the_ranks_cannot_share_either_one_process_trains_and_both_reasons_are_told() -> None:
-    subject = Subject(make(loss=lambda output, batch: (output - batch[-1]).std()))
-    prepared = prepare(subject, "pp=2")
+    subject = JobSource(make(loss=lambda output, batch: (output - batch[-1]).std()))
+    prepared = resolve_plan(subject, "pp=2")
     assert prepared.plan == Plan()
     assert "pp=2: the model cannot be cut into stages" in prepared.fallback
     assert "dp=2: a sample's loss depends on the others of its batch" in prepared.fallback
@@ -151,7 +151,9 @@ def test_where_the_ranks_cannot_share_either_one_process_trains_and_both_reasons
 
 def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
     with pytest.raises(PlanError, match="leave `sequence` out"):
-        prepare(Subject(make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))), "tp=2 pp=2 sequence")
+        resolve_plan(
+            JobSource(make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))), "tp=2 pp=2 sequence"
+        )
 
 
 @pytest.mark.slow
@@ -170,9 +172,9 @@ def test_samples_that_see_each_other_stay_together(text: str, instead: str) -> N
     job = make(
         model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
         loss=lambda output, batch: (output - batch[-1]).std(),
-        batch=16,
+        batch_size=16,
     )
-    prepared = prepare(Subject(job), text)
+    prepared = resolve_plan(JobSource(job), text)
     assert str(prepared.plan) == instead
     assert "a sample's loss depends on the others of its batch" in prepared.fallback
     assert prepared.fallback in prepared.warnings
@@ -188,7 +190,7 @@ class Picky(nn.Linear):
 
 
 def test_what_is_not_known_of_a_model_that_cannot_be_profiled_is_said() -> None:
-    prepared = prepare(Subject(make(model=lambda: Picky(8, 1), batch=16)), "dp=1 micro=8")
+    prepared = resolve_plan(JobSource(make(model=lambda: Picky(8, 1), batch_size=16)), "dp=1 micro=8")
     assert prepared.profile is None
     (warning,) = (each for each in prepared.warnings if "could not be profiled" in each)
     assert "(ValueError: a batch of 2): whether its samples see each other" in warning
@@ -212,7 +214,7 @@ def _frozen() -> nn.Module:
 @pytest.mark.parametrize("plan", ["", "dp=1"])
 def test_a_model_with_nothing_to_train_is_refused_in_words(model: Any, words: str, plan: str, tmp_path: Path) -> None:
     job = make(model=model, loss=lambda output, batch: output.sum())
-    begin = partial(train, job, plan, folder=tmp_path, quiet=True) if plan else partial(prepare, Subject(job))
+    begin = partial(train, job, plan, folder=tmp_path, quiet=True) if plan else partial(resolve_plan, JobSource(job))
     with pytest.raises(JobError, match=re.escape(words)):
         begin()
 
@@ -233,38 +235,38 @@ def test_a_plan_that_is_completed_for_one_model_is_not_taken_for_another_of_the_
     )
     for rows in (2000, 3000, 2000):
         monkeypatch.setenv("TABLE_ROWS", str(rows))
-        prepared = prepare(Subject(str(file)), "dp=2 exchange=server rows=1000")
+        prepared = resolve_plan(JobSource(str(file)), "dp=2 exchange=server rows=1000")
         assert [table.rows for table in prepared.plan.tables] == [rows]
         assert prepared.profile is not None
         assert prepared.plan.model == prepared.profile.model
 
 
 def test_cuts_that_this_machine_cannot_look_for_are_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject, plan = Subject(make), from_text("tp=2")
+    subject, plan = JobSource(make), from_text("tp=2")
     profile = subject.profile()
-    monkeypatch.setattr("echelon.flow.resolve_plan._PATIENCE", -1.0)
-    assert subject.complete_here(plan, profile) == plan
-    assert subject.complete_here(from_text("dp=2 tp=2"), profile).open
+    monkeypatch.setattr("echelon.flow.resolve_plan._MAX_TRIAL_SECONDS", -1.0)
+    assert subject.complete_if_cheap(plan, profile) == plan
+    assert subject.complete_if_cheap(from_text("dp=2 tp=2"), profile).incomplete
     (warning,) = subject.warnings
     assert "trying it in float64 would take" in warning
-    monkeypatch.setattr("echelon.flow.resolve_plan._COPIES", 1e30)
-    assert subject.complete_here(plan, profile) == plan
+    monkeypatch.setattr("echelon.flow.resolve_plan._TRIAL_COPIES", 1e30)
+    assert subject.complete_if_cheap(plan, profile) == plan
     assert "this machine has" in subject.warnings[-1]
     monkeypatch.undo()
-    assert not Subject(make).complete_here(plan, profile).open  # a small one is looked at
+    assert not JobSource(make).complete_if_cheap(plan, profile).incomplete  # a small one is looked at
 
 
 def test_a_setting_that_the_model_does_not_allow_is_left_out_and_it_is_said(tmp_path: Path) -> None:
     """Of text and of documents alike."""
-    subject = Subject(make(model=Undecided, batch=16))
+    subject = JobSource(make(model=Undecided, batch_size=16))
     document = tmp_path / "plan.json"
     from_text("dp=2 zero=3").save(document)
     for wanted in ("dp=2 zero=3", str(document)):
-        prepared = prepare(subject, wanted)
+        prepared = resolve_plan(subject, wanted)
         assert str(prepared.plan) == "dp=2 zero=3 whole"
         assert prepared.fallback.startswith('"dp=2 zero=3" runs as "dp=2 zero=3 whole": zero=3: ')
         assert prepared.fallback in prepared.warnings
-    prepared = prepare(Subject(make(model=Beside, batch=16)), "dp=2 zero=3 keep")
+    prepared = resolve_plan(JobSource(make(model=Beside, batch_size=16)), "dp=2 zero=3 keep")
     assert str(prepared.plan) == "dp=2"
     assert "layer.weight is held by a layer itself" in prepared.fallback
 
@@ -281,7 +283,7 @@ def test_a_keras_model_is_the_same_model_each_time_it_is_built(monkeypatch: pyte
         return keras.Sequential(layers)
 
     job = make(model=model, epochs=1)
-    plan = replace(Plan(), model=Subject(job).profile().model)  # as auto's plans are
+    plan = replace(Plan(), model=JobSource(job).profile().model)  # as auto's plans are
     for _ in range(2):
         with Run(job, plan, World()) as run:
             assert run.step(next(run.batches())).loss > 0

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from echelon.engine.run import Run
 from echelon.errors import JobError
-from echelon.flow.resolve_plan import Subject
+from echelon.flow.resolve_plan import JobSource
 from echelon.flow.train import Trained, train
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
@@ -82,7 +82,7 @@ def test_a_script_with_other_arguments_has_another_run_folder(tmp_path: Path) ->
 def test_more_epochs_by_an_argument_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given: list[str] = []
-    monkeypatch.setattr(Subject, "arguments", lambda self: tuple(given))
+    monkeypatch.setattr(JobSource, "arguments", lambda self: tuple(given))
 
     def launch(rate: str, epochs: int) -> Trained:
         given[:] = ["--lr", rate, "--epochs", str(epochs)]
@@ -148,7 +148,7 @@ def test_a_changed_rate_is_refused_and_applied_where_it_is_named(tmp_path: Path)
 
 def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(Subject, "arguments", lambda self: ("--alpha", "1"))
+    monkeypatch.setattr(JobSource, "arguments", lambda self: ("--alpha", "1"))
     first = quick(make(), folder=folder)
     assert quick(make(), folder=folder).loss == first.loss
     with pytest.raises(JobError, match=r"optimizer\.lr: 0\.05 then, 0\.01 now"):
@@ -157,7 +157,7 @@ def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkey
         quick(make(loss=lambda output, batch: (output - batch[-1]).abs().mean()), folder=folder)
     with pytest.raises(JobError, match=r"data: \w+ then"):
         quick(make(data=samples(opposite=True)), folder=folder)
-    monkeypatch.setattr(Subject, "arguments", lambda self: ("--alpha", "2"))
+    monkeypatch.setattr(JobSource, "arguments", lambda self: ("--alpha", "2"))
     with pytest.raises(JobError, match=r"inputs: argument --alpha: 1 then, 2 now\n.*--override inputs"):
         quick(make(), folder=folder)
     assert quick(make(), folder=folder, override=["inputs"]).loss == first.loss
@@ -167,7 +167,7 @@ def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("clip", {"clip": 0.5}),
+        ("clip_norm", {"clip_norm": 0.5}),
         ("precision", {"precision": "bf16"}),
         ("optimizer.momentum", {"optimizer": rated(0.05, momentum=0.5)}),
         ("model", {"model": lambda: nn.Linear(8, 1).requires_grad_()}),
@@ -203,22 +203,22 @@ def cosine(optimizer: Optimizer, total: int) -> Any:
 def test_schedules_are_rebuilt_for_a_new_length(tmp_path: Path, schedule: Any) -> None:
     """A run that finished goes on along the curve of the new length: no step too many, no rate that climbs again."""
     folder = tmp_path / "run"
-    quick(make(epochs=1, schedule=schedule), folder=folder)
-    quick(make(epochs=3, schedule=schedule), folder=folder)
-    with Run(make(epochs=3, schedule=schedule), Plan(), World()) as whole:
-        wanted = [whole.step(batch).rates[0] for batch in whole.batches()]
+    quick(make(epochs=1, lr_schedule=schedule), folder=folder)
+    quick(make(epochs=3, lr_schedule=schedule), folder=folder)
+    with Run(make(epochs=3, lr_schedule=schedule), Plan(), World()) as whole:
+        wanted = [whole.step(batch).learning_rates[0] for batch in whole.batches()]
     assert rates_of(folder)[STEPS:] == pytest.approx(wanted[STEPS:])
     assert any(f"rebuilt for {3 * STEPS} steps ({STEPS} before)" in line for line in warnings_of(folder))
 
 
 def test_an_overridden_rate_moves_the_whole_schedule(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=2, schedule=cosine), folder=folder, every=2)
+    quick(make(epochs=2, lr_schedule=cosine), folder=folder, every=2)
     for path in sorted((folder / "checkpoints").glob("step-*"))[-2:]:
         (path / "checkpoint.json").unlink()  # as if it had been killed at step 4
-    quick(make(epochs=2, schedule=cosine, optimizer=rated(0.5)), folder=folder, override=["optimizer.lr"])
-    with Run(make(epochs=2, schedule=cosine, optimizer=rated(0.5)), Plan(), World()) as whole:
-        wanted = [whole.step(batch).rates[0] for batch in whole.batches()]
+    quick(make(epochs=2, lr_schedule=cosine, optimizer=rated(0.5)), folder=folder, override=["optimizer.lr"])
+    with Run(make(epochs=2, lr_schedule=cosine, optimizer=rated(0.5)), Plan(), World()) as whole:
+        wanted = [whole.step(batch).learning_rates[0] for batch in whole.batches()]
     assert rates_of(folder)[-STEPS:] == pytest.approx(wanted[STEPS:])
 
 
@@ -268,7 +268,7 @@ def _configured() -> Any:
 
 
 def test_a_config_that_building_the_model_changes_is_no_change_of_the_job() -> None:
-    before, after = Subject(make(model=_configured())), Subject(make(model=_configured()))
+    before, after = JobSource(make(model=_configured())), JobSource(make(model=_configured()))
     model: Any = after.job.model
     model()
     assert after.identity.digest == before.identity.digest

@@ -57,7 +57,7 @@ def test_every_schedule_of_torch_is_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("schedules", SCHEDULES, 4))
 def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
-    job = make(schedule=SCHEDULES[name], optimizer=momentum, evaluation=samples(opposite=True))
+    job = make(lr_schedule=SCHEDULES[name], optimizer=momentum, eval_data=samples(opposite=True))
     whole = quick(job, folder=tmp_path / "whole")
     interrupted(job, tmp_path / "broken", at=STEPS)
     broken = quick(job, folder=tmp_path / "broken")
@@ -68,7 +68,7 @@ def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("longer schedules", SCHEDULES, 4))
 def test_a_longer_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
-    fields = {"schedule": SCHEDULES[name], "optimizer": momentum, "evaluation": samples(opposite=True)}
+    fields = {"lr_schedule": SCHEDULES[name], "optimizer": momentum, "eval_data": samples(opposite=True)}
     quick(make(epochs=3, **fields), folder=tmp_path / "whole")
     quick(make(epochs=2, **fields), folder=tmp_path / "longer")
     quick(make(epochs=3, **fields), folder=tmp_path / "longer")
@@ -111,9 +111,9 @@ def drawn(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"schedule": Decay, "optimizer": decayed},
-        {"schedule": halving, "optimizer": Decaying},
-        {"schedule": drawn, "optimizer": rated(0.05)},
+        {"lr_schedule": Decay, "optimizer": decayed},
+        {"lr_schedule": halving, "optimizer": Decaying},
+        {"lr_schedule": drawn, "optimizer": rated(0.05)},
     ],
     ids=["weight decay", "own decay", "drawn"],
 )
@@ -125,7 +125,7 @@ def test_a_longer_run_keeps_what_does_not_follow_from_the_length(tmp_path: Path,
 
 
 def test_a_schedule_of_the_length_over_rates_that_the_optimizer_changes_is_refused(tmp_path: Path) -> None:
-    fields = {"schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": Decaying}
+    fields = {"lr_schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": Decaying}
     interrupted(make(epochs=2, **fields), tmp_path / "run", at=STEPS)
     with pytest.raises(JobError, match=r"cannot be rebuilt for 12 steps \(8 before\): at step 4 it gives lr="):
         quick(make(epochs=3, **fields), folder=tmp_path / "run")
@@ -134,40 +134,40 @@ def test_a_schedule_of_the_length_over_rates_that_the_optimizer_changes_is_refus
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": STEPS}])
 def test_a_changed_schedule_is_refused_at_another_length(tmp_path: Path, length: dict[str, int]) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=1, schedule=halving), folder=folder)
-    changed = make(**{"epochs": None, "schedule": tenth} | length)
+    quick(make(epochs=1, lr_schedule=halving), folder=folder)
+    changed = make(**{"epochs": None, "lr_schedule": tenth} | length)
     with pytest.raises(JobError, match=r"schedule\.gamma: 0\.5 then, 0\.1 now"):
         quick(changed, folder=folder)
-    assert quick(make(**{"epochs": None, "schedule": halving} | length), folder=folder).step >= STEPS
+    assert quick(make(**{"epochs": None, "lr_schedule": halving} | length), folder=folder).step >= STEPS
 
 
 def test_a_schedule_that_computes_its_length_itself_goes_on(tmp_path: Path) -> None:
     def cosine(epochs: int) -> Any:
         return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * STEPS)
 
-    quick(make(epochs=3, schedule=cosine(3)), folder=tmp_path / "whole")
-    quick(make(epochs=2, schedule=cosine(2)), folder=tmp_path / "longer")
-    with pytest.raises(JobError, match="schedule"):
-        quick(make(epochs=3, schedule=tenth), folder=tmp_path / "longer")
-    assert quick(make(epochs=3, schedule=cosine(3)), folder=tmp_path / "longer").step == 3 * STEPS
+    quick(make(epochs=3, lr_schedule=cosine(3)), folder=tmp_path / "whole")
+    quick(make(epochs=2, lr_schedule=cosine(2)), folder=tmp_path / "longer")
+    with pytest.raises(JobError, match="lr_schedule"):
+        quick(make(epochs=3, lr_schedule=tenth), folder=tmp_path / "longer")
+    assert quick(make(epochs=3, lr_schedule=cosine(3)), folder=tmp_path / "longer").step == 3 * STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("then", "now"), [(None, halving), (halving, None)])
 def test_a_schedule_can_be_added_and_removed(tmp_path: Path, then: Any, now: Any) -> None:
     folder = tmp_path / "run"
-    interrupted(make(schedule=then), folder, at=STEPS)
-    with pytest.raises(JobError, match="--override schedule"):
-        quick(make(schedule=now), folder=folder)
-    interrupted(make(schedule=now), folder, at=2 * STEPS, override=["schedule"])
-    quick(make(schedule=now), folder=folder)
-    quick(make(schedule=now), folder=tmp_path / "whole")
+    interrupted(make(lr_schedule=then), folder, at=STEPS)
+    with pytest.raises(JobError, match="--override lr_schedule"):
+        quick(make(lr_schedule=now), folder=folder)
+    interrupted(make(lr_schedule=now), folder, at=2 * STEPS, override=["lr_schedule"])
+    quick(make(lr_schedule=now), folder=folder)
+    quick(make(lr_schedule=now), folder=tmp_path / "whole")
     assert rates_of(folder)[STEPS:] == rates_of(tmp_path / "whole")[STEPS:]
 
 
 def test_a_schedule_of_a_metric_keeps_its_state(tmp_path: Path) -> None:
     """With an override of the optimizer, and with more epochs."""
-    fields = {"schedule": SCHEDULES["ReduceLROnPlateau"], "evaluation": samples(opposite=True)}
+    fields = {"lr_schedule": SCHEDULES["ReduceLROnPlateau"], "eval_data": samples(opposite=True)}
     quick(make(epochs=3, **fields), folder=tmp_path / "whole")
     interrupted(make(epochs=2, **fields), tmp_path / "run", at=STEPS)
     heavier = rated(0.05, weight_decay=1e-9)
@@ -181,7 +181,7 @@ def test_rates_that_are_tensors_are_rebuilt_in_place(tmp_path: Path) -> None:
     def adam(parameters: Any) -> Optimizer:
         return torch.optim.Adam(parameters, lr=torch.tensor(0.01))
 
-    fields = {"schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": adam}
+    fields = {"lr_schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": adam}
     quick(make(epochs=3, **fields), folder=tmp_path / "whole")
     quick(make(epochs=2, **fields), folder=tmp_path / "longer")
     quick(make(epochs=3, **fields), folder=tmp_path / "longer")

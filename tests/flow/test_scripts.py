@@ -27,7 +27,7 @@ def job():
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers(40, 8), torch.arange(40) % 4),
-        batch=16,
+        batch_size=16,
         epochs=2,
     )
 """
@@ -73,11 +73,11 @@ def test_a_script_proves_its_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
-    changed = "echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'schedule': lambda optimizer, steps: 'none'})"
+    changed = "echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'lr_schedule': lambda optimizer, steps: 'none'})"
     done = script(tmp_path, f"echelon.train({changed}, 'dp=2')")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [done.stderr.strip()], done.stderr
-    assert "schedule= gives str" in done.stderr
+    assert "lr_schedule= gives str" in done.stderr
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.errors import EchelonError
-from echelon.flow.settings import KINDS, resolve
+from echelon.flow.settings import SETTING_TYPES, merge_settings
 
-DEFAULTS = dict.fromkeys(KINDS) | {"keep": 3}
+DEFAULTS = dict.fromkeys(SETTING_TYPES) | {"keep": 3}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_nearest_source_wins(tmp_path: Path, sources: str, value: int, sourc
     file = tmp_path / "echelon.toml"
     if "file" in sources:
         file.write_text("[train]\nkeep = 4\n")
-    keep = resolve(
+    keep = merge_settings(
         {"keep": 6 if "line" in sources else None}, {"keep": "5"} if "environment" in sources else {}, file, DEFAULTS
     )["keep"]
     assert keep.value == value
@@ -37,7 +37,7 @@ def test_the_nearest_source_wins(tmp_path: Path, sources: str, value: int, sourc
 
 
 def test_false_on_the_command_line_is_not_absence(tmp_path: Path) -> None:
-    assert resolve({"resume": False}, {"resume": "yes"}, tmp_path / "none", DEFAULTS)["resume"].value is False
+    assert merge_settings({"resume": False}, {"resume": "yes"}, tmp_path / "none", DEFAULTS)["resume"].value is False
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_cannot_be_meant_is_told(tmp_path: Path, environment: dict[str, str
     file = tmp_path / "echelon.toml"
     file.write_text(text)
     with pytest.raises(EchelonError) as caught:
-        resolve({}, environment, file, DEFAULTS)
+        merge_settings({}, environment, file, DEFAULTS)
     assert message in str(caught.value)
 
 

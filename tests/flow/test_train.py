@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import echelon
-from echelon.errors import CheckpointError, DataError, EchelonError, ForeignCheckpoint, JobError
+from echelon.errors import CheckpointError, DataError, EchelonError, IncompatibleCheckpointError, JobError
 from echelon.events import Event
 from echelon.flow.run_folder import RunFolder
 from echelon.flow.train import Trained
 from echelon.plan.certificate import Certificate
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from tests.flow.jobs import FILE, STEPS, Endless, last_loss, make, samples
 from tests.observer.runs import cluster, forecast, plan
 
@@ -45,7 +45,7 @@ def bests(events: list[Event]) -> list[int]:
 
 def test_the_best_is_a_checkpoint_that_was_evaluated(tmp_path: Path) -> None:
     """Off the beat of `every`, the weights that are saved next are not those that were evaluated."""
-    job = make(evaluation=samples(opposite=True))
+    job = make(eval_data=samples(opposite=True))
     _, events = train(tmp_path / "run", job, every=3, keep=1)
     assert [event.step for event in of(events, "evaluation")] == [4, 8, 12]
     assert [event.step for event in of(events, "checkpoint")] == [3, 4, 6, 9, 12]
@@ -55,27 +55,30 @@ def test_the_best_is_a_checkpoint_that_was_evaluated(tmp_path: Path) -> None:
         "step-00000004",
         of(events, "evaluation")[0].data["metrics"]["loss"],
     )
-    assert [path.name for path in RunFolder(tmp_path / "run", keep=1).saved()] == ["step-00000012", "step-00000004"]
+    assert [path.name for path in RunFolder(tmp_path / "run", keep=1).list_checkpoints()] == [
+        "step-00000012",
+        "step-00000004",
+    ]
 
 
 def test_each_better_evaluation_is_saved(tmp_path: Path) -> None:
-    _, events = train(tmp_path, make(evaluation=samples()), every=100)
+    _, events = train(tmp_path, make(eval_data=samples()), every=100)
     assert bests(events) == [4, 8, 12]
 
 
 def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
-    train(tmp_path, make(evaluation=samples(opposite=True), epochs=1))
-    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    train(tmp_path, make(eval_data=samples(opposite=True), epochs=1))
+    _, events = train(tmp_path, make(eval_data=samples(opposite=True), epochs=2))
     assert bests(events) == []
 
 
 def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path) -> None:
-    halved = make(schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), epochs=1)
+    halved = make(lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), epochs=1)
     _, events = train(tmp_path, halved)
     assert [event.data["rate"] for event in of(events, "step")] == [0.05, 0.025, 0.0125, 0.00625]
 
 
-def test_every_rank_knows_the_last_loss(ranks: Pool, tmp_path: Path) -> None:
+def test_every_rank_knows_the_last_loss(ranks: RankPool, tmp_path: Path) -> None:
     one, other = ranks.run(2, last_loss, str(tmp_path))
     assert one is not None
     assert one == other
@@ -102,7 +105,7 @@ def test_a_batch_system_and_a_closed_terminal_are_a_request_too(tmp_path: Path, 
 
     with pytest.raises(SystemExit, match="130"):
         echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
-    assert RunFolder(tmp_path, keep=1).saved()
+    assert RunFolder(tmp_path, keep=1).list_checkpoints()
 
 
 @pytest.mark.parametrize("after", range(1, 7))
@@ -114,7 +117,7 @@ def test_an_interrupt_loses_neither_step_nor_evaluation(tmp_path: Path, after: i
         if event.kind == "step" and event.step == after:
             os.kill(os.getpid(), signal.SIGINT)
 
-    job = make(evaluation=samples())
+    job = make(eval_data=samples())
     with pytest.raises(SystemExit, match="130"):
         echelon.train(job, "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
     (end,) = of(events, "end")
@@ -161,8 +164,8 @@ def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     train(tmp_path, make(epochs=1))
-    with pytest.raises(ForeignCheckpoint, match="batch=8"):
-        train(tmp_path, make(epochs=1, batch=4))
+    with pytest.raises(IncompatibleCheckpointError, match="batch=8"):
+        train(tmp_path, make(epochs=1, batch_size=4))
 
 
 @pytest.mark.slow
@@ -197,7 +200,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error"), [({"batch": 4, "epochs": 9}, ForeignCheckpoint), ({"epochs": 2}, JobError)]
+    ("changed", "error"), [({"batch_size": 4, "epochs": 9}, IncompatibleCheckpointError), ({"epochs": 2}, JobError)]
 )
 def test_a_refused_run_alters_nothing(tmp_path: Path, changed: dict[str, int], error: type[EchelonError]) -> None:
     train(tmp_path, make())
@@ -214,7 +217,7 @@ def test_a_job_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_finished_run_says_so_and_what_it_came_to(tmp_path: Path) -> None:
-    job = make(evaluation=samples())
+    job = make(eval_data=samples())
     first, _ = train(tmp_path, job)
     again, events = train(tmp_path, job)
     assert (again.step, again.loss, again.metrics) == (first.step, first.loss, first.metrics)
@@ -229,11 +232,11 @@ def fails(*_: object) -> float:
 @pytest.mark.parametrize("every", [None, 3])
 def test_an_evaluation_that_fails_costs_nothing_of_what_was_trained(tmp_path: Path, every: int | None) -> None:
     events: list[Event] = []
-    job = make(evaluation=samples(), metrics={"bad": fails})
+    job = make(eval_data=samples(), metrics={"bad": fails})
     with pytest.raises(ValueError, match="never tried"):
         echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=every, listeners=[events.append])
     assert of(events, "checkpoint")[-1].step == STEPS
-    _, events = train(tmp_path, make(evaluation=samples()))
+    _, events = train(tmp_path, make(eval_data=samples()))
     assert of(events, "start")[0].data["resumed_from"] == STEPS
 
 
@@ -246,18 +249,18 @@ def test_a_later_evaluation_that_fails_is_saved_before(tmp_path: Path) -> None:
     def listen(event: Event) -> None:
         evaluated.extend([event] if event.kind == "evaluation" else [])
 
-    job = make(evaluation=samples(), metrics={"late": late})
+    job = make(eval_data=samples(), metrics={"late": late})
     with pytest.raises(ValueError, match="never tried"):
         echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=100, listeners=[listen])
-    assert RunFolder(tmp_path, keep=9).saved()[0].name == "step-00000008"
+    assert RunFolder(tmp_path, keep=9).list_checkpoints()[0].name == "step-00000008"
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"evaluation": []}, "evaluation="),
-        ({"evaluation": samples(), "metrics": {"accuracy": 0.5}}, "metrics"),
-        ({"evaluation": samples(), "metrics": [fails]}, "metrics"),
+        ({"eval_data": []}, "eval_data="),
+        ({"eval_data": samples(), "metrics": {"accuracy": 0.5}}, "metrics"),
+        ({"eval_data": samples(), "metrics": [fails]}, "metrics"),
     ],
 )
 def test_an_evaluation_that_can_only_fail_is_refused_at_the_start(
@@ -393,7 +396,7 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
         if event.kind == "step" and event.step == 3 * STEPS:
             broken.touch()
 
-    job = make(evaluation=samples(), metrics={"mean": metric})
+    job = make(eval_data=samples(), metrics={"mean": metric})
     with pytest.raises(ValueError, match="never tried"):
         echelon.train(job, "dp=1", folder=tmp_path / "one", quiet=True, listeners=[listen])
     broken.unlink()
@@ -401,7 +404,7 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
     wanted, _ = train(tmp_path / "other", job)
     assert (again.step, again.metrics) == (wanted.step, wanted.metrics)
     assert [event.step for event in of(events, "evaluation")] == [12]
-    best = RunFolder(tmp_path / "one", keep=3).best()
+    best = RunFolder(tmp_path / "one", keep=3).best_checkpoint()
     assert best is not None
     assert best[0].name == "step-00000012"
     _, events = train(tmp_path / "one", job)
@@ -409,8 +412,8 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
 
 
 def test_the_best_on_another_evaluation_set_does_not_count(tmp_path: Path) -> None:
-    train(tmp_path, make(evaluation=samples(), epochs=1))
-    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    train(tmp_path, make(eval_data=samples(), epochs=1))
+    _, events = train(tmp_path, make(eval_data=samples(opposite=True), epochs=2))
     assert "the evaluation data, the loss or the collation changed" in str(
         [event.data for event in of(events, "warning")]
     )
@@ -422,16 +425,16 @@ def test_the_best_on_another_evaluation_set_does_not_count(tmp_path: Path) -> No
     "edit", [{"loss": float("nan")}, {"manifest": "0"}, {"checkpoint": "step-00000001"}, {"judge": None}]
 )
 def test_an_edited_note_of_the_best_is_dropped(tmp_path: Path, edit: dict[str, object]) -> None:
-    train(tmp_path, make(evaluation=samples(opposite=True), epochs=1))
+    train(tmp_path, make(eval_data=samples(opposite=True), epochs=1))
     path = tmp_path / "checkpoints" / "best.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    _, events = train(tmp_path, make(eval_data=samples(opposite=True), epochs=2))
     assert "no longer the best" in str([event.data for event in of(events, "warning")])
     assert bests(events) == [8]
 
 
 def test_the_best_of_steps_that_are_done_again_is_dropped(tmp_path: Path) -> None:
-    job = make(evaluation=samples(), epochs=2)
+    job = make(eval_data=samples(), epochs=2)
     train(tmp_path, job)
     (tmp_path / "checkpoints" / "step-00000008" / "rank-00000.bin").write_bytes(b"x")
     _, events = train(tmp_path, job)
@@ -474,6 +477,6 @@ def test_files_in_the_place_of_checkpoints_do_not_end_a_run(tmp_path: Path, name
     path = tmp_path / "checkpoints" / name
     path.parent.mkdir(parents=True)
     path.mkdir() if folder else path.write_text("x")
-    trained, _ = train(tmp_path, make(evaluation=samples()))
+    trained, _ = train(tmp_path, make(eval_data=samples()))
     assert trained.step == 12
-    assert [each.name for each in RunFolder(tmp_path, keep=3).saved()][-1] == "step-00000004"
+    assert [each.name for each in RunFolder(tmp_path, keep=3).list_checkpoints()][-1] == "step-00000004"

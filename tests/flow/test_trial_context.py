@@ -15,13 +15,13 @@ from torch.distributed import all_reduce, get_world_size
 from torch.nn import functional as F
 
 import echelon
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.flow import gate
 from echelon.observer import read_events
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.testing.rank_pool import Pool
-from echelon.trials.trial_context import one_process
+from echelon.testing.rank_pool import RankPool
+from echelon.trials.trial_context import single_process_world
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.flow.jobs import make
@@ -59,7 +59,7 @@ def layers(kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
 def trained(world: World, loss: str, folder: str, plan: str, cache: str) -> None:
     """Train a job with collectives of its own on this rank."""
     os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
-    gate.LEAST = 30.0 if "pp" not in plan else 8.0
+    gate.MIN_SECONDS = 30.0 if "pp" not in plan else 8.0
     of_logs = {"model": lambda: layers(Logs), "loss": lambda output, batch: F.mse_loss(output, batch[0])}
     of_gather = {"model": layers, "loss": contrastive}
     echelon.train(make(**(of_logs if loss == "log" else of_gather)), plan, folder=Path(folder), quiet=True)
@@ -78,8 +78,8 @@ def test_collectives_of_the_job_neither_hang_nor_abort(
     tmp_path: Path, known_machine: Path, loss: str, plan: str, runs: str, words: str
 ) -> None:
     folder = tmp_path / "run"
-    with Pool() as ranks:  # its own: a deadlock that was given up leaves a thread of the job in its process
-        ranks.run(2, trained, loss, str(folder), plan, str(known_machine), group=False, timeout=120)
+    with RankPool() as ranks:  # its own: a deadlock that was given up leaves a thread of the job in its process
+        ranks.run(2, trained, loss, str(folder), plan, str(known_machine), init_process_group=False, timeout=120)
     events = read_events(folder)
     assert [event.data["plan"] for event in events if event.kind == "start"] == [runs]
     assert sum(event.kind == "step" for event in events) == 12
@@ -88,10 +88,10 @@ def test_collectives_of_the_job_neither_hang_nor_abort(
 
 def alone_and_together(world: World) -> list[float]:
     """Collectives of rank 0 alone, then one of all ranks, over a group that all of them make."""
-    ranks, found = Ranks(world), []
-    if world.main:
+    ranks, found = WorldCommunicator(world), []
+    if world.is_main:
         for _ in range(2):
-            with one_process():
+            with single_process_world():
                 value, parts = torch.ones(2), [torch.zeros(2)]
                 all_reduce(value)
                 dist.all_gather(parts, value)
@@ -104,16 +104,16 @@ def alone_and_together(world: World) -> list[float]:
     return [*found, float(both)]
 
 
-def test_one_rank_is_a_world_of_its_own(ranks: Pool) -> None:
-    assert ranks.run(2, alone_and_together, group=False) == [[2.0, 2.0, 1, 0] * 2 + [2.0], [2.0]]
+def test_one_rank_is_a_world_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(2, alone_and_together, init_process_group=False) == [[2.0, 2.0, 1, 0] * 2 + [2.0], [2.0]]
 
 
 def some_after_alone(world: World) -> float:
     """Ranks 0 and 2 exchange a number in a group of theirs, after rank 0 has been alone."""
-    ranks = Ranks(world)
-    if world.main:
+    ranks = WorldCommunicator(world)
+    if world.is_main:
         for _ in range(2):
-            with one_process():
+            with single_process_world():
                 dist.new_group([0])
     both = torch.ones(1)
     if world.rank != 1:
@@ -123,8 +123,8 @@ def some_after_alone(world: World) -> float:
 
 
 @pytest.mark.slow
-def test_some_ranks_meet_after_one_was_alone(ranks: Pool) -> None:
-    assert ranks.run(3, some_after_alone, group=False, timeout=30) == [2.0, 1.0, 2.0]
+def test_some_ranks_meet_after_one_was_alone(ranks: RankPool) -> None:
+    assert ranks.run(3, some_after_alone, init_process_group=False, timeout=30) == [2.0, 1.0, 2.0]
 
 
 class Counting:

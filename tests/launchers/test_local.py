@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.launchers.local import INTERRUPTED, launch
+from echelon.launchers.local import INTERRUPTED_EXIT_CODE, launch
 
 
 def script(folder: Path, text: str) -> list[str]:
@@ -136,7 +136,7 @@ open(os.path.join({str(tmp_path)!r}, f'{{rank}}.ready'), 'w').close()
 limit = time.time() + 30
 while not count and time.time() < limit: time.sleep(0.01)
 time.sleep(0.3)
-sys.exit({INTERRUPTED} if count == 1 else 1)
+sys.exit({INTERRUPTED_EXIT_CODE} if count == 1 else 1)
 """
     command = script(tmp_path, text)
     parent = subprocess.Popen(
@@ -146,7 +146,7 @@ sys.exit({INTERRUPTED} if count == 1 else 1)
     while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < limit:
         time.sleep(0.02)
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(30) == INTERRUPTED
+    assert parent.wait(30) == INTERRUPTED_EXIT_CODE
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])

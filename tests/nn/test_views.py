@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.nn.views import Fitted, fit
+from echelon.nn.views import LocalWidthViews, fit_to_local_width
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from echelon.nn.views import Fitted, fit
     ],
 )
 def test_one_size_is_reduced(shape: tuple[int, ...], asked: tuple[int, ...], fitted: list[int] | None) -> None:
-    assert fit(shape, asked, 16, 8) == fitted
+    assert fit_to_local_width(shape, asked, 16, 8) == fitted
 
 
 def test_views_inside_are_fitted_and_mistakes_still_fail() -> None:
     x = torch.arange(80.0).view(2, 5, 2, 4)
-    with Fitted(16, 8):
+    with LocalWidthViews(16, 8):
         assert x.view(2, 5, 16).shape == x.reshape((2, 5, 16)).shape == torch.reshape(x, (2, 5, 16)).shape == (2, 5, 8)
         assert x.view(torch.int32).shape == x.shape
         with pytest.raises(RuntimeError, match="invalid for input of size 80"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.observer.event_log import Log
-from echelon.observer.tensorboard import Board
+from echelon.observer.event_log import EventLog
+from echelon.observer.tensorboard import TensorBoardWriter
 
 from .runs import STEPS_PER_EPOCH, cluster, forecast, plan, training
 
@@ -19,7 +19,7 @@ def run_folder(tmp_path: Path) -> Callable[..., Path]:
 
     def make(*, last: int = 400, total: int = 400, end: str | None = "finished", documents: bool = True) -> Path:
         folder = tmp_path / "runs" / "digits"
-        listeners: tuple[Log, Board] = (Log(folder), Board(folder))
+        listeners: tuple[EventLog, TensorBoardWriter] = (EventLog(folder), TensorBoardWriter(folder))
         for event in training(last=last, total=total, end=end):
             for listener in listeners:
                 listener(event)

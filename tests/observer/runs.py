@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from echelon.events import Event
-from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
-from echelon.plan.forecast import Forecast, Memory, Time
+from echelon.plan.cluster import Cluster, CollectiveTiming, Device, Node, RateCurve, RatePoint
+from echelon.plan.forecast import Forecast, MemoryForecast, TimeForecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 
@@ -73,7 +73,7 @@ def training(*, first: int = 1, last: int, total: int, end: str | None = "finish
 
 def forecast(*, batch: int = BATCH) -> Forecast:
     """A forecast of 31 ms a step on two ranks, 4 of them exchange."""
-    time = Time(
+    time = TimeForecast(
         forward=0.009,
         backward=0.016,
         exchange=0.004,
@@ -84,7 +84,7 @@ def forecast(*, batch: int = BATCH) -> Forecast:
         low=0.027,
         high=0.036,
     )
-    memory = Memory(
+    memory = MemoryForecast(
         parameters=1.7e6, gradients=1.7e6, optimizer=1.7e6, activations=9.2e7, temporary=4.1e7, buckets=2.5e6, framework=2.1e8, low=1.3e8,
         high=1.5e8,
     )  # fmt: skip
@@ -98,8 +98,8 @@ def plan() -> Plan:
 
 def cluster() -> Cluster:
     """One machine of two cores."""
-    curve = Curve(operation="mm:nn", points=(Point((512.0, 512.0, 512.0), 9.1e10),))
-    link = Link(operation="all_reduce", backend="gloo", ranks=2, points=((1024.0, 6e-5), (2.5e7, 0.011)))
+    curve = RateCurve(operation="mm:nn", points=(RatePoint((512.0, 512.0, 512.0), 9.1e10),))
+    link = CollectiveTiming(operation="all_reduce", backend="gloo", ranks=2, points=((1024.0, 6e-5), (2.5e7, 0.011)))
     cpu = Device(
         kind="cpu",
         name="Xeon Platinum 8481C",

@@ -10,7 +10,7 @@ import pytest
 
 from echelon.events import Event
 from echelon.observer import tensorboard
-from echelon.observer.tensorboard import Board
+from echelon.observer.tensorboard import TensorBoardWriter
 
 from .runs import step, training
 
@@ -29,7 +29,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def write(folder: Path, *events: Event) -> None:
-    listener = Board(folder)
+    listener = TensorBoardWriter(folder)
     for event in events:
         listener(event)
     listener.close()

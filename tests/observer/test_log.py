@@ -14,14 +14,14 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.events import Event
 from echelon.observer import observers, read_events
-from echelon.observer.event_log import Log, _line, log_path
+from echelon.observer.event_log import EventLog, _encode_event, log_path
 from echelon.world import World
 
 from .runs import start, step, training
 
 
 def write(folder: Path, *events: Event, rank: int = 0) -> None:
-    log = Log(folder, rank=rank)
+    log = EventLog(folder, rank=rank)
     for event in events:
         log(event)
     log.close()
@@ -37,9 +37,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", [0.25, float("nan"), float("inf"), None])
 def test_a_line_is_what_the_event_says_it_is(loss: float | None) -> None:
     event = step(3, loss=loss, metrics={"a": loss})
-    assert _line(event) == event.to_line()
+    assert _encode_event(event) == event.to_line()
     expected = loss if loss is None or math.isfinite(loss) else None
-    assert Event.from_line(_line(event)).data["loss"] == expected
+    assert Event.from_line(_encode_event(event)).data["loss"] == expected
 
 
 @pytest.mark.parametrize("cut", [1, 20, 100])
@@ -111,7 +111,7 @@ def test_a_disk_that_refuses_is_told_once_and_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
-    log = Log(tmp_path / "run")
+    log = EventLog(tmp_path / "run")
     for event in training(last=5, total=5):
         log(event)
     said = capsys.readouterr().err

@@ -13,57 +13,59 @@ from xml.etree import ElementTree
 import pytest
 
 from echelon.errors import PlanError
-from echelon.observer.plan_figure import draw, svg, trace
+from echelon.observer.plan_figure import to_svg, write_figure, write_trace
 from echelon.observer.report.write import write_report
 from echelon.plan import catalogue
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
-from echelon.simulator.calibration import fitted
-from echelon.simulator.timeline import Timeline, timeline
+from echelon.simulator.calibration import load_constants
+from echelon.simulator.timeline import Timeline, build_timeline
 from tests.simulator.cases import cut, make_gpus, make_stack
 
 PROFILE = make_stack(blocks=8, width=1024, batch=16, length=256)
 
 
 def step(text: str = "dp=2 pp=4 micro=1", cluster: str = "2x8xA100-80GB") -> Timeline:
-    return timeline(PROFILE, catalogue.cluster(cluster), from_text(text))
+    return build_timeline(PROFILE, catalogue.parse_cluster(cluster), from_text(text))
 
 
 def test_every_micro_batch_goes_through_every_stage_and_back() -> None:
     found = step()
     seen = Counter((event.kind, event.stage) for event in found.events if event.kind in ("forward", "backward"))
     assert seen == {(kind, stage): 8 for kind in ("forward", "backward") for stage in range(4)}
-    assert (found.shown, found.count) == (8, 8)
+    assert (found.shown_micro_batches, found.micro_batch_count) == (8, 8)
     for rank in range(4):
         mine = sorted((event.begin, event.end) for event in found.events if event.rank == rank)
         assert all(before[1] <= after[0] + 1e-12 for before, after in itertools.pairwise(mine))
 
 
 def test_the_last_event_ends_when_the_step_is_forecast_to() -> None:
-    plan, cluster = from_text("dp=2 pp=4 micro=1"), catalogue.cluster("8xA100-80GB")
+    plan, cluster = from_text("dp=2 pp=4 micro=1"), catalogue.parse_cluster("8xA100-80GB")
     told = simulate(PROFILE, cluster, plan).time
     # What the host does between steps is no event; what it does between micro-batches is within one.
-    constants = fitted()
+    constants = load_constants()
     between = told.overhead * constants.step / (constants.step + 8 * constants.micro)
-    ends = max(event.end for event in timeline(PROFILE, cluster, plan).events)
+    ends = max(event.end for event in build_timeline(PROFILE, cluster, plan).events)
     assert ends == pytest.approx(told.step - between, rel=0.01)
 
 
 def test_a_machine_that_was_measured_has_a_timeline_too() -> None:
     plan = cut(from_text("dp=1 pp=2 micro=4"), PROFILE)
-    found = timeline(PROFILE, make_gpus(2, 64e9), plan)
+    found = build_timeline(PROFILE, make_gpus(2, 64e9), plan)
     assert {event.kind for event in found.events} >= {"forward", "backward", "optimizer"}
     assert len(found.memory) == 2
 
 
 def test_long_steps_show_their_beginning() -> None:
-    found = timeline(replace(PROFILE, batch=4096), catalogue.cluster("8xA100-80GB"), from_text("pp=4 micro=1"))
-    assert found.shown < found.count == 4096
+    found = build_timeline(
+        replace(PROFILE, batch=4096), catalogue.parse_cluster("8xA100-80GB"), from_text("pp=4 micro=1")
+    )
+    assert found.shown_micro_batches < found.micro_batch_count == 4096
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_pictures_are_written(tmp_path: Path, ending: str) -> None:
-    path = draw(step("dp=2 tp=2 pp=4 micro=1"), tmp_path / "new" / f"plan.{ending}")
+    path = write_figure(step("dp=2 tp=2 pp=4 micro=1"), tmp_path / "new" / f"plan.{ending}")
     if ending == "png":
         assert path.read_bytes().startswith(b"\x89PNG")
         return
@@ -71,17 +73,17 @@ def test_pictures_are_written(tmp_path: Path, ending: str) -> None:
     ElementTree.fromstring(text)
     for word in ("dp=2 tp=2 pp=4 micro=1", "stage 3", "activations", "node 1", "backward"):
         assert word in text
-    assert text == draw(step("dp=2 tp=2 pp=4 micro=1"), tmp_path / "again.svg").read_text()
+    assert text == write_figure(step("dp=2 tp=2 pp=4 micro=1"), tmp_path / "again.svg").read_text()
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"a picture is a \.svg or a \.png file"):
-        draw(step(), tmp_path / "plan.gif")
+        write_figure(step(), tmp_path / "plan.gif")
 
 
 def test_the_trace_holds_every_event(tmp_path: Path) -> None:
     found = step()
-    made = json.loads(trace(found, tmp_path / "trace.json").read_text())
+    made = json.loads(write_trace(found, tmp_path / "trace.json").read_text())
     spans = [each for each in made["traceEvents"] if each["ph"] == "X"]
     assert len(spans) == len(found.events)
     assert {each["tid"] for each in spans} == {0, 1, 2, 3}
@@ -96,4 +98,4 @@ def test_the_report_of_a_run_shows_the_step(run_folder: Callable[..., Path]) -> 
         document.save(folder / f"{document.KIND}.json")
     page = write_report(folder).read_text()
     assert "The step as forecast" in page
-    assert svg(timeline(PROFILE, cluster, plan))[:200] in page
+    assert to_svg(build_timeline(PROFILE, cluster, plan))[:200] in page

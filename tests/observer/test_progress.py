@@ -16,9 +16,9 @@ from rich.console import Console
 
 from echelon.events import Event
 from echelon.observer import observers
-from echelon.observer.batching import Relay
-from echelon.observer.eta import Pace, unhindered_rate
-from echelon.observer.progress import Progress, Warnings
+from echelon.observer.batching import EventBatcher
+from echelon.observer.eta import ProgressTracker, ideal_rate
+from echelon.observer.progress import Progress, WarningPrinter
 from echelon.plan import format_units
 from echelon.plan.mesh import Mesh
 from echelon.world import World
@@ -28,8 +28,8 @@ from .runs import forecast, plan, start, step, training
 
 def paced(
     *, steps: int, total: int = 100, seconds: float = 0.5, samples: int = 64, single: float | None = None
-) -> Pace:
-    pace = Pace(total=total, single=single)
+) -> ProgressTracker:
+    pace = ProgressTracker(total=total, ideal_rate=single)
     for number in range(1, steps + 1):
         pace.add(number, {"seconds": 9.0 if number == 1 else seconds, "samples": samples, "loss": 2.0})
     return pace
@@ -38,7 +38,7 @@ def paced(
 def test_rate_and_time_left_leave_the_first_step_out() -> None:
     pace = paced(steps=20)
     assert pace.rate == pytest.approx(128.0)
-    assert pace.left == pytest.approx(80 * 0.5)
+    assert pace.seconds_left == pytest.approx(80 * 0.5)
     assert paced(steps=1).rate == pytest.approx(64 / 9)
 
 
@@ -47,30 +47,30 @@ def test_the_rate_follows_a_change_of_pace() -> None:
     for number in range(21, 121):
         pace.add(number, {"seconds": 1.0, "samples": 64, "loss": 2.0})
     assert pace.rate == pytest.approx(64.0, rel=0.01)
-    assert pace.left == 0
+    assert pace.seconds_left == 0
 
 
 def test_an_uneven_last_batch_counts_as_what_it_is() -> None:
-    pace = Pace(total=3)
+    pace = ProgressTracker(total=3)
     for number, samples in enumerate((64, 64, 16), start=1):
         pace.add(number, {"seconds": 1e-9, "samples": samples, "loss": 1.0})
     assert pace.rate == pytest.approx(80 / 2e-9)
 
 
 def test_the_loss_is_a_running_mean_that_leaves_out_what_is_no_number() -> None:
-    pace = Pace()
+    pace = ProgressTracker()
     for number, loss in enumerate((1.0, 3.0, float("nan"), None), start=1):
         pace.add(number, {"seconds": 0.1, "samples": 1, "loss": loss})
     assert pace.loss == pytest.approx((0.98 * 1 + 3) / 1.98)
 
 
 def test_efficiency_is_held_against_ranks_that_do_not_wait() -> None:
-    alone = unhindered_rate(forecast())
+    alone = ideal_rate(forecast())
     assert alone == pytest.approx(256 / 0.027)  # 31 ms less 4 ms of exchange
     assert paced(steps=9, seconds=0.030, samples=256, single=alone).efficiency == pytest.approx(0.9)
     assert paced(steps=9).efficiency is None
-    assert unhindered_rate(None) is None
-    assert unhindered_rate(replace(forecast(), plan=replace(plan(), mesh=Mesh()))) is None
+    assert ideal_rate(None) is None
+    assert ideal_rate(replace(forecast(), plan=replace(plan(), mesh=Mesh()))) is None
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     assert sum(line.startswith("evaluation at step") for line in lines) == 2
     assert "checkpoint runs/digits/checkpoints/step-00000100 (5.06 MB, 50.0 ms, best so far)" in lines
     last, evaluated = (
-        format_units.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08)
+        format_units.format_number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08)
     )
     assert any(
         line.startswith(
@@ -168,7 +168,7 @@ class Gone(io.StringIO):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_screen_that_has_gone_is_left_alone(terminal: bool) -> None:
     screen = Gone()
-    for made in (Progress, Warnings):
+    for made in (Progress, WarningPrinter):
         listener = made(console=Console(file=screen, width=100, force_terminal=terminal))
         before = screen.writes
         for event in training(last=60, total=60):
@@ -201,7 +201,7 @@ def test_who_speaks() -> None:
 
     def names(folder: str | None, world: World, *, quiet: bool = False) -> list[str]:
         (relay,) = observers(folder, world=world, quiet=quiet)
-        assert isinstance(relay, Relay)
+        assert isinstance(relay, EventBatcher)
         return [type(listener).__name__ for listener in relay.listeners]
 
     assert names("x", World()) == ["Log", "Board", "Progress"]
@@ -212,7 +212,7 @@ def test_who_speaks() -> None:
 
 def test_steps_are_handed_on_in_handfuls_and_in_order() -> None:
     heard: list[Event] = []
-    relay = Relay([heard.append])
+    relay = EventBatcher([heard.append])
     fast = [Event(kind="step", step=number, time=1000 + 0.06 * number) for number in range(1, 12)]
     for event in fast[:3]:
         relay(event)
@@ -231,7 +231,7 @@ def test_steps_are_handed_on_in_handfuls_and_in_order() -> None:
 
 def test_a_clock_set_back_holds_nothing_up() -> None:
     heard: list[Event] = []
-    relay = Relay([heard.append])
+    relay = EventBatcher([heard.append])
     relay(Event(kind="step", time=1e9))
     for number in range(1000):
         relay(Event(kind="step", step=number, time=5.0))
@@ -240,7 +240,7 @@ def test_a_clock_set_back_holds_nothing_up() -> None:
 
 def test_quiet_ranks_still_warn() -> None:
     file = io.StringIO()
-    listener = Warnings(Console(file=file))
+    listener = WarningPrinter(Console(file=file))
     listener(step(1))
     listener(Event(kind="warning", rank=1, data={"message": "waited 3 s"}))
     assert file.getvalue() == "warning (rank 1): waited 3 s\n"
@@ -249,13 +249,13 @@ def test_quiet_ranks_still_warn() -> None:
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
-        (format_units.seconds, 0, "0 µs"), (format_units.seconds, 4.2e-5, "42.0 µs"), (format_units.seconds, 0.0123, "12.3 ms"), (format_units.seconds, 4.5, "4.50 s"),
-        (format_units.seconds, 59.99, "1 min 00 s"), (format_units.seconds, 3599.6, "1 h 00 min"), (format_units.seconds, 90_000, "1 d 01 h"),
-        (format_units.clock, 7.4, "0:07"), (format_units.clock, 3661, "1:01:01"), (format_units.size, 999, "999 B"), (format_units.size, 999_900, "1.00 MB"),
-        (format_units.size, 4.2e9, "4.20 GB"), (format_units.count, 1234, "1,234"), (format_units.count, 1.5e6, "1.50 million"), (format_units.count, 7.25, "7.25"),
-        (format_units.share, 0.931, "93 %"), (format_units.share, 0.0421, "4.2 %"), (format_units.share, 0.0003, "0.03 %"), (format_units.number, 0.00012345, "0.0001234"),
-        (format_units.number, 2e-7, "2e-07"), (format_units.number, 123456, "123,456"), (format_units.number, float("nan"), "not a number"), (format_units.number, None, "not a number"),
+        (format_units.format_seconds, 0, "0 µs"), (format_units.format_seconds, 4.2e-5, "42.0 µs"), (format_units.format_seconds, 0.0123, "12.3 ms"), (format_units.format_seconds, 4.5, "4.50 s"),
+        (format_units.format_seconds, 59.99, "1 min 00 s"), (format_units.format_seconds, 3599.6, "1 h 00 min"), (format_units.format_seconds, 90_000, "1 d 01 h"),
+        (format_units.format_clock, 7.4, "0:07"), (format_units.format_clock, 3661, "1:01:01"), (format_units.format_bytes, 999, "999 B"), (format_units.format_bytes, 999_900, "1.00 MB"),
+        (format_units.format_bytes, 4.2e9, "4.20 GB"), (format_units.format_count, 1234, "1,234"), (format_units.format_count, 1.5e6, "1.50 million"), (format_units.format_count, 7.25, "7.25"),
+        (format_units.format_percent, 0.931, "93 %"), (format_units.format_percent, 0.0421, "4.2 %"), (format_units.format_percent, 0.0003, "0.03 %"), (format_units.format_number, 0.00012345, "0.0001234"),
+        (format_units.format_number, 2e-7, "2e-07"), (format_units.format_number, 123456, "123,456"), (format_units.format_number, float("nan"), "not a number"), (format_units.format_number, None, "not a number"),
     ],
 )  # fmt: skip
-def test_numbers_carry_units(show: format_units.Show, value: float, text: str) -> None:
+def test_numbers_carry_units(show: format_units.Formatter, value: float, text: str) -> None:
     assert show(value) == text

@@ -13,8 +13,8 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.events import Event
 from echelon.observer import write_report
-from echelon.observer.event_log import Log, log_path
-from echelon.observer.report.charts import envelope, scale, smooth, thin
+from echelon.observer.event_log import EventLog, log_path
+from echelon.observer.report.charts import envelope, fit_scale, smooth, thin
 
 from .runs import NOW, forecast, start, step, training
 
@@ -90,7 +90,7 @@ def test_the_summary_gives_the_figures_of_the_log(run_folder: MakeRun) -> None:
 
 
 def test_on_a_gpu_the_framework_is_not_part_of_what_is_measured(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = EventLog(tmp_path)
     for event in (
         start(total=9, device="cuda:0"),
         step(1),
@@ -134,7 +134,7 @@ def test_a_damaged_document_is_a_sentence(run_folder: MakeRun) -> None:
 
 def test_a_resumed_run_is_marked(run_folder: MakeRun) -> None:
     folder = run_folder(last=230, end=None)
-    log = Log(folder)
+    log = EventLog(folder)
     for event in training(first=201, last=400, total=400):
         log(event)
     words = read(write_report(folder))
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_marked(run_folder: MakeRun) -> None:
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = EventLog(tmp_path)
     for event in (start(total=9), step(1), step(2, loss=float("nan")), step(3, loss=float("nan"))):
         log(event)
     assert "not a number at 2 steps, first at step 2" in read(write_report(tmp_path))
@@ -161,7 +161,7 @@ def test_no_string_of_the_run_becomes_markup(tmp_path: Path) -> None:
         "versions": {evil: evil},
         "ranks": evil,
     }
-    log = Log(tmp_path)
+    log = EventLog(tmp_path)
     log(start(total=9, **names))
     log(step(1, epoch=evil))
     log(step(2, norm=evil, rate=evil))
@@ -200,7 +200,7 @@ def test_a_page_that_cannot_be_written_is_told(run_folder: MakeRun) -> None:
 def test_of_ranks_that_fail_the_first_is_blamed(run_folder: MakeRun) -> None:
     folder = run_folder(last=30, end=None)
     for rank, message, late in ((0, "connection closed by peer", 2.0), (1, "out of memory in conv2", 1.0)):
-        Log(folder, rank=rank)(
+        EventLog(folder, rank=rank)(
             Event(kind="end", step=30, rank=rank, time=NOW + 30 + late, data={"reason": "failed", "message": message})
         )
     words = read(write_report(folder))
@@ -227,8 +227,8 @@ def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
 @pytest.mark.parametrize("values", [[1.0], [0.0], [-3.0, 5.0], [1e-9, 1e9], [2.0, 2.0], [-1.0, -1.0], [1e-30, 1.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_every_scale_shows_its_values_and_has_ticks(values: list[float], log: bool) -> None:
-    made = scale(values, log=log)
-    assert all(0 <= made.at(value) <= 1 for value in values)
+    made = fit_scale(values, log=log)
+    assert all(0 <= made.position(value) <= 1 for value in values)
     ticks = made.ticks()
     assert 1 <= len(ticks) <= 10
     assert all(made.low <= tick * (1 + 1e-9) and tick <= made.high * (1 + 1e-9) for tick in ticks)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bench.parity import LIMIT, Cell, Record, cells, differences, groups, reference, run
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_sample_of_the_table(ranks: Pool, count: int) -> None:
+def test_a_sample_of_the_table(ranks: RankPool, count: int) -> None:
     chosen = random.Random(count).sample(cells([count]), 8)
     off = {cell: found for cell, found in run(chosen, ranks).items() if max(found.values()) > LIMIT}
     assert not off

@@ -11,24 +11,24 @@ from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
 
 
-@pytest.mark.parametrize("name", catalogue.names())
+@pytest.mark.parametrize("name", catalogue.device_names())
 def test_every_device_has_a_sheet_with_its_source(name: str) -> None:
-    device = catalogue.device(name)
+    device = catalogue.catalogue_device(name)
     assert device.sheet is not None
     assert device.sheet.source
     assert device.memory > 2**33
-    assert device.sheet.peak("fp8") >= device.sheet.peak("half") >= device.sheet.peak("fp32")
+    assert device.sheet.peak_flops("fp8") >= device.sheet.peak_flops("half") >= device.sheet.peak_flops("fp32")
     if device.kind == "cuda":
-        assert catalogue.inside(name) is not None
-        assert catalogue.between(name) is not None
-        assert catalogue.watts(name) > 0
+        assert catalogue.intra_node_link(name) is not None
+        assert catalogue.inter_node_link(name) is not None
+        assert catalogue.rated_watts(name) > 0
 
 
 @pytest.mark.parametrize(
     ("text", "nodes", "devices"), [("H100-80GB", 1, 1), ("8xH100-80GB", 1, 8), ("4x8xA100-80GB", 4, 8)]
 )
 def test_the_short_form_says_nodes_and_devices(text: str, nodes: int, devices: int) -> None:
-    cluster = catalogue.cluster(text)
+    cluster = catalogue.parse_cluster(text)
     assert (len(cluster.nodes), len(cluster.nodes[0].devices)) == (nodes, devices)
     assert (cluster.network is not None) is (nodes > 1)
     assert Cluster.from_json(cluster.to_json()) == cluster
@@ -61,7 +61,7 @@ def test_a_toml_file_gives_any_other_cluster(tmp_path: Path) -> None:
         gb_s = 50
         """,
     )
-    cluster = catalogue.cluster(str(path))
+    cluster = catalogue.parse_cluster(str(path))
     device = cluster.nodes[0].devices[0]
     assert device.sheet is not None
     assert device.sheet.peaks == {"fp32": 20e12, "half": 200e12}
@@ -73,7 +73,7 @@ def test_a_toml_file_gives_any_other_cluster(tmp_path: Path) -> None:
 
 def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
     path = write(tmp_path, '[device]\nname = "H100-80GB"\ncount = 8\npower = 0.7\nbandwidth_gb_s = 2000\n')
-    sheet = catalogue.from_toml(path).nodes[0].devices[0].sheet
+    sheet = catalogue.load_cluster_toml(path).nodes[0].devices[0].sheet
     assert sheet is not None
     assert (sheet.power, sheet.bandwidth, sheet.peaks["half"]) == (0.7, 2e12, 989.4e12)
 
@@ -125,14 +125,14 @@ def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(DocumentError, match=said):
-        catalogue.from_toml(write(tmp_path, text))
+        catalogue.load_cluster_toml(write(tmp_path, text))
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     with pytest.raises(DocumentError, match="no such device in the catalogue; it has P100"):
-        catalogue.cluster("8xK80")
+        catalogue.parse_cluster("8xK80")
     with pytest.raises(DocumentError, match="a cluster is written 8xH100-80GB"):
-        catalogue.cluster("8 H100")
+        catalogue.parse_cluster("8 H100")
 
 
 def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> N
     kind = "infiniband"
     gb_s = 100
     """
-    cluster = catalogue.cluster(str(write(tmp_path, groups + between)))
+    cluster = catalogue.parse_cluster(str(write(tmp_path, groups + between)))
     assert [(node.devices[0].name, len(node.devices)) for node in cluster.nodes] == [("H100-80GB", 8)] * 2 + [
         ("A100-80GB", 4)
     ]
@@ -158,22 +158,22 @@ def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> N
     sheets = [node.devices[0].sheet for node in cluster.nodes]
     assert [sheet.legacy for sheet in sheets if sheet is not None] == [0.63, 0.63, 0.9]
     with pytest.raises(DocumentError, match="no link between them"):
-        catalogue.cluster(str(write(tmp_path, groups)))
+        catalogue.parse_cluster(str(write(tmp_path, groups)))
     with pytest.raises(DocumentError, match=r"group\.count"):
-        catalogue.cluster(str(write(tmp_path, groups.replace("nodes = 2", "count = 2") + between)))
+        catalogue.parse_cluster(str(write(tmp_path, groups.replace("nodes = 2", "count = 2") + between)))
 
 
 def test_links_that_a_file_leaves_out_are_the_catalogues_and_a_note_says_so(tmp_path: Path) -> None:
-    cluster = catalogue.from_toml(write(tmp_path, 'nodes = 16\n[device]\nname = "H100-80GB"\ncount = 4'))
+    cluster = catalogue.load_cluster_toml(write(tmp_path, 'nodes = 16\n[device]\nname = "H100-80GB"\ncount = 4'))
     assert cluster.network is not None
     assert cluster.network.rate == 200e9  # four of the eight ports that eight devices have
     inside, between = cluster.notes
     assert "does not describe [inside]: taken is nvswitch of 450 GB/s per device" in inside
     assert "does not describe [between]: taken is infiniband of 200 GB/s per node" in between
-    alone = catalogue.from_toml(write(tmp_path, '[device]\nname = "H100-80GB"'))
+    alone = catalogue.load_cluster_toml(write(tmp_path, '[device]\nname = "H100-80GB"'))
     assert alone.notes == ()
     given = '\n[inside]\nkind = "nvswitch"\ngb_s = 450\n[between]\nkind = "roce"\ngb_s = 50'
-    full = catalogue.from_toml(write(tmp_path, f'nodes = 2\n[device]\nname = "H100-80GB"\ncount = 4{given}'))
+    full = catalogue.load_cluster_toml(write(tmp_path, f'nodes = 2\n[device]\nname = "H100-80GB"\ncount = 4{given}'))
     assert full.notes == ()
 
 
@@ -182,7 +182,7 @@ def test_links_that_a_file_leaves_out_are_the_catalogues_and_a_note_says_so(tmp_
     [("64x1xA100-80GB", 25e9), ("2x8xA100-80GB", 200e9), ("2x4xGB200-192GB", 200e9), ("2x1xRTX4090", 3.125e9)],
 )
 def test_nodes_of_few_devices_have_few_ports(text: str, rate: float) -> None:
-    cluster = catalogue.cluster(text)
+    cluster = catalogue.parse_cluster(text)
     assert cluster.network is not None
     assert cluster.network.rate == rate
 
@@ -191,21 +191,24 @@ def test_nodes_of_few_devices_have_few_ports(text: str, rate: float) -> None:
     ("short", "name"), [("H100", "H100-80GB"), ("h200", "H200-141GB"), ("RTX4090", "RTX4090-24GB")]
 )
 def test_a_name_that_begins_one_will_do(short: str, name: str) -> None:
-    assert catalogue.cluster(f"8x{short}").nodes[0].devices[0].name == name
+    assert catalogue.parse_cluster(f"8x{short}").nodes[0].devices[0].name == name
 
 
 def test_sockets_of_a_server_are_one_device_and_servers_have_a_network() -> None:
-    one, two = (catalogue.cluster(text).nodes[0].devices for text in ("XEON-8480", "2xXEON-8480"))
+    one, two = (catalogue.parse_cluster(text).nodes[0].devices for text in ("XEON-8480", "2xXEON-8480"))
     assert (len(two), two[0].cores, two[0].memory) == (1, 2 * one[0].cores, 2 * one[0].memory)
-    assert catalogue.cluster("8x1xXEON-8480").network is not None
+    assert catalogue.parse_cluster("8x1xXEON-8480").network is not None
     with pytest.raises(DocumentError, match="8x1xXEON-8380 is 8 servers"):
-        catalogue.cluster("8xXEON-8380")
+        catalogue.parse_cluster("8xXEON-8380")
 
 
 def test_numbers_of_two_bytes_that_a_device_has_no_units_for_are_no_faster() -> None:
-    old, new = (catalogue.device(name).sheet for name in ("V100-32GB", "A100-80GB"))
+    old, new = (catalogue.catalogue_device(name).sheet for name in ("V100-32GB", "A100-80GB"))
     assert old is not None
     assert new is not None
-    assert old.peak("bf16") == old.peak("fp32") < old.peak("half")
-    assert new.peak("bf16") == new.peak("half")
-    assert [catalogue.device(name).instructions for name in ("XEON-8380", "XEON-8480")] == [(), ("bf16", "fp16")]
+    assert old.peak_flops("bf16") == old.peak_flops("fp32") < old.peak_flops("half")
+    assert new.peak_flops("bf16") == new.peak_flops("half")
+    assert [catalogue.catalogue_device(name).instructions for name in ("XEON-8380", "XEON-8480")] == [
+        (),
+        ("bf16", "fp16"),
+    ]

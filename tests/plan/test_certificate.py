@@ -18,13 +18,15 @@ FACTS: dict[str, Any] = {
     "model": "b" * 64,
     "versions": {"torch": "2.13.0", "echelon": "0.1.0"},
 }
-GOOD = Finding(kind="gradient", tensors=3, worst=1e-15, where="a.weight", bound=1e-9)
+GOOD = Finding(kind="gradient", tensors=3, max_difference=1e-15, where="a.weight", bound=1e-9)
 CERTIFICATE = Certificate(**FACTS, batch=8, steps=2, verified=True, findings=(GOOD,))
-FAILED = replace(CERTIFICATE, verified=False, findings=(replace(GOOD, worst=1.0),), divergent="gradient of a.weight")
+FAILED = replace(
+    CERTIFICATE, verified=False, findings=(replace(GOOD, max_difference=1.0),), divergent="gradient of a.weight"
+)
 
 
 def test_what_was_verified_is_covered() -> None:
-    assert CERTIFICATE.stale(**FACTS) == []
+    assert CERTIFICATE.mismatch_reasons(**FACTS) == []
     assert Certificate.from_json(CERTIFICATE.to_json()) == CERTIFICATE
 
 
@@ -36,14 +38,14 @@ def test_each_difference_is_a_reason_that_names_both_sides() -> None:
         "versions": ({"torch": "2.12.0", "echelon": "0.1.0"}, ["torch differs: certified 2.13.0, now 2.12.0"]),
     }
     for name, (value, words) in changes.items():
-        (reason,) = CERTIFICATE.stale(**(FACTS | {name: value}))
+        (reason,) = CERTIFICATE.mismatch_reasons(**(FACTS | {name: value}))
         assert all(word in reason for word in words)
 
 
 def test_for_which_model_a_plan_was_made_is_no_difference() -> None:
     planned = replace(FACTS["plan"], model=FACTS["model"])
-    assert CERTIFICATE.stale(**(FACTS | {"plan": planned})) == []
-    assert replace(CERTIFICATE, plan=planned).stale(**FACTS) == []
+    assert CERTIFICATE.mismatch_reasons(**(FACTS | {"plan": planned})) == []
+    assert replace(CERTIFICATE, plan=planned).mismatch_reasons(**FACTS) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_for_which_model_a_plan_was_made_is_no_difference() -> None:
     [
         ({"findings": ()}, "at least one kind"),
         ({"verified": False}, "verified=False, but all findings are within bounds"),
-        ({"findings": (replace(GOOD, worst=1.0),)}, "verified=True, but not all findings are within bounds"),
+        ({"findings": (replace(GOOD, max_difference=1.0),)}, "verified=True, but not all findings are within bounds"),
         ({"divergent": "gradient of a.weight"}, "one of the two is wrong"),
     ],
 )
@@ -73,10 +75,10 @@ def test_an_edited_certificate_is_refused_with_and_without_its_hash() -> None:
 
 
 def test_a_failed_proof_covers_nothing() -> None:
-    assert FAILED.stale(**FACTS) == ["the verification failed"]
+    assert FAILED.mismatch_reasons(**FACTS) == ["the verification failed"]
 
 
 def test_a_finding_is_good_within_its_bound() -> None:
-    assert GOOD.good
-    assert not replace(GOOD, worst=2e-9).good
-    assert not replace(GOOD, worst=float("nan")).good
+    assert GOOD.is_within_bound
+    assert not replace(GOOD, max_difference=2e-9).is_within_bound
+    assert not replace(GOOD, max_difference=float("nan")).is_within_bound

@@ -9,23 +9,23 @@ from hypothesis import given
 
 from echelon.errors import PlanError
 from echelon.plan import catalogue
-from echelon.plan.check import check, require
-from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
-from echelon.plan.placement import Placement, Slice, Uncut
+from echelon.plan.check import check, require_executable
+from echelon.plan.cluster import Cluster, Device, Node, RateCurve, RatePoint
+from echelon.plan.placement import Placement, ReplicatedModule, TensorSlice
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Moment, Parameter, Profile, Visit
-from echelon.plan.text import explain, from_text
+from echelon.plan.profile import Amount, MemorySnapshot, ParameterProfile, PipelineUnit, Profile
+from echelon.plan.text import describe_plan, from_text
 from tests.plan.strategies import plans
 
 PROFILE = Profile(
-    model="m" * 64, name="job", batch=16, precision="fp32", device="cpu", parameters=(Parameter(name="w", shape=(4, 4)),),
-    modules=(), operators=(), moments=(Moment(where="", phase="forward", alive=Amount(), kept=Amount(), gradients=0.0),),
+    model="m" * 64, name="job", batch=16, precision="fp32", device="cpu", parameters=(ParameterProfile(name="w", shape=(4, 4)),),
+    modules=(), operators=(), moments=(MemorySnapshot(module="", phase="forward", alive=Amount(), saved=Amount(), gradients=0.0),),
     optimizers=(), samples=100,
 )  # fmt: skip
 
 
 def machine(kind: str, count: int) -> Cluster:
-    curve = Curve(operation="matmul", points=(Point((64.0, 64.0, 64.0), 1e9),))
+    curve = RateCurve(operation="matmul", points=(RatePoint((64.0, 64.0, 64.0), 1e9),))
     device = Device(kind=kind, name=kind, memory=2**30, cores=count, curves=(curve,))  # type: ignore[arg-type]
     devices = (device,) if kind == "cpu" else (device,) * count
     return Cluster(name="here", nodes=(Node(name="n", cores=count, memory=2**30, devices=devices),), versions={})
@@ -53,7 +53,7 @@ def test_each_problem_is_named(plan: str, path: str, words: str) -> None:
     found = [problem for problem in check(from_text(plan), PROFILE) if problem.path == path]
     assert words in str(found[0])
     with pytest.raises(PlanError, match="cannot be executed") as caught:
-        require(from_text(plan), PROFILE)
+        require_executable(from_text(plan), PROFILE)
     assert found[0] in caught.value.problems
 
 
@@ -89,19 +89,19 @@ def test_a_plan_without_a_precision_takes_the_jobs() -> None:
 
 
 def test_a_batch_whose_samples_see_each_other_is_not_parted() -> None:
-    coupled = replace(PROFILE, coupled=True, samples=0)
+    coupled = replace(PROFILE, samples_coupled=True, samples=0)
     for text, path in (("dp=2", "dp"), ("micro=8", "micro"), ("dp=2 micro=4", "dp")):
         (problem,) = check(from_text(text), coupled)
         assert (problem.path, problem.severity) == (path, "error")
         assert "a sample's loss depends on the others of its batch" in str(problem)
         assert "use dp=1 without micro; or give the loss as (sum, count)" in str(problem)
-        assert check(from_text(text), replace(coupled, coupled=False, norms=("1",))) == ()
+        assert check(from_text(text), replace(coupled, samples_coupled=False, batch_norms=("1",))) == ()
     for text in ("dp=1", "micro=16"):
         assert check(from_text(text), coupled) == ()
 
 
 def test_a_batch_whose_samples_may_see_each_other_is_parted_with_a_warning() -> None:
-    unknown = replace(PROFILE, coupled=None, uncompared="the model is too large", samples=0)
+    unknown = replace(PROFILE, samples_coupled=None, coupling_unknown_reason="the model is too large", samples=0)
     for text, path in (("dp=2", "dp"), ("micro=8", "micro")):
         (problem,) = check(from_text(text), unknown)
         assert (problem.path, problem.severity) == (path, "warning")
@@ -111,11 +111,13 @@ def test_a_batch_whose_samples_may_see_each_other_is_parted_with_a_warning() -> 
         )
     assert check(from_text("micro=16"), unknown) == ()
     with pytest.raises(ValueError, match="the reason belongs to what is not known"):
-        replace(PROFILE, coupled=None)
+        replace(PROFILE, samples_coupled=None)
 
 
 def test_untraced_models_are_sharded_whole() -> None:
-    untraced = replace(PROFILE, unsteady="the model could not be traced: if its samples decide which blocks run")
+    untraced = replace(
+        PROFILE, varying_blocks_reason="the model could not be traced: if its samples decide which blocks run"
+    )
     assert "if its samples decide which blocks run, block by block sharding would fail or deadlock; add `whole`" in str(
         check(from_text("dp=2 zero=3"), untraced)[0]
     )
@@ -137,7 +139,7 @@ def test_a_batch_of_more_than_there_is_is_a_warning() -> None:
     assert check(Plan(), replace(PROFILE, batch=1000, samples=0)) == ()  # a stream
 
 
-STAGED = replace(PROFILE, samples=0, visits=tuple(Visit(path=f"blocks.{i}", work=1.0) for i in range(5)))
+STAGED = replace(PROFILE, samples=0, pipeline_units=tuple(PipelineUnit(path=f"blocks.{i}", cost=1.0) for i in range(5)))
 
 
 def refused(plan: Plan, profile: Profile | None = None) -> list[str]:
@@ -196,7 +198,11 @@ def test_no_stage_of_a_document_begins_within_a_pair() -> None:
 
 
 def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
-    (problem,) = refused(replace(from_text("tp=7"), uncut=(Uncut(path="up", why="3 outputs are too few for 7 ranks"),)))
+    (problem,) = refused(
+        replace(
+            from_text("tp=7"), replicated=(ReplicatedModule(path="up", reason="3 outputs are too few for 7 ranks"),)
+        )
+    )
     assert problem == (
         "tp=7: it divides no module of this model (up: 3 outputs are too few for 7 ranks); use a smaller tp, or dp=7 zero=3, which also "
         "shares the memory"
@@ -205,7 +211,7 @@ def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
 
 def test_cuts_of_another_model_name_the_module_and_the_model() -> None:
     wanted = replace(
-        from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather", slices=(Slice("weight", 0),)),)
+        from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather", slices=(TensorSlice("weight", 0),)),)
     )
     (problem,) = refused(wanted, STAGED)
     assert "placements=blocks.0.up: job (model mmmmmmmmmmmm) has no such module" in problem
@@ -213,10 +219,12 @@ def test_cuts_of_another_model_name_the_module_and_the_model() -> None:
 
 def test_a_tensor_axis_that_cuts_little_is_a_warning() -> None:
     large = replace(
-        STAGED, parameters=(Parameter(name="a.weight", shape=(2, 2)), Parameter(name="b.weight", shape=(99, 9)))
+        STAGED,
+        parameters=(ParameterProfile(name="a.weight", shape=(2, 2)), ParameterProfile(name="b.weight", shape=(99, 9))),
     )
     (problem,) = check(
-        replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather", slices=(Slice("weight", 0),)),)), large
+        replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather", slices=(TensorSlice("weight", 0),)),)),
+        large,
     )
     assert problem.severity == "warning"
     assert "only 0% of the parameters' bytes are cut" in str(problem)
@@ -242,27 +250,31 @@ def test_shares_too_far_apart_for_a_micro_batch_are_refused_and_told_as_they_are
     assert str(problem).startswith("micro=1: the smallest share of batch=20 lasts for 2 micro-batches")
     assert "use micro=9" in str(problem)
     assert not check(replace(plan, micro=9), profile)
-    assert "of up to 9 samples per rank" in explain(plan, batch=20)
+    assert "of up to 9 samples per rank" in describe_plan(plan, batch=20)
 
 
 def test_bf16_on_devices_without_units_for_it_is_warned_of() -> None:
     plan = from_text("dp=8 precision=bf16")
-    (told,) = [each for each in check(plan, None, catalogue.cluster("8xV100-32GB")) if each.path == "precision"]
+    (told,) = [each for each in check(plan, None, catalogue.parse_cluster("8xV100-32GB")) if each.path == "precision"]
     assert told.severity == "warning"
     assert "V100-32GB has no matrix units for bf16: products take 8 times as long as in fp16" in str(told)
-    assert not check(plan, None, catalogue.cluster("8xA100-80GB"))
-    assert not check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8480"))
-    assert check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8380"))
+    assert not check(plan, None, catalogue.parse_cluster("8xA100-80GB"))
+    assert not check(from_text("precision=bf16"), None, catalogue.parse_cluster("XEON-8480"))
+    assert check(from_text("precision=bf16"), None, catalogue.parse_cluster("XEON-8380"))
 
 
 def test_experts_are_shared_evenly() -> None:
     names = [f"blocks.{b}.experts.{e}.weight" for b in range(2) for e in range(6)]
     profile = replace(
         PROFILE,
-        parameters=tuple(Parameter(name=name, shape=(4, 4)) for name in names),
-        units=("blocks.0", "blocks.1"),
-        unit_bytes=(1, 1),
+        parameters=tuple(ParameterProfile(name=name, shape=(4, 4)) for name in names),
+        fsdp_units=("blocks.0", "blocks.1"),
+        fsdp_unit_bytes=(1, 1),
     )
-    said = [str(each) for each in check(from_text("dp=8 ep=4"), profile) if not each.ahead and each.path == "ep"]
+    said = [
+        str(each) for each in check(from_text("dp=8 ep=4"), profile) if not each.not_implemented and each.path == "ep"
+    ]
     assert said == ["ep=4: a block has 6 experts, which so many ranks cannot share evenly; use a divisor of 6"]
-    assert not [each for each in check(from_text("dp=6 ep=3"), profile) if not each.ahead and each.path == "ep"]
+    assert not [
+        each for each in check(from_text("dp=6 ep=3"), profile) if not each.not_implemented and each.path == "ep"
+    ]

@@ -32,7 +32,7 @@ def test_digest_is_the_same_everywhere() -> None:
 
 
 def test_an_int_in_a_float_field_survives_the_way() -> None:
-    finding = Finding(kind="loss", tensors=1, worst=0, where="loss", bound=1)
+    finding = Finding(kind="loss", tensors=1, max_difference=0, where="loss", bound=1)
     certificate = Certificate(
         plan=Plan(), job="", model="", versions={}, batch=8, steps=2, verified=True, findings=(finding,)
     )

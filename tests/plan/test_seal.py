@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import DocumentError
-from echelon.plan.sealed_json import format_without_seal, parse_object, read_regular, seal, unseal
+from echelon.plan.sealed_json import parse_object, read_regular, read_unsealed_format, seal, unseal
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -27,7 +27,7 @@ def test_what_was_sealed_comes_back(document: dict[str, object], indent: int | N
     data = seal(document, indent=indent)
     assert unseal(data, "here") == document
     assert json.loads(data)["sha256"] in data.decode()  # any other reader takes it as JSON
-    assert format_without_seal(data) is None
+    assert read_unsealed_format(data) is None
 
 
 @given(st.data())
@@ -70,5 +70,5 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_versions_are_known() -> None:
-    assert format_without_seal(b'{"format": 2, "step": 1}') == 2
-    assert format_without_seal(b"{") is None
+    assert read_unsealed_format(b'{"format": 2, "step": 1}') == 2
+    assert read_unsealed_format(b"{") is None

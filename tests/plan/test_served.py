@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from echelon.plan.check import check
-from echelon.plan.parameter_server import LARGEST, Served, choose
+from echelon.plan.parameter_server import MAX_RANK_TABLE_BYTES, ServedTable, choose_served_tables
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Moment, Profile, Rule, Table
-from echelon.plan.text import explain, from_text
+from echelon.plan.profile import Amount, MemorySnapshot, OptimizerProfile, Profile, TableProfile
+from echelon.plan.text import describe_plan, from_text
 
-USERS = Table(path="users", rows=50_000, dim=16, lookups=Amount(0.0, 1.0), rule="Adagrad")
-SMALL = Table(path="days", rows=7, dim=4, lookups=Amount(0.0, 1.0), rule="Adagrad")
-TIED = replace(USERS, path="items", unfit="its weight is another module's too; untie them")
+USERS = TableProfile(path="users", rows=50_000, dim=16, lookups=Amount(0.0, 1.0), optimizer="Adagrad")
+SMALL = TableProfile(path="days", rows=7, dim=4, lookups=Amount(0.0, 1.0), optimizer="Adagrad")
+TIED = replace(USERS, path="items", unsupported_reason="its weight is another module's too; untie them")
 PROFILE = Profile(
     model="m", name="Net", batch=64, precision="fp32", device="cpu", parameters=(), modules=(), operators=(),
-    moments=(Moment(where="loss", phase="backward", alive=Amount(1.0), kept=Amount(), gradients=0.0),),
-    optimizers=(Rule(name="Adagrad", state=0, temporary=0, elements=10**7),), tables=(USERS, SMALL, TIED),
+    moments=(MemorySnapshot(module="loss", phase="backward", alive=Amount(1.0), saved=Amount(), gradients=0.0),),
+    optimizers=(OptimizerProfile(name="Adagrad", state_bytes=0, temporary_bytes=0, trainable_elements=10**7),), tables=(USERS, SMALL, TIED),
 )  # fmt: skip
 
 
@@ -55,50 +55,63 @@ def test_a_model_has_to_have_tables_that_can_be_served() -> None:
     )
     only = replace(PROFILE, tables=(SMALL, TIED))
     assert "no table can be served (items: its weight is another module's too" in told("exchange=server", only)
-    named = replace(from_text("exchange=server"), tables=(Served(path="users", rows=50_000, dim=8),))
+    named = replace(from_text("exchange=server"), tables=(ServedTable(path="users", rows=50_000, dim=8),))
     assert "Net has 50000 x 16 there" in "\n".join(map(str, check(named, PROFILE)))
-    named = replace(named, tables=(Served(path="items", rows=50_000, dim=16),))
+    named = replace(named, tables=(ServedTable(path="items", rows=50_000, dim=16),))
     assert "untie them" in "\n".join(map(str, check(named, PROFILE)))
 
 
 def test_clipping_needs_ranks_that_wait_for_each_other() -> None:
-    clipped = replace(PROFILE, clip=True)
-    assert "clip= needs the norm of all ranks' gradient" in told("exchange=server dense=server staleness=2", clipped)
+    clipped = replace(PROFILE, clips_gradients=True)
+    assert "clip_norm= needs the norm of all ranks' gradient" in told(
+        "exchange=server dense=server staleness=2", clipped
+    )
     assert told("exchange=server staleness=2", clipped) == told("exchange=server dense=server", clipped) == ""
 
 
 def test_servers_compute_some_optimizers_only() -> None:
-    strange = replace(PROFILE, optimizers=(*PROFILE.optimizers, Rule(name="Lion", state=0, temporary=0, elements=9)))
+    strange = replace(
+        PROFILE,
+        optimizers=(
+            *PROFILE.optimizers,
+            OptimizerProfile(name="Lion", state_bytes=0, temporary_bytes=0, trainable_elements=9),
+        ),
+    )
     assert "servers do not compute Lion, but SGD, Adagrad, Adam, AdamW" in told("exchange=server dense=server", strange)
     assert told("exchange=server", strange) == ""
     # What trains tables alone is looked at with these.
-    rows = replace(PROFILE, tables=(replace(USERS, rule="SparseAdam"),))
-    sparse = replace(rows, optimizers=(Rule(name="SparseAdam", state=0, temporary=0, elements=50_000 * 16),))
+    rows = replace(PROFILE, tables=(replace(USERS, optimizer="SparseAdam"),))
+    sparse = replace(
+        rows,
+        optimizers=(
+            OptimizerProfile(name="SparseAdam", state_bytes=0, temporary_bytes=0, trainable_elements=50_000 * 16),
+        ),
+    )
     assert told("exchange=server dense=server", sparse) == ""
 
 
 def test_tables_are_found_by_their_size() -> None:
     plan = from_text("exchange=server")
-    assert choose(plan, PROFILE) == (Served(path="users", rows=50_000, dim=16),)
-    assert [each.path for each in choose(replace(plan, rows=5), PROFILE)] == ["users", "days"]
-    beyond = replace(PROFILE, tables=(replace(USERS, rows=LARGEST // 64 + 1),))
-    assert choose(plan, beyond)[0].start == "server"  # no rank ever makes it
-    assert plan.open
-    assert not replace(plan, tables=choose(plan, PROFILE)).open
+    assert choose_served_tables(plan, PROFILE) == (ServedTable(path="users", rows=50_000, dim=16),)
+    assert [each.path for each in choose_served_tables(replace(plan, min_table_rows=5), PROFILE)] == ["users", "days"]
+    beyond = replace(PROFILE, tables=(replace(USERS, rows=MAX_RANK_TABLE_BYTES // 64 + 1),))
+    assert choose_served_tables(plan, beyond)[0].initialized_by == "server"  # no rank ever makes it
+    assert plan.incomplete
+    assert not replace(plan, tables=choose_served_tables(plan, PROFILE)).incomplete
 
 
 def test_in_words() -> None:
-    words = explain(from_text("dp=2 exchange=server servers=3 replicas=2 staleness=4"))
+    words = describe_plan(from_text("dp=2 exchange=server servers=3 replicas=2 staleness=4"))
     assert "3 servers of parameters hold the tables, each row on 2 of them" in words
     assert "no more than 4 steps ahead of the slowest" in words
-    assert "gradients are all-reduced" not in explain(from_text("dp=2 exchange=server dense=server"))
-    assert Plan(exchange="server", dense="server", staleness=None).free
-    assert not Plan(exchange="server", dense="server").free
+    assert "gradients are all-reduced" not in describe_plan(from_text("dp=2 exchange=server dense=server"))
+    assert Plan(exchange="server", dense="server", staleness=None).asynchronous
+    assert not Plan(exchange="server", dense="server").asynchronous
 
 
 def test_rows_that_are_touched() -> None:
-    assert USERS.touched(100) == pytest.approx(100, rel=0.01)
-    assert USERS.touched(10**7) == pytest.approx(50_000)
+    assert USERS.distinct_rows(100) == pytest.approx(100, rel=0.01)
+    assert USERS.distinct_rows(10**7) == pytest.approx(50_000)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
-from echelon.plan.sequence_segment import Segment
-from echelon.plan.text import diff, explain, from_text, to_text
+from echelon.plan.sequence_segment import SequenceSegment
+from echelon.plan.text import describe_plan, diff_plans, from_text, to_text
 from tests.plan.strategies import plans
 
 
@@ -23,8 +23,8 @@ def test_round_trip(plan: Plan) -> None:
 
 @given(plans, plans)
 def test_equal_plans_differ_in_nothing(left: Plan, right: Plan) -> None:
-    assert diff(left, left) == []
-    assert bool(diff(left, right)) == (left != right)
+    assert diff_plans(left, left) == []
+    assert bool(diff_plans(left, right)) == (left != right)
 
 
 def test_as_people_write_it() -> None:
@@ -34,7 +34,7 @@ def test_as_people_write_it() -> None:
     assert from_text("") == Plan()
     assert str(Plan()) == "dp=1"
     assert str(Plan(precision="fp32")) == "dp=1 precision=fp32"  # else the job's own precision would be taken
-    assert diff(plan, replace(plan, zero=1)) == ["zero: 3 -> 1"]
+    assert diff_plans(plan, replace(plan, zero=1)) == ["zero: 3 -> 1"]
 
 
 @pytest.mark.parametrize(
@@ -63,35 +63,37 @@ def test_wrong_text_is_answered(text: str, message: str) -> None:
 
 
 def test_in_words() -> None:
-    words = explain(from_text("dp=4 zero=3 micro=2 threads=1 batchnorm=sync"), batch=64)
+    words = describe_plan(from_text("dp=4 zero=3 micro=2 threads=1 batchnorm=sync"), batch=64)
     assert "4 ranks" in words
     assert "a batch of 64 is 8 micro-batches of up to 2 samples per rank" in words
     assert "batch-norm statistics are taken over all ranks" in words
-    assert "micro-batches of 1 sample per rank" in explain(from_text("micro=1"))
-    assert "a batch of 16 cannot feed 17 data ranks" in explain(from_text("dp=17"), batch=16)
-    assert explain(Plan()).startswith("one process")
-    assert "computes in the precision of the job" in explain(Plan())
-    assert "computes in bf16" in explain(Plan(precision="bf16"))
+    assert "micro-batches of 1 sample per rank" in describe_plan(from_text("micro=1"))
+    assert "a batch of 16 cannot feed 17 data ranks" in describe_plan(from_text("dp=17"), batch=16)
+    assert describe_plan(Plan()).startswith("one process")
+    assert "computes in the precision of the job" in describe_plan(Plan())
+    assert "computes in bf16" in describe_plan(Plan(precision="bf16"))
 
 
 def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
-    assert explain(from_text("dp=2")).startswith("2 ranks, each with its own samples\n")
-    assert explain(from_text("tp=2")).startswith(
+    assert describe_plan(from_text("dp=2")).startswith("2 ranks, each with its own samples\n")
+    assert describe_plan(from_text("tp=2")).startswith(
         "2 ranks, all with the same samples\ntp=2: modules are cut into 2 parts"
     )
-    segment = Segment(units=("h.0", "h.1", "h.2"), argument="0", dim=1, gathers=(), draws=False, partial=())
+    segment = SequenceSegment(
+        blocks=("h.0", "h.1", "h.2"), argument="0", dim=1, gathers=(), uses_rng=False, partial_gradients=()
+    )
     parted = replace(from_text("tp=2 sequence"), segments=(segment,))
-    assert "each rank has a part of the sequence in h.0-2" in explain(parted)
-    assert explain(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
-    assert "every rank holds the whole model" not in explain(from_text("tp=2"))
+    assert "each rank has a part of the sequence in h.0-2" in describe_plan(parted)
+    assert describe_plan(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
+    assert "every rank holds the whole model" not in describe_plan(from_text("tp=2"))
 
 
 def test_a_pipeline_in_words() -> None:
-    assert "pp=2: 2 stages, one after another, in the order of gpipe" in explain(from_text("pp=2 schedule=gpipe"))
-    assert "pp=2: 4 stages, one after another, 2 on each rank" in explain(from_text("pp=2 schedule=interleaved"))
+    assert "pp=2: 2 stages, one after another, in the order of gpipe" in describe_plan(from_text("pp=2 schedule=gpipe"))
+    assert "pp=2: 4 stages, one after another, 2 on each rank" in describe_plan(from_text("pp=2 schedule=interleaved"))
 
 
 def test_cuts_differ_by_their_number() -> None:
     left = from_text("tp=2 pp=2")
     right = replace(left, placements=(Placement(path="a", cut="row"), Placement(path="b", cut="row")), stages=(3,))
-    assert diff(left, right) == ["placements: [] -> 2 modules", "stages: [] -> [3]"]
+    assert diff_plans(left, right) == ["placements: [] -> 2 modules", "stages: [] -> [3]"]

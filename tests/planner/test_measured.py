@@ -11,7 +11,7 @@ from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.profile import Profile
 from echelon.planner import Goal, search
-from echelon.planner.measured import Machine
+from echelon.planner.measured import MeasuredSpace
 from tests.simulator.cases import cut, make_cluster, make_gpus, make_stack
 
 #: With memory that the system hands out slowly, and with little of it.
@@ -31,7 +31,9 @@ goals = st.sampled_from([Goal(), Goal(kind="memory"), Goal(kind="cheapest"), Goa
 
 def slow_memory(cluster: Cluster, fault: float) -> Cluster:
     (node,) = cluster.nodes
-    return replace(cluster, nodes=(replace(node, devices=tuple(replace(each, fault=fault) for each in node.devices)),))
+    return replace(
+        cluster, nodes=(replace(node, devices=tuple(replace(each, page_fault_seconds=fault) for each in node.devices)),)
+    )
 
 
 @given(models, machines, goals, st.sampled_from([0.0, 1e-9]), st.integers(1, 5))
@@ -52,12 +54,14 @@ def test_nothing_better_is_missed(profile: Profile, cluster: Cluster, goal: Goal
 @given(models, machines, st.sampled_from([0.0, 1e-9]))
 @settings(max_examples=6, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, cluster: Cluster, fault: float) -> None:
-    machine = Machine(profile, slow_memory(cluster, fault), ranks=None, complete=lambda wanted: cut(wanted, profile))
-    for family in (*machine.families(tensor=False), *machine.families(tensor=True)):
-        for made in machine.priced(machine.cut(family)):
-            assert machine.least(family) <= made.forecast.time.step, made.plan
-            for other in machine.priced(machine.again(made.plan)):
-                assert machine.least_again(made.forecast) <= other.forecast.time.step, other.plan
+    machine = MeasuredSpace(
+        profile, slow_memory(cluster, fault), ranks=None, complete=lambda wanted: cut(wanted, profile)
+    )
+    for family in (*machine.families(search_tp=False), *machine.families(search_tp=True)):
+        for made in machine.forecast_executable(machine.model_parallel_plans(family)):
+            assert machine.step_seconds_bound(family) <= made.forecast.time.step, made.plan
+            for other in machine.forecast_executable(machine.recompute_plans(made.plan)):
+                assert machine.recompute_seconds_bound(made.forecast) <= other.forecast.time.step, other.plan
 
 
 def test_models_are_cut_where_that_is_faster() -> None:

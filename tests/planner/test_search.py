@@ -14,8 +14,8 @@ from echelon.plan.check import check
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import explain, search, why_not
-from echelon.planner.explain import _against
-from echelon.planner.measured import candidates
+from echelon.planner.explain import _compare_forecasts
+from echelon.planner.measured import data_parallel_candidates
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_cluster, make_gpus, make_profile, make_stack, plan, profiles
 
@@ -27,12 +27,16 @@ def test_plans_pass_check_and_fit(profile: Profile, cores: int, memory: float) -
     try:
         found = search(profile, cluster, top=8)
     except PlanError:
-        assert not any(candidate.forecast.fits for candidate in candidates(profile, cluster))
+        assert not any(candidate.forecast.fits for candidate in data_parallel_candidates(profile, cluster))
         return
     for candidate in found:
         assert candidate.forecast.fits
         assert not [problem for problem in check(candidate.plan, profile, cluster) if problem.severity == "error"]
-    steps = [candidate.forecast.time.step for candidate in candidates(profile, cluster) if candidate.forecast.fits]
+    steps = [
+        candidate.forecast.time.step
+        for candidate in data_parallel_candidates(profile, cluster)
+        if candidate.forecast.fits
+    ]
     assert found[0].forecast.time.step <= min(steps, default=math.inf) * 1.02 + 1e-12
     simple = [each.plan.recompute == "none" for each in found]
     assert simple[0] or not steps  # computed again only where it must be
@@ -48,9 +52,9 @@ def test_one_process_wins_where_exchange_costs_more_than_it_saves() -> None:
 def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
     profile = make_profile(blocks=12, width=1024, length=1, batch=16)
     needed: dict[int, float] = {}
-    for candidate in candidates(profile, make_gpus(4, 64e9)):
+    for candidate in data_parallel_candidates(profile, make_gpus(4, 64e9)):
         memory = candidate.forecast.memory
-        ranks, size = candidate.plan.ranks, memory.needed
+        ranks, size = candidate.plan.ranks, memory.required
         needed[ranks] = min(needed.get(ranks, size), size)
     assert search(profile, make_gpus(4, needed[1] + 1e6))[0].plan.ranks == 1
     tight = search(profile, make_gpus(4, (needed[1] + needed[4]) / 2))[0].plan
@@ -59,7 +63,7 @@ def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
 
 
 def test_a_batch_whose_samples_see_each_other_stays_whole() -> None:
-    profile, cluster = replace(make_profile(), coupled=True), make_cluster(cores=4)
+    profile, cluster = replace(make_profile(), samples_coupled=True), make_cluster(cores=4)
     assert {(each.plan.ranks, each.plan.micro) for each in search(profile, cluster, top=50)} == {(1, None)}
     with pytest.raises(PlanError, match=r"no plan of 2 ranks .*\n  dp=2: a sample's loss depends on the others"):
         search(profile, cluster, ranks=2)
@@ -129,13 +133,13 @@ def test_explain_and_why_not_name_cause_and_constraint() -> None:
 
 def test_memory_forces_recomputation_then_other_axes() -> None:
     profile = make_stack(blocks=8, width=512, batch=4, length=4096)
-    roomy = [each for each in candidates(profile, make_gpus(4, 1e12)) if each.plan.ranks == 4]
-    least = min(each.forecast.memory.needed for each in roomy)
+    roomy = [each for each in data_parallel_candidates(profile, make_gpus(4, 1e12)) if each.plan.ranks == 4]
+    least = min(each.forecast.memory.required for each in roomy)
     found = search(profile, make_gpus(4, 0.8 * least), top=100, complete=lambda wanted: cut(wanted, profile))
     assert all(each.forecast.fits for each in found)
     assert {each.plan.recompute for each in found} == {"none", "selective", "block"}
     assert {each.plan.mesh.tp for each in found} >= {1, 2}
-    assert not [each.plan for each in found if each.plan.open]
+    assert not [each.plan for each in found if each.plan.incomplete]
 
 
 def test_more_ranks_than_samples_are_put_on_other_axes() -> None:
@@ -165,4 +169,4 @@ def test_differences_in_memory_are_of_all_that_is_listed() -> None:
     assert "as fast; as much memory per rank" in why_not(profile, cluster, best, best)
     mine = simulate(profile, cluster, best)
     other = replace(mine, memory=replace(mine.memory, framework=mine.memory.framework + 5e8))
-    assert "500 MB more memory per rank: framework +500 MB" in _against(mine, other)
+    assert "500 MB more memory per rank: framework +500 MB" in _compare_forecasts(mine, other)

@@ -13,11 +13,16 @@ from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
-from echelon.plan.placement import Placement, Slice
+from echelon.plan.placement import Placement, TensorSlice
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import search
-from echelon.planner.tp_selection import cheapest, choose, groups, without
+from echelon.planner.tp_selection import (
+    inseparable_modules,
+    replicate_faster_modules,
+    replicate_modules,
+    select_to_replicate,
+)
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_language
 
@@ -33,22 +38,22 @@ def test_the_program_finds_the_best_of_all_choices(each: list[tuple[int, int]], 
     costs, sizes = [cost / 64 for cost, _ in each], [size / 64 for _, size in each]
     fitting = [chosen for chosen in subsets(len(each)) if sum(sizes[at] for at in chosen) <= room / 64]
     best = min(sum(costs[at] for at in chosen) for chosen in fitting)
-    left = cheapest(costs, sizes, room / 64)
+    left = select_to_replicate(costs, sizes, room / 64)
     assert tuple(left) in fitting
     assert sum(costs[at] for at in left) == pytest.approx(best)
 
 
 def completed(plan: Plan, profile: Profile) -> Plan:
     """Pairs in blocks, the table and the head cut."""
-    table = Placement(path="embed", cut="vocabulary", slices=(Slice("weight", 0),))
-    head = Placement(path="head", cut="logits", slices=(Slice("weight", 0),))
+    table = Placement(path="embed", cut="vocabulary", slices=(TensorSlice("weight", 0),))
+    head = Placement(path="head", cut="logits", slices=(TensorSlice("weight", 0),))
     plan = cut(plan, profile)
     return replace(plan, placements=(*plan.placements, table, head)) if plan.mesh.tp > 1 else plan
 
 
 def slow(memory: float = 80e9) -> Cluster:
     """Two devices whose link is slow: sums of what blocks pass on cost more than dividing them saves."""
-    made = catalogue.cluster("2xA100-80GB")
+    made = catalogue.parse_cluster("2xA100-80GB")
     node = made.nodes[0]
     assert node.wire is not None
     devices = tuple(replace(device, memory=int(memory)) for device in node.devices)
@@ -59,32 +64,38 @@ MODEL = make_language(blocks=4, width=2048, batch=1, length=2048, vocab=65536)
 
 
 def needs(forecast: Forecast) -> float:
-    return forecast.memory.needed
+    return forecast.memory.required
 
 
 def test_a_pair_is_cut_with_its_partner_and_a_tied_weight_with_its_other_name() -> None:
     plan = completed(Plan(mesh=Mesh(tp=2)), MODEL)
-    assert set(groups(plan, MODEL)) == {
+    assert set(inseparable_modules(plan, MODEL)) == {
         frozenset({"blocks.*.up", "blocks.*.down"}),
         frozenset({"embed"}),
         frozenset({"head"}),
     }
     tied = make_language(tied=True)
-    assert frozenset({"embed", "head"}) in groups(completed(Plan(mesh=Mesh(tp=2)), tied), tied)
+    assert frozenset({"embed", "head"}) in inseparable_modules(completed(Plan(mesh=Mesh(tp=2)), tied), tied)
 
 
 def test_what_is_faster_whole_is_left_whole_unless_memory_forbids_it() -> None:
     plan = completed(Plan(mesh=Mesh(tp=2)), MODEL)
 
     def chosen(memory: float) -> Forecast:
-        return choose(plan, MODEL, lambda other: simulate(MODEL, slow(memory), other))
+        return replicate_faster_modules(plan, MODEL, lambda other: simulate(MODEL, slow(memory), other))
 
     everything = simulate(MODEL, slow(), plan)
     free = chosen(80e9)
     assert free.time.step < everything.time.step
-    assert {each.path for each in free.plan.uncut} >= {"blocks.0.up", "blocks.3.down"}
+    assert {each.path for each in free.plan.replicated} >= {"blocks.0.up", "blocks.3.down"}
     choices = [
-        simulate(MODEL, slow(), without(plan, set().union(*(groups(plan, MODEL)[at] for at in left)) if left else ()))
+        simulate(
+            MODEL,
+            slow(),
+            replicate_modules(
+                plan, set().union(*(inseparable_modules(plan, MODEL)[at] for at in left)) if left else ()
+            ),
+        )
         for left in subsets(3)
     ]
     assert free.time.step == pytest.approx(min(each.time.step for each in choices), rel=1e-3)
@@ -95,9 +106,9 @@ def test_what_is_faster_whole_is_left_whole_unless_memory_forbids_it() -> None:
 
 
 def test_a_search_leaves_whole_what_is_faster_so() -> None:
-    model = replace(MODEL, visits=())  # one sample and no stages: two ranks have nothing but tp
+    model = replace(MODEL, pipeline_units=())  # one sample and no stages: two ranks have nothing but tp
     (first, *_) = search(model, slow(), ranks=2, complete=lambda plan: completed(plan, model))
-    everything = simulate(model, slow(), completed(replace(first.plan, placements=(), uncut=()), model))
+    everything = simulate(model, slow(), completed(replace(first.plan, placements=(), replicated=()), model))
     assert first.plan.mesh.tp == 2
-    assert first.plan.uncut
+    assert first.plan.replicated
     assert first.forecast.time.step < everything.time.step

@@ -15,13 +15,13 @@ from echelon.plan import catalogue
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.mesh import Mesh
-from echelon.plan.placement import Placement, Slice
+from echelon.plan.placement import Placement, TensorSlice
 from echelon.plan.plan import Plan, Schedule
 from echelon.plan.profile import Profile
-from echelon.plan.stages import divide
+from echelon.plan.stages import balance_stages
 from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
-from echelon.planner.space import Space
+from echelon.planner.space import DataSheetSpace
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_cluster, make_language, make_stack
 from tests.simulator.test_sheets import changed, with_experts
@@ -53,7 +53,7 @@ def found(profile: Profile, cluster: Cluster, **options: object) -> list[tuple[s
 @given(models, clusters, goals)
 @settings(max_examples=12, deadline=None)
 def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: str, goal: Goal) -> None:
-    cluster = catalogue.cluster(name)
+    cluster = catalogue.parse_cluster(name)
     assert found(profile, cluster, goal=goal, top=3) == found(profile, cluster, goal=goal, top=3, exhaustive=True)
 
 
@@ -62,22 +62,22 @@ def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: s
 @example(make_language(blocks=6, width=4096, batch=64, length=2048, norms=100), "8xH100-80GB", False)
 @settings(max_examples=8, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, beyond: bool) -> None:
-    space = Space(profile, catalogue.cluster(name), ranks=None, beyond=beyond)
-    for family in (family for size in space.sizes(fine=True) for family in space.families(size)):
-        assert space.least_at(family.mesh.ranks) <= space.least(family) * (1 + 1e-9), family
+    space = DataSheetSpace(profile, catalogue.parse_cluster(name), ranks=None, beyond=beyond)
+    for family in (family for size in space.device_counts(fine_grained=True) for family in space.families(size)):
+        assert space.seconds_bound_at_size(family.mesh.ranks) <= space.step_seconds_bound(family) * (1 + 1e-9), family
         for plan in space.plans(family):
-            placed = space.quotes.placed(plan)
-            bound, forecast = space.quotes.least_seconds(placed), space.quotes.forecast(placed)
-            assert space.least(family) <= bound * (1 + 1e-9), plan
+            placed = space.pricer.place(plan)
+            bound, forecast = space.pricer.step_seconds_bound(placed), space.pricer.forecast(placed)
+            assert space.step_seconds_bound(family) <= bound * (1 + 1e-9), plan
             assert bound <= forecast.time.step * (1 + 1e-9), plan
-            assert space.quotes.peak(placed) == forecast.memory.needed, plan
-            assert space.quotes.may_fit(placed) or not forecast.fits, plan
+            assert space.pricer.peak_memory(placed) == forecast.memory.required, plan
+            assert space.pricer.may_fit(placed) or not forecast.fits, plan
 
 
 @given(models, clusters)
 @settings(max_examples=15, deadline=None)
 def test_what_is_found_can_be_executed_and_fits(profile: Profile, name: str) -> None:
-    cluster = catalogue.cluster(name)
+    cluster = catalogue.parse_cluster(name)
     for each in search(profile, cluster, top=8):
         assert each.forecast.fits
         assert not [problem for problem in check(each.plan, profile, cluster) if problem.severity == "error"]
@@ -93,7 +93,7 @@ def fastest(candidates: tuple[Candidate, ...]) -> float:
 @given(models, clusters, st.sampled_from(["rate", "bandwidth", "link", "memory"]), st.floats(1.0, 8.0))
 @settings(max_examples=12, deadline=None)
 def test_better_machines_never_make_the_best_plan_slower(profile: Profile, name: str, what: str, times: float) -> None:
-    cluster = catalogue.cluster(name)
+    cluster = catalogue.parse_cluster(name)
     assert fastest(search(profile, changed(cluster, **{what: times}))) <= fastest(search(profile, cluster)) * (1 + 1e-9)
 
 
@@ -109,7 +109,7 @@ def test_stages_are_cut_where_the_heaviest_is_lightest(weights: list[float], cou
         return max(sum(weights[a:b]) for a, b in zip((0, *cuts), (*cuts, len(weights)), strict=True))
 
     best = min((heaviest(cuts) for cuts in combinations(places, count - 1)), default=None)
-    cut = divide(weights, count, bound)
+    cut = balance_stages(weights, count, bound)
     assert (cut is None) == (best is None)
     if cut is not None:
         assert heaviest(cut) == pytest.approx(best)
@@ -117,7 +117,7 @@ def test_stages_are_cut_where_the_heaviest_is_lightest(weights: list[float], cou
 
 
 def test_each_goal_finds_what_it_asks_for() -> None:
-    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.cluster("2x8xA100-80GB")
+    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.parse_cluster("2x8xA100-80GB")
     fast, small, cheap = (
         search(profile, cluster, goal=Goal(kind=kind), top=1)[0] for kind in ("fastest", "memory", "cheapest")
     )
@@ -153,7 +153,7 @@ def test_goals_that_contradict_themselves_are_refused(goal: dict[str, object], t
 
 
 def test_a_deadline_that_nothing_meets_says_how_long_the_fastest_takes() -> None:
-    profile, cluster = make_stack(width=4096, batch=32, length=2048), catalogue.cluster("4xA100-80GB")
+    profile, cluster = make_stack(width=4096, batch=32, length=2048), catalogue.parse_cluster("4xA100-80GB")
     with pytest.raises(PlanError, match=r'the fastest, "dp=\d.*takes .* for 10 steps and there are 1.00 ms') as caught:
         search(profile, cluster, goal=Goal(within=1e-3, steps=10))
     assert caught.value.exit_code == 1
@@ -164,24 +164,27 @@ def test_a_model_larger_than_the_cluster_says_how_many_devices_hold_it() -> None
     with pytest.raises(
         PlanError, match=r"fit no plan of 2xV100-16GB \(2 devices\); \d+ devices of this kind would hold it"
     ) as caught:
-        search(profile, catalogue.cluster("2xV100-16GB"))
+        search(profile, catalogue.parse_cluster("2xV100-16GB"))
     assert caught.value.exit_code == 1
     count = int(str(caught.value).split("; ")[1].split()[0])
-    assert search(profile, catalogue.cluster(f"{count // 2}x2xV100-16GB"), top=1)
+    assert search(profile, catalogue.parse_cluster(f"{count // 2}x2xV100-16GB"), top=1)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("6xV100-16GB", None), ("3xV100-16GB", 1), ("8xV100-16GB", 2)])
 def test_as_many_devices_as_are_told_hold_it(name: str, ranks: int | None) -> None:
     profile = make_stack(blocks=48 if ranks is None else 24, width=4096, batch=64, length=128)
     with pytest.raises(PlanError, match="devices of this kind would hold it") as caught:
-        search(profile, catalogue.cluster(name), ranks=ranks)
+        search(profile, catalogue.parse_cluster(name), ranks=ranks)
     count = int(str(caught.value).split("; ")[1].split()[0])
     assert count > (ranks or 6)
-    assert search(profile, catalogue.cluster(f"{count}x{name}"), ranks=count, top=1)
+    assert search(profile, catalogue.parse_cluster(f"{count}x{name}"), ranks=count, top=1)
 
 
 def test_the_fewest_devices_are_whole_nodes_too() -> None:
-    profile, cluster = make_stack(blocks=16, width=4096, batch=144, length=2048), catalogue.cluster("16x8xA100-80GB")
+    profile, cluster = (
+        make_stack(blocks=16, width=4096, batch=144, length=2048),
+        catalogue.parse_cluster("16x8xA100-80GB"),
+    )
     step = search(profile, cluster, ranks=72, top=1)[0].forecast.time.step
     few = search(profile, cluster, goal=Goal(kind="devices", within=step * 1.001), top=1)[0]
     assert few.plan.ranks <= 72
@@ -189,11 +192,11 @@ def test_the_fewest_devices_are_whole_nodes_too() -> None:
 
 def test_a_number_of_devices_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="ranks=9: 8xH100-80GB has 8 devices"):
-        search(make_stack(), catalogue.cluster("8xH100-80GB"), ranks=9)
+        search(make_stack(), catalogue.parse_cluster("8xH100-80GB"), ranks=9)
 
 
 def test_axes_that_are_only_forecast_are_found_when_asked_for() -> None:
-    cluster = catalogue.cluster("8xH100-80GB")
+    cluster = catalogue.parse_cluster("8xH100-80GB")
     long = make_stack(blocks=4, width=1024, batch=1, length=65536)
     assert {each.plan.mesh.cp for each in search(long, cluster, top=20)} == {1}
     assert any(each.plan.mesh.cp > 1 for each in search(long, cluster, top=20, beyond=True))
@@ -202,7 +205,7 @@ def test_axes_that_are_only_forecast_are_found_when_asked_for() -> None:
 
 
 def test_precisions_that_are_asked_for_are_searched() -> None:
-    profile, cluster = make_stack(blocks=4, width=4096, batch=32, length=512), catalogue.cluster("8xA100-80GB")
+    profile, cluster = make_stack(blocks=4, width=4096, batch=32, length=512), catalogue.parse_cluster("8xA100-80GB")
     assert {each.plan.precision for each in search(profile, cluster)} == {None}
     assert search(profile, cluster, precisions=(None, "tf32"))[0].plan.precision == "tf32"
     best = search(profile, cluster, precisions=(None, "tf32", "bf16"))
@@ -214,7 +217,7 @@ def test_precisions_that_are_asked_for_are_searched() -> None:
 
 
 def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
-    profile, cluster = make_stack(blocks=4, width=8192, batch=1, length=512), catalogue.cluster("8xA100-80GB")
+    profile, cluster = make_stack(blocks=4, width=8192, batch=1, length=512), catalogue.parse_cluster("8xA100-80GB")
 
     def never(plan: Plan) -> Plan:
         if plan.mesh.tp > 1:
@@ -236,12 +239,12 @@ def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
 
 def test_plans_are_priced_with_the_cuts_that_the_model_allows() -> None:
     """A model of which tp cuts the head alone is neither fast nor small under it."""
-    profile, cluster = make_language(blocks=4, width=8192, batch=1, length=512), catalogue.cluster("8xA100-80GB")
+    profile, cluster = make_language(blocks=4, width=8192, batch=1, length=512), catalogue.parse_cluster("8xA100-80GB")
 
     def little(plan: Plan) -> Plan:
         if plan.mesh.tp == 1 or plan.sequence:
             raise PlanError("no")
-        head = Placement(path="head", cut="gather", slices=(Slice("weight", 0),))
+        head = Placement(path="head", cut="gather", slices=(TensorSlice("weight", 0),))
         return replace(plan, placements=(head,))
 
     assert search(profile, cluster, top=1)[0].plan.mesh.tp > 1
@@ -256,7 +259,7 @@ def test_plans_are_priced_with_the_cuts_that_the_model_allows() -> None:
 
 
 def test_why_not_tells_differences_by_cause_and_what_binds() -> None:
-    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.cluster("2x8xA100-80GB")
+    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.parse_cluster("2x8xA100-80GB")
     best = search(profile, cluster, top=1)[0].plan
     told = why_not(profile, cluster, from_text("dp=2 tp=8 micro=1"), best)
     assert "slower" in told
@@ -270,18 +273,20 @@ def test_why_not_tells_differences_by_cause_and_what_binds() -> None:
 
 
 def mixed() -> Cluster:
-    fast, slow = catalogue.cluster("2x2xH100-80GB"), catalogue.cluster("2x2xA100-80GB")
+    fast, slow = catalogue.parse_cluster("2x2xH100-80GB"), catalogue.parse_cluster("2x2xA100-80GB")
     return replace(fast, name="mixed", nodes=(fast.nodes[0], slow.nodes[0]), network=slow.network)
 
 
 def test_faster_devices_get_larger_shares_of_the_batch() -> None:
     profile, cluster = make_stack(blocks=8, width=4096, batch=64, length=2048), mixed()
     best = search(profile, cluster, top=1)[0]
-    assert best.plan.shares[0] == best.plan.shares[1] > best.plan.shares[2] == best.plan.shares[3]
+    assert (
+        best.plan.batch_shares[0] == best.plan.batch_shares[1] > best.plan.batch_shares[2] == best.plan.batch_shares[3]
+    )
     assert best.forecast.time == simulate(profile, cluster, best.plan).time
-    equal = simulate(profile, cluster, replace(best.plan, shares=()))
+    equal = simulate(profile, cluster, replace(best.plan, batch_shares=()))
     assert best.forecast.time.step < 0.8 * equal.time.step
-    assert from_text(str(best.plan)).shares == best.plan.shares
+    assert from_text(str(best.plan)).batch_shares == best.plan.batch_shares
     assert not [problem for problem in check(best.plan, profile, cluster) if problem.severity == "error"]
 
 
@@ -325,13 +330,18 @@ def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:
 @given(models, clusters)
 @settings(max_examples=8, deadline=None)
 def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, name: str) -> None:
-    space = Space(profile, catalogue.cluster(name), ranks=None, beyond=False)
-    families = (family for size in space.sizes(fine=False) for family in space.families(size) if family.mesh.pp > 1)
+    space = DataSheetSpace(profile, catalogue.parse_cluster(name), ranks=None, beyond=False)
+    families = (
+        family
+        for size in space.device_counts(fine_grained=False)
+        for family in space.families(size)
+        if family.mesh.pp > 1
+    )
     plans = [plan for family in families for plan in space.plans(family)]
     assert {*get_args(Schedule)} - {plan.schedule for plan in plans} == {"gpipe"}
     for plan in (plan for plan in plans if plan.schedule == "1f1b"):
         kept, other = (
-            space.quotes.forecast(space.quotes.placed(each)) for each in (plan, replace(plan, schedule="gpipe"))
+            space.pricer.forecast(space.pricer.place(each)) for each in (plan, replace(plan, schedule="gpipe"))
         )
         assert kept.time.step <= other.time.step * (1 + 1e-9), plan
         assert kept.memory.high <= other.memory.high, plan
@@ -339,12 +349,17 @@ def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, n
 
 def test_fp8_is_forecast_and_searched_beyond_what_is_executed() -> None:
     profile = make_language(blocks=4, width=4096, batch=16, length=2048)
-    cluster = catalogue.cluster("8xH100-80GB")
+    cluster = catalogue.parse_cluster("8xH100-80GB")
     wide, narrow = (simulate(profile, cluster, from_text(f"dp=8 precision={each}")) for each in ("bf16", "fp8"))
     assert narrow.time.forward < wide.time.forward
     assert narrow.memory == wide.memory
     (problem,) = check(from_text("dp=8 precision=fp8"))
-    assert (problem.path, problem.value, problem.severity, problem.ahead) == ("precision", "fp8", "error", True)
+    assert (problem.path, problem.value, problem.severity, problem.not_implemented) == (
+        "precision",
+        "fp8",
+        "error",
+        True,
+    )
     told = why_not(profile, cluster, from_text("dp=8 precision=fp8"), from_text("dp=8 precision=bf16"))
     assert "not executed yet" in told
     assert "faster" in told
@@ -353,7 +368,7 @@ def test_fp8_is_forecast_and_searched_beyond_what_is_executed() -> None:
     best = search(profile, cluster, precisions=(None, "fp8"), beyond=True)[0]
     assert best.plan.precision == "fp8"
     # Units that cannot compute in it compute as wide as they can, and nothing is narrowed for them.
-    old = catalogue.cluster("8xA100-80GB")
+    old = catalogue.parse_cluster("8xA100-80GB")
     steps = [simulate(profile, old, from_text(f"dp=8 precision={each}")).time.step for each in ("bf16", "fp8")]
     assert steps[0] == steps[1]
     with pytest.raises(PlanError, match="data sheets only"):

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.plan import catalogue
-from echelon.plan.cluster import Cluster, Wire
-from echelon.plan.stages import divide, stage_ranges
+from echelon.plan.cluster import Cluster, Interconnect
+from echelon.plan.stages import balance_stages, stage_ranges
 from echelon.plan.text import from_text
 from echelon.planner import search
-from echelon.planner.space import Space
+from echelon.planner.space import DataSheetSpace
 from echelon.simulator import simulate
-from echelon.simulator.timeline import timeline
+from echelon.simulator.timeline import build_timeline
 from tests.simulator.cases import make_language
 
-FAST, SLOW = catalogue.cluster("2x2xH100-80GB"), catalogue.cluster("2x2xV100-32GB")
+FAST, SLOW = catalogue.parse_cluster("2x2xH100-80GB"), catalogue.parse_cluster("2x2xV100-32GB")
 #: Gradients take long over it, what passes from stage to stage does not.
-NETWORK = Wire(kind="slow", rate=2e9)
+NETWORK = Interconnect(kind="slow", rate=2e9)
 
 
 def mixed(*nodes: Cluster, each: int = 2) -> Cluster:
@@ -46,7 +46,7 @@ def test_stages_are_cut_as_no_other_cut_is_faster(weights: list[float], pace: li
         parts = [sum(weights[a:b]) for a, b in pairwise((0, *begins, len(weights)))]
         return max(part * each for part, each in zip(parts, pace, strict=True))
 
-    found = divide(weights, 3, pace=pace)
+    found = balance_stages(weights, 3, stage_slowdowns=pace)
     assert found is not None
     assert slowest(found) == min(slowest(each) for each in combinations(range(1, len(weights)), 2))
 
@@ -71,12 +71,12 @@ def test_a_stage_takes_as_long_as_the_devices_that_it_is_on() -> None:
     profile = model()
     plan = from_text("pp=2 dp=2 micro=1")
     both = replace(plan, stages=(7,))
-    found = {name: timeline(profile, each, both) for name, each in (
+    found = {name: build_timeline(profile, each, both) for name, each in (
         ("mixed", mixed(FAST, SLOW)), ("fast", mixed(FAST, FAST)), ("slow", mixed(SLOW, SLOW))
     )}  # fmt: skip
 
     def took(name: str, rank: int) -> float:
-        return next(each.end - each.begin for each in found[name].events if each.rank == rank and each.micro == 0)
+        return next(each.end - each.begin for each in found[name].events if each.rank == rank and each.micro_batch == 0)
 
     assert took("mixed", 0) == pytest.approx(took("fast", 0), rel=0.05)
     assert took("mixed", 1) == pytest.approx(took("slow", 1), rel=0.05)
@@ -91,16 +91,16 @@ def test_a_stage_takes_as_long_as_the_devices_that_it_is_on() -> None:
 def test_bounds_hold_on_unequal_devices_and_nothing_better_is_missed(batch: int, blocks: int, turned: bool) -> None:
     profile = model(batch, blocks)
     cluster = mixed(*((SLOW, FAST, FAST) if turned else (FAST, SLOW, SLOW)), each=1)
-    space = Space(profile, cluster, ranks=None, beyond=False)
-    for family in (family for size in space.sizes(fine=True) for family in space.families(size)):
-        assert space.least_at(family.mesh.ranks) <= space.least(family) * (1 + 1e-9), family
+    space = DataSheetSpace(profile, cluster, ranks=None, beyond=False)
+    for family in (family for size in space.device_counts(fine_grained=True) for family in space.families(size)):
+        assert space.seconds_bound_at_size(family.mesh.ranks) <= space.step_seconds_bound(family) * (1 + 1e-9), family
         for plan in space.plans(family):
-            placed = space.quotes.placed(plan)
-            forecast = space.quotes.forecast(placed)
-            assert space.least(family) <= space.quotes.least_seconds(placed) * (1 + 1e-9), plan
-            assert space.quotes.least_seconds(placed) <= forecast.time.step * (1 + 1e-9), plan
-            assert space.quotes.peak(placed) == forecast.memory.needed, plan
-            assert space.quotes.may_fit(placed) or not forecast.fits, plan
+            placed = space.pricer.place(plan)
+            forecast = space.pricer.forecast(placed)
+            assert space.step_seconds_bound(family) <= space.pricer.step_seconds_bound(placed) * (1 + 1e-9), plan
+            assert space.pricer.step_seconds_bound(placed) <= forecast.time.step * (1 + 1e-9), plan
+            assert space.pricer.peak_memory(placed) == forecast.memory.required, plan
+            assert space.pricer.may_fit(placed) or not forecast.fits, plan
     found, all_ = (search(profile, cluster, top=3, exhaustive=each) for each in (False, True))
     assert [each.forecast.time.step for each in found] == [each.forecast.time.step for each in all_]
 

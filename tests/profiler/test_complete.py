@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from echelon.errors import NothingToCut, PlanError
+from echelon.errors import PlanError, UnsplittableModelError
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.check import check
@@ -28,7 +28,7 @@ def small(model: Callable[[], nn.Module], **changes: Any) -> Job:
         loss=lambda output, batch: F.mse_loss(output.sum(1), batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers, numbers.sum(1)),
-        batch=8,
+        batch_size=8,
         epochs=1,
     )
     return replace(job, **changes)
@@ -51,9 +51,9 @@ def test_the_document_says_what_the_short_form_leaves_open() -> None:
     known = profile(job)
     for found in (complete(from_text("tp=2 pp=2 micro=2"), job), complete(from_text("tp=2 pp=2 micro=2"), job, known)):
         assert str(found) == "dp=1 tp=2 pp=2 micro=2"
-        assert not found.open
+        assert not found.incomplete
         assert found.model == known.model
-        assert {each.path for each in found.placements} | {each.path for each in found.uncut} == {
+        assert {each.path for each in found.placements} | {each.path for each in found.replicated} == {
             each.name.rpartition(".")[0] for each in known.parameters
         }
         assert len(found.stages) == 1
@@ -70,12 +70,12 @@ def test_the_generators_are_left_as_they_were() -> None:
 
 @pytest.mark.slow
 def test_a_profile_knows_where_a_pipeline_can_be_cut_and_what_passes() -> None:
-    visits = profile(tokens()).visits
+    visits = profile(tokens()).pipeline_units
     assert [visit.path for visit in visits] == ["tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
-    assert visits[0].crossing.at(1) == 0
-    assert visits[3].crossing.at(3) == 3 * 9 * 16 * 4  # positions x width x bytes
-    assert all(visit.work > 0 for visit in visits)
-    assert profile(small(Undecided)).visits == ()
+    assert visits[0].boundary_bytes.at(1) == 0
+    assert visits[3].boundary_bytes.at(3) == 3 * 9 * 16 * 4  # positions x width x bytes
+    assert all(visit.cost > 0 for visit in visits)
+    assert profile(small(Undecided)).pipeline_units == ()
 
 
 def test_a_tensor_axis_that_divides_nothing_is_refused_with_the_remedy() -> None:
@@ -100,7 +100,8 @@ def test_more_stages_than_units_are_refused_with_the_remedy(plan: str, words: st
 def test_a_model_that_looks_at_its_numbers_has_no_stages() -> None:
     job = small(Undecided)
     with pytest.raises(
-        NothingToCut, match=r"pp=2: the model cannot be cut into stages: .*data decide what is called.*dp=2 zero=3"
+        UnsplittableModelError,
+        match=r"pp=2: the model cannot be cut into stages: .*data decide what is called.*dp=2 zero=3",
     ):
         complete(from_text("pp=2"), job)
     plan = complete(from_text("tp=2"), job)
@@ -125,7 +126,7 @@ def test_layers_that_forward_makes_are_neither_profiled_nor_cut() -> None:
     job = small(Growing)
     known = profile(job)
     assert [each.name for each in known.parameters] == ["head.weight", "head.bias"]
-    with pytest.raises(NothingToCut, match=r"tp=2: late is created in forward.*dp=2 zero=3"):
+    with pytest.raises(UnsplittableModelError, match=r"tp=2: late is created in forward.*dp=2 zero=3"):
         complete(from_text("tp=2"), job, known)
 
 
@@ -159,7 +160,7 @@ def test_a_weight_that_would_be_a_piece_where_it_is_used_is_refused_with_the_rem
     with pytest.raises(PlanError, match=words):
         complete(from_text(plan), job, profile(job))
     good = complete(from_text("tp=2"), job)
-    assert {each.path: each.within for each in good.placements if each.cut == "stored"}["blocks.0.proj"] == ""
+    assert {each.path: each.gathered_in for each in good.placements if each.cut == "stored"}["blocks.0.proj"] == ""
     refused = replace(good, **{name: getattr(from_text(plan), name) for name in ("mesh", "zero", "recompute")})
     assert [each for each in check(refused, profile(job)) if each.severity == "error"]
     assert not [each for each in check(good, profile(job)) if each.severity == "error"]
@@ -212,7 +213,7 @@ class Switching(nn.Module):
 
 
 def test_a_model_whose_calls_follow_from_its_buffers_is_not_staged() -> None:
-    with pytest.raises(NothingToCut):
+    with pytest.raises(UnsplittableModelError):
         complete(from_text("pp=2"), replace(mlp(), model=Switching))
 
 
@@ -242,7 +243,7 @@ def hooked() -> nn.Module:
     ],
 )
 def test_what_happens_to_parameters_and_not_to_shards_is_known(model: Any, words: str) -> None:
-    assert words in profile(replace(mlp(), model=model)).unsharded
+    assert words in profile(replace(mlp(), model=model)).unshardable_reason
 
 
 @pytest.mark.slow

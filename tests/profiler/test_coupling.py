@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from echelon.job import Job
 from echelon.profiler import profile, sample_coupling
 from echelon.testing.models import GPT, MLP
-from echelon.trials.example_batch import Example
+from echelon.trials.example_batch import ExampleBatches
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
@@ -25,7 +25,7 @@ def make_job(model: Any, **fields: Any) -> Job:
         "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
         "optimizer": lambda parameters: torch.optim.AdamW(parameters),
         "data": list(zip(X, Y, strict=True)),
-        "batch": 8,
+        "batch_size": 8,
         "steps": 1,
     }
     return Job(model=model, **(values | fields))
@@ -80,19 +80,19 @@ class Zero(Functional):
 )
 def test_samples_that_see_each_other_are_found(job: Job) -> None:
     found = profile(job)
-    assert found.coupled
+    assert found.samples_coupled
     assert found.notes == ()
 
 
 def tried(job: Job, *, weighs: bool = False) -> tuple[bool | None, str]:
-    return sample_coupling.coupling(job, Example(job), parameters=1, flops=1.0, weighs=weighs)
+    return sample_coupling.detect_coupling(job, ExampleBatches(job), parameters=1, flops=1.0, weigh_by_counts=weighs)
 
 
 def test_means_over_unequal_counts_part_well_where_parts_are_weighed_by_them() -> None:
     job = make_job(mlp, loss=unequal)
     assert tried(job) == (True, "")
     assert tried(job, weighs=True) == (False, "")
-    assert profile(job).coupled is False
+    assert profile(job).samples_coupled is False
     for loss in (contrastive, lambda output, batch: unequal(output, batch).sqrt()):
         assert tried(make_job(mlp, loss=loss), weighs=True) == (True, "")
 
@@ -191,7 +191,7 @@ def test_a_faint_coupling_is_found() -> None:
     def loss(output: dict[str, Tensor], batch: Any) -> Tensor:
         return F.mse_loss(output["output"], batch[-1]) + output["balance"]
 
-    assert profile(make_job(Faint, loss=loss)).coupled
+    assert profile(make_job(Faint, loss=loss)).samples_coupled
 
 
 @pytest.mark.slow
@@ -204,8 +204,8 @@ def test_a_faint_coupling_is_found() -> None:
         make_job(Island),
         make_job(Quirks),
         make_job(Recurrent),
-        make_job(mlp, batch=3),
-        make_job(mlp, batch=1),
+        make_job(mlp, batch_size=3),
+        make_job(mlp, batch_size=1),
         make_job(
             lambda: GPT(vocab=32, context=8, width=16, layers=2, heads=2, dropout=0.1),
             data=[(row, row) for row in torch.arange(128).view(16, 8) % 31],
@@ -226,12 +226,12 @@ def test_a_faint_coupling_is_found() -> None:
 )
 def test_independent_samples_are_left_in_peace(job: Job) -> None:
     found = profile(job, device="cpu")  # some hold tensors that stay on the host
-    assert found.coupled is False
+    assert found.samples_coupled is False
     assert found.notes == ()
 
 
 def test_a_contrastive_loss_is_found_in_float32_too() -> None:
-    assert profile(make_job(Island, loss=contrastive)).coupled
+    assert profile(make_job(Island, loss=contrastive)).samples_coupled
 
 
 def test_randomness_that_cannot_be_held_is_said_and_not_taken_for_coupling() -> None:
@@ -240,8 +240,8 @@ def test_randomness_that_cannot_be_held_is_said_and_not_taken_for_coupling() -> 
         return [batch[0] + torch.empty_like(batch[0]).exponential_(), batch[1]]
 
     found = profile(make_job(mlp, collate=drawn))
-    assert found.coupled is None
-    assert "draws random numbers that cannot be held still" in found.uncompared
+    assert found.samples_coupled is None
+    assert "draws random numbers that cannot be held still" in found.coupling_unknown_reason
 
 
 def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,18 +252,18 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().forward(x)
 
     found = profile(make_job(lambda: Fails(8, 8)))
-    assert found.coupled is None
-    assert "RuntimeError: only on an accelerator" in found.uncompared
-    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10)
+    assert found.samples_coupled is None
+    assert "RuntimeError: only on an accelerator" in found.coupling_unknown_reason
+    monkeypatch.setattr(sample_coupling, "MAX_PARAMETERS", 10)
     built: list[type] = []
     monkeypatch.setattr(mlp, "built", built.append, raising=False)  # a captured list would be a trial's own copy
     found = profile(make_job(lambda: mlp.built(type(torch.empty(1))) or mlp(), loss=contrastive))
-    assert "too large to try it on a CPU" in found.uncompared
-    assert found.coupled is None
+    assert "too large to try it on a CPU" in found.coupling_unknown_reason
+    assert found.samples_coupled is None
     assert set(built) == {torch._subclasses.FakeTensor}, "a large model is traced and not built for real"
-    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10**6)
-    monkeypatch.setattr(sample_coupling, "FLOPS", 1e3)
-    assert "too large" in profile(make_job(mlp)).uncompared
+    monkeypatch.setattr(sample_coupling, "MAX_PARAMETERS", 10**6)
+    monkeypatch.setattr(sample_coupling, "MAX_FLOPS", 1e3)
+    assert "too large" in profile(make_job(mlp)).coupling_unknown_reason
 
 
 @pytest.mark.slow
@@ -292,8 +292,8 @@ def test_sparse_gradients_are_compared() -> None:
             optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters)),
         )
 
-    assert profile(job(lambda output, batch: F.mse_loss(output, batch[-1]))).coupled is False
-    assert profile(job(contrastive)).coupled
+    assert profile(job(lambda output, batch: F.mse_loss(output, batch[-1]))).samples_coupled is False
+    assert profile(job(contrastive)).samples_coupled
 
 
 def test_complex_parameters_are_tried_as_they_are() -> None:
@@ -311,21 +311,23 @@ def test_complex_parameters_are_tried_as_they_are() -> None:
             loss=lambda output, batch: F.mse_loss(output, batch[-1]),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             data=[(torch.randn(8), torch.randn(8)) for _ in range(8)],
-            batch=4,
+            batch_size=4,
             steps=1,
         )
     )
-    assert found.coupled is False
+    assert found.samples_coupled is False
     assert found.notes == ()
 
 
 def test_splits_cover_any_number_of_samples() -> None:
-    from echelon.profiler.sample_coupling import _splits
+    from echelon.profiler.sample_coupling import _list_splits
 
     for samples in range(2, 40):
-        for parts in _splits(samples):
-            assert sum(part.size for part in parts) == samples
-            assert [part.first for part in parts] == [sum(part.size for part in parts[:at]) for at in range(len(parts))]
+        for parts in _list_splits(samples):
+            assert sum(part.num_samples for part in parts) == samples
+            assert [part.first_sample for part in parts] == [
+                sum(part.num_samples for part in parts[:at]) for at in range(len(parts))
+            ]
 
 
 class Periodic(nn.Module):
@@ -376,8 +378,8 @@ def test_a_model_that_couples_samples_at_some_calls_only_is_found(kind: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 2])
 def test_a_loss_that_couples_samples_at_some_calls_only_is_found(batch: int) -> None:
-    job = make_job(mlp, loss=PeriodicLoss(), batch=batch)
-    assert profile(job).coupled
+    job = make_job(mlp, loss=PeriodicLoss(), batch_size=batch)
+    assert profile(job).samples_coupled
     assert job.loss.calls == 0  # type: ignore[union-attr]
 
 
@@ -412,7 +414,7 @@ class Keeps(nn.Linear):
 @pytest.mark.parametrize("model", [mlp, lambda: Keeps(8, 8), lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))])
 def test_models_without_state_are_not_tried_further(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     later: list[int] = []
-    monkeypatch.setattr(sample_coupling._Comparison, "couples_later", lambda _, samples: later.append(samples))
+    monkeypatch.setattr(sample_coupling._Comparison, "is_coupled_later", lambda _, samples: later.append(samples))
     assert tried(make_job(model)) == (False, "")
     assert later == []
     tried(make_job(lambda: Scaled("whole")))

@@ -10,7 +10,7 @@ import pytest
 
 import echelon
 from echelon.hardware import measure
-from echelon.plan.document_cache import Store
+from echelon.plan.document_cache import DocumentCache
 from tests.simulator.cases import make_cluster
 
 ROOT = Path(echelon.__file__).parent
@@ -27,13 +27,13 @@ def test_what_was_measured_is_not_lost_to_a_cache_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(measure, "_gpus", list)
-    monkeypatch.setattr(measure, "_measured", lambda *_: make_cluster())
-    found = measure.measure(store=Store(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(measure, "_list_gpus", list)
+    monkeypatch.setattr(measure, "_measure_cluster", lambda *_: make_cluster())
+    found = measure.measure(store=DocumentCache(tmp_path / "file" / "cache"))
     assert found.nodes == make_cluster().nodes
     assert "cannot be kept there (Not a directory)" in found.notes[0]
     assert "ECHELON_CACHE" in found.notes[0]
-    assert measure.measure(store=Store(tmp_path / "cache")).notes == ()
+    assert measure.measure(store=DocumentCache(tmp_path / "cache")).notes == ()
 
 
 def test_measuring_processes_have_their_threads_and_find_echelon(

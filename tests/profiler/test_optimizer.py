@@ -14,7 +14,7 @@ from echelon.job import Job
 from echelon.plan.check import check_optimizers
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.profile_optimizer import rules
+from echelon.profiler.profile_optimizer import profile_optimizers
 from tests import optimizers as own
 from tests.optimizers import matrices_and_rest
 from tests.zoo.data import train
@@ -113,9 +113,9 @@ def _pieces(optimizer: Callable[[Any], Any]) -> Job:
 def test_an_optimizer_is_classified_by_what_its_step_reads(make: Callable[[Any], Any], kinds: list[str]) -> None:
     job, parameters = _pieces(make), dict(_model().named_parameters())
     state = torch.get_rng_state()
-    found, _ = rules(job, parameters)
-    assert ["draws" if rule.draws else rule.reads for rule in found] == kinds
-    assert not any(rule.untried for rule in found)
+    found, _ = profile_optimizers(job, parameters)
+    assert ["draws" if rule.uses_rng else rule.update_scope for rule in found] == kinds
+    assert not any(rule.untested_reason for rule in found)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -133,8 +133,8 @@ def test_an_optimizer_is_classified_by_what_its_step_reads(make: Callable[[Any],
 )
 def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, shapes: Any, whole: bool) -> None:
     parameters = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
-    ((rule,), _) = rules(_pieces(make), parameters)
-    assert (rule.reads != "element", rule.untried) == (whole, "")
+    ((rule,), _) = profile_optimizers(_pieces(make), parameters)
+    assert (rule.update_scope != "element", rule.untested_reason) == (whole, "")
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, s
     ],
 )  # fmt: skip
 def test_check_names_what_is_gathered_and_refuses_nothing(make: Any, plan: str, words: str | None) -> None:
-    found, _ = rules(_pieces(make), dict(_model().named_parameters()))
+    found, _ = profile_optimizers(_pieces(make), dict(_model().named_parameters()))
     problems = list(check_optimizers(from_text(plan), found))
     assert all(each.severity == "warning" for each in problems)
     assert len(problems) == (words is not None)
@@ -165,5 +165,5 @@ def test_check_names_what_is_gathered_and_refuses_nothing(make: Any, plan: str, 
 def test_a_function_that_looks_at_values_is_profiled() -> None:
     found = profile(_pieces(own.by_value))
     ((rule,), notes) = found.optimizers, found.notes
-    assert (rule.reads, rule.state) == ("model", 2 * found.gradient_bytes)
+    assert (rule.update_scope, rule.state_bytes) == ("model", 2 * found.gradient_bytes)
     assert any("meta device" in note for note in notes)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.partition.hf_tp_plan import hinted
+from echelon.partition.hf_tp_plan import find_hinted_pairs
 from echelon.partition.tp_layouts import Candidate
-from echelon.partition.tp_pairs import Found, find_pairs
+from echelon.partition.tp_pairs import PairAnalysis, find_pairs
 
 
-def pairs_of(model: nn.Module, *inputs: Any, ways: int = 2, hints: bool = False) -> Found:
+def pairs_of(model: nn.Module, *inputs: Any, ways: int = 2, hints: bool = False) -> PairAnalysis:
     model = model.double().eval()
     given = inputs or (torch.randn(3, 8, dtype=torch.float64),)
-    return find_pairs(model, lambda: model(*given).square().sum(), ways, hinted(model) if hints else ())
+    return find_pairs(model, lambda: model(*given).square().sum(), ways, find_hinted_pairs(model) if hints else ())
 
 
-def rows(found: Found) -> list[str]:
+def rows(found: PairAnalysis) -> list[str]:
     return [pair.candidate.row for pair in found.pairs]
 
 
@@ -66,8 +66,8 @@ class Scaled(Between):
 
 def test_a_parameter_that_acts_on_the_columns_has_shares_of_its_gradient() -> None:
     (pair,) = pairs_of(Scaled(beside=False)).pairs
-    assert pair.partial == ("scale",)
-    assert all(pair.partial == () for pair in pairs_of(Between(F.gelu)).pairs)
+    assert pair.partial_parameters == ("scale",)
+    assert all(pair.partial_parameters == () for pair in pairs_of(Between(F.gelu)).pairs)
     # Used elsewhere too, a part of its gradient would be the whole.
     assert not pairs_of(Scaled(beside=True)).pairs
 
@@ -96,7 +96,7 @@ def test_modules_that_are_called_by_the_names_of_their_arguments_are_found_alike
             return out
 
     (pair,) = pairs_of(Named(beside=False)).pairs
-    assert (pair.candidate.paths, pair.partial) == (("up", "down"), ("scale",))
+    assert (pair.candidate.paths, pair.partial_parameters) == (("up", "down"), ("scale",))
 
 
 class Attention(nn.Module):
@@ -116,19 +116,19 @@ X = torch.randn(2, 5, 8, dtype=torch.float64)
 
 def test_a_fused_projection_is_cut_in_three_parts() -> None:
     (pair,) = pairs_of(Attention(4), X).pairs
-    assert (pair.layout.parts, pair.layout.unit) == ((16, 16, 16), 1)
-    assert pair.layout.divide == (("", "heads"),)
+    assert (pair.layout.fused_sizes, pair.layout.shard_multiple) == ((16, 16, 16), 1)
+    assert pair.layout.divided_attributes == (("", "heads"),)
 
 
 def test_odd_heads_stay_whole_heads() -> None:
     (pair,) = pairs_of(Attention(3), X).pairs
-    assert (pair.layout.parts, pair.layout.unit) == ((12, 12, 12), 4)
+    assert (pair.layout.fused_sizes, pair.layout.shard_multiple) == ((12, 12, 12), 4)
 
 
 def test_a_pair_says_whether_something_in_it_draws() -> None:
     for heads in (3, 4):
-        assert [pair.draws for pair in pairs_of(Attention(heads, dropout=0.1), X).pairs] == [True]
-        assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
+        assert [pair.draws_random for pair in pairs_of(Attention(heads, dropout=0.1), X).pairs] == [True]
+        assert [pair.draws_random for pair in pairs_of(Attention(heads), X).pairs] == [False]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_pair_says_whether_something_in_it_draws() -> None:
 def test_each_rank_draws_by_itself_only_what_is_drawn_for_each_column(work: Any, right: bool) -> None:
     found = pairs_of(Between(work))
     assert rows(found) == ["down"] * right
-    assert all(pair.draws for pair in found.pairs)
+    assert all(pair.draws_random for pair in found.pairs)
 
 
 def test_what_is_drawn_before_and_behind_a_pair_is_drawn_alike_and_may_be_anything() -> None:
@@ -159,7 +159,7 @@ def test_batch_norm_is_asked_without_being_changed() -> None:
     model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
     before = model[1].running_mean.clone().double()
     (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
-    assert pair.draws
+    assert pair.draws_random
     assert torch.equal(model[1].running_mean, before)
 
 
@@ -176,7 +176,7 @@ def test_channels_are_followed_through_norms() -> None:
     model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 1))
     (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
     assert pair.candidate.paths == ("0", "1", "3")
-    assert pair.layout.divide == (("1", "num_features"),)
+    assert pair.layout.divided_attributes == (("1", "num_features"),)
 
 
 class Hinted(Between):
@@ -188,7 +188,7 @@ class Hinted(Between):
 def test_a_models_own_hint_is_taken_where_it_is_right() -> None:
     plan = {"up": "colwise", "down": "rowwise"}
     (pair,) = pairs_of(nn.Sequential(Hinted(F.gelu, plan)), hints=True).pairs
-    assert pair.candidate.hinted
+    assert pair.candidate.is_hinted
     assert pair.candidate.paths == ("0.up", "0.down")
     assert not pairs_of(Hinted(lambda x: x.softmax(-1), plan), hints=True).pairs
 
@@ -196,7 +196,7 @@ def test_a_models_own_hint_is_taken_where_it_is_right() -> None:
 def test_hints_with_stars_meet_every_layer() -> None:
     model = nn.Sequential(*(Between(F.gelu) for _ in range(3)))
     model.config = SimpleNamespace(base_model_tp_plan={"*.up": "colwise", "*.down": "rowwise"})  # type: ignore[assignment]
-    assert [each.paths for each in hinted(model)] == [(f"{i}.up", f"{i}.down") for i in range(3)]
+    assert [each.paths for each in find_hinted_pairs(model)] == [(f"{i}.up", f"{i}.down") for i in range(3)]
 
 
 @pytest.mark.extra
@@ -206,7 +206,7 @@ def test_transformers_says_how_llama_is_cut() -> None:
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
     )
-    found = [each.paths for each in hinted(transformers.LlamaForCausalLM(config))]
+    found = [each.paths for each in find_hinted_pairs(transformers.LlamaForCausalLM(config))]
     at = "model.layers.0"
     assert (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj", f"{at}.mlp.down_proj") in found
     assert tuple(f"{at}.self_attn.{name}_proj" for name in "qkvo") in found
@@ -345,7 +345,7 @@ class Penalised(Between):
         return self.down(hidden)
 
 
-def penalised(model: Penalised, hints: Any = ()) -> Found:
+def penalised(model: Penalised, hints: Any = ()) -> PairAnalysis:
     model, x = model.double(), torch.randn(3, 8, dtype=torch.float64)
     return find_pairs(model, lambda: model(x).square().sum() + model.penalty, 2, hints)
 
@@ -354,7 +354,7 @@ def penalised(model: Penalised, hints: Any = ()) -> Found:
 def test_hidden_states_that_the_loss_reads_stay_whole(always: bool) -> None:
     assert not penalised(Penalised(always=always)).pairs
     model = Penalised(always=always, beside=True)
-    assert not penalised(model, [Candidate(("up",), "down", hinted=True)]).pairs
+    assert not penalised(model, [Candidate(("up",), "down", is_hinted=True)]).pairs
     # Where the loss does not read it there is nothing to penalise.
     assert rows(pairs_of(Penalised(always=always))) == ["down"]
 
@@ -391,7 +391,7 @@ def test_draws_and_moving_buffers_do_not_hide_a_pair() -> None:
 
     model = Moving()
     (pair,) = pairs_of(model).pairs
-    assert pair.draws
+    assert pair.draws_random
     assert not model.mean.any()
     assert model.work.p == 0.5
 
@@ -481,7 +481,7 @@ def test_logits_that_are_changed_in_place_are_not_left_in_parts(way: Any, right:
             return loss
 
     found = pairs_of(Scored(), torch.randn(2, 3, 8, dtype=torch.float64))
-    assert found.scored == ({"head"} if right else set())
+    assert found.cross_entropy_inputs == ({"head"} if right else set())
 
 
 def test_columns_that_are_all_alike_tell_nothing() -> None:

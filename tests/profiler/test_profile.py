@@ -15,16 +15,16 @@ from torch.distributions import Distribution
 from torch.nn import functional as F
 
 from echelon.engine.parallel.fsdp import unit_modules
-from echelon.engine.parallel.gradient_allreduce import Exchange
+from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
 from echelon.errors import DataError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.plan.profile import units
+from echelon.plan.profile import find_fsdp_units
 from echelon.profiler import profile
-from echelon.simulator.collectives import buckets
+from echelon.simulator.collectives import gradient_bucket_bytes
 from echelon.testing.models import GPT, MLP, ResNet
-from echelon.trials.module_tree import module_tree
-from echelon.trials.op_recorder import Recorder, recording
+from echelon.trials.module_tree import list_modules
+from echelon.trials.op_recorder import OpRecorder, record_ops
 from tests.sampling import some
 
 
@@ -36,7 +36,7 @@ def gpt_job(batch: int = 8, **fields: Any) -> Job:
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
         optimizer=lambda parameters: torch.optim.AdamW(parameters),
         data=rows,
-        batch=batch,
+        batch_size=batch,
         steps=1,
     )
 
@@ -47,7 +47,7 @@ def image_job(model: Any, batch: int = 8) -> Job:
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         data=[(torch.zeros(3, 32, 32), i % 10) for i in range(16)],
-        batch=batch,
+        batch_size=batch,
         steps=1,
     )
 
@@ -57,7 +57,7 @@ def vector_job(model: Any, **fields: Any) -> Job:
         "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
         "optimizer": lambda parameters: torch.optim.AdamW(parameters),
         "data": [(torch.ones(16), torch.ones(16)) for _ in range(16)],
-        "batch": 8,
+        "batch_size": 8,
         "steps": 1,
     }
     return Job(model=model, **(values | fields))
@@ -102,7 +102,7 @@ def test_attention_that_looks_back_leaves_out_scores_that_no_kernel_computes(
     q, k = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
     flops = []
     for causal in (False, True):
-        with Recorder(2) as recorder:
+        with OpRecorder(2) as recorder:
             torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal)
         flops.append(sum(call.flops for call in recorder.trace.calls if call.kind == "attention"))
     assert flops == [4 * 6 * 8 * queries * keys, 4 * 6 * 8 * seen]
@@ -127,7 +127,7 @@ def test_parameters_and_state_are_counted_exactly() -> None:
 )
 @pytest.mark.parametrize("samples", some("kept bytes", [2, 5, 8], 2))
 def test_kept_bytes_are_those_of_a_real_run(job: Job, samples: int) -> None:
-    assert profile(job).kept(samples) == pytest.approx(kept_for_real(job, samples), rel=0.02)
+    assert profile(job).saved_bytes(samples) == pytest.approx(kept_for_real(job, samples), rel=0.02)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_repeated_blocks_are_folded() -> None:
     assert modules["blocks.*.up"].count == 3
     assert not any(path.startswith("blocks.0") for path in modules)
     assert sum(o.count for o in found.operators if o.module == "blocks.*.up" and o.phase == "forward") == 3
-    assert found.units == ("blocks.0", "blocks.1", "blocks.2")
+    assert found.fsdp_units == ("blocks.0", "blocks.1", "blocks.2")
     deeper = profile(gpt_job(layers=6))
     assert len(deeper.operators) == len(found.operators)
     assert len(deeper.modules) == len(found.modules)
@@ -161,9 +161,9 @@ def test_shared_parameters_are_found_once() -> None:
 @pytest.mark.slow
 def test_batch_norms_are_known_by_name_and_are_no_other_coupling() -> None:
     found = profile(image_job(lambda: ResNet(width=8)))
-    assert "stem.1" in found.norms
-    assert not found.coupled
-    assert not profile(gpt_job()).norms
+    assert "stem.1" in found.batch_norms
+    assert not found.samples_coupled
+    assert not profile(gpt_job()).batch_norms
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
@@ -217,8 +217,8 @@ class Skipping(nn.Module):
 def test_blocks_that_random_numbers_may_skip_are_told(draw: Any) -> None:
     found = profile(vector_job(lambda: Skipping(draw)))
     assert found.traced == "fake"
-    assert found.unsteady.startswith("forward draws Python's or NumPy's random numbers")
-    assert not profile(vector_job(lambda: Skipping(lambda: 1.0))).unsteady
+    assert found.varying_blocks_reason.startswith("forward draws Python's or NumPy's random numbers")
+    assert not profile(vector_job(lambda: Skipping(lambda: 1.0))).varying_blocks_reason
 
 
 def test_modules_that_the_size_of_a_batch_chooses_are_told() -> None:
@@ -226,13 +226,13 @@ def test_modules_that_the_size_of_a_batch_chooses_are_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.blocks[1](x) if len(x) > 2 else self.blocks[0](x)
 
-    assert "blocks.0 does not run for every batch" in profile(vector_job(lambda: Sized(None))).unsteady
+    assert "blocks.0 does not run for every batch" in profile(vector_job(lambda: Sized(None))).varying_blocks_reason
 
 
 def test_a_model_that_cannot_be_traced_is_run() -> None:
     found = profile(vector_job(Gated))
     assert found.traced == "real"
-    assert "could not be traced" in found.unsteady
+    assert "could not be traced" in found.varying_blocks_reason
     assert any("two small steps" in note for note in found.notes)
     assert found.flops(8) == pytest.approx(2 * 2 * 8 * 16 * 16 * 2 + 8 * 2 * 16 * 16, rel=0.01)
 
@@ -386,13 +386,13 @@ def test_optimizer_state_of_any_optimizer() -> None:
 
 
 def test_units_are_repeated_blocks_of_weight() -> None:
-    assert units(module_tree(nn.Linear(4, 4))) == ()
-    assert units(module_tree(MLP(width=8, layers=3))) == ("0", "2", "4")
-    assert units(module_tree(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()))) == ()
+    assert find_fsdp_units(list_modules(nn.Linear(4, 4))) == ()
+    assert find_fsdp_units(list_modules(MLP(width=8, layers=3))) == ("0", "2", "4")
+    assert find_fsdp_units(list_modules(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()))) == ()
     nested = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    assert units(module_tree(nested)) == ("0", "1")
+    assert find_fsdp_units(list_modules(nested)) == ("0", "1")
     lopsided = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(2, 2))
-    assert units(module_tree(lopsided)) == ("0", "1")
+    assert find_fsdp_units(list_modules(lopsided)) == ("0", "1")
 
 
 def blocks(*, tie: str = "") -> nn.Module:
@@ -419,9 +419,9 @@ def test_blocks_that_share_parameters_are_no_units_of_the_profile_or_the_engine(
     tie: str, wanted: tuple[str, ...]
 ) -> None:
     found, model = profile(vector_job(lambda: blocks(tie=tie))), blocks(tie=tie)
-    assert found.units == wanted
+    assert found.fsdp_units == wanted
     assert [id(unit) for unit in unit_modules(model)] == [id(model.get_submodule(path)) for path in wanted]
-    assert sum(found.unit_bytes) <= found.bytes
+    assert sum(found.fsdp_unit_bytes) <= found.bytes
 
 
 def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
@@ -439,24 +439,24 @@ def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
 
     job = vector_job(Mixed)
     trained = [value for value in job.model().parameters() if value.requires_grad]
-    laid_out = Exchange(trained, 25)._buckets
+    laid_out = GradientAllReduce(trained, 25)._buckets
     sizes = [sum(value.numel() * value.element_size() for value in bucket.parameters) for bucket in laid_out]
-    assert buckets(profile(job), Plan()) == sizes
+    assert gradient_bucket_bytes(profile(job), Plan()) == sizes
     assert len(sizes) == 3
 
 
 def test_a_rule_says_where_its_kernels_are_fused() -> None:
     (rule,) = profile(vector_job(lambda: MLP(width=16), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))).optimizers
-    assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, False)
+    assert (rule.has_fused_kernel(sharded=False), rule.has_fused_kernel(sharded=True)) == (True, False)
     (rule,) = profile(vector_job(lambda: MLP(width=16))).optimizers
-    assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, True)
+    assert (rule.has_fused_kernel(sharded=False), rule.has_fused_kernel(sharded=True)) == (True, True)
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_a_recurrent_layer_counts_its_products() -> None:
     layer = nn.LSTM(24, 16, num_layers=2, batch_first=True)
     # torch turns oneDNN off for good once it failed, as it does in half precision on some CPUs.
-    with torch.backends.mkldnn.flags(enabled=True), recording(layer, 4) as recorder:
+    with torch.backends.mkldnn.flags(enabled=True), record_ops(layer, 4) as recorder:
         layer(torch.randn(4, 10, 24))[0].sum().backward()
     calls = [call for call in recorder.trace.calls if "rnn" in call.name]
     first, second = 2.0 * 4 * 10 * 64 * (24 + 16), 2.0 * 4 * 10 * 64 * (16 + 16)

@@ -15,7 +15,7 @@ from echelon.job import Job
 from echelon.plan.profile import Profile
 from echelon.profiler import profile
 from echelon.profiler import profile_model as tracing
-from echelon.profiler.repeated_blocks import TRACED, find
+from echelon.profiler.repeated_blocks import TRACED_BLOCKS, find_repeated_blocks
 from echelon.testing.models import GPT, MLP, Block
 from tests.sampling import WHOLE, drawing
 
@@ -38,7 +38,7 @@ class EveryThird(GPT):
         x = self.tokens(tokens)
         for number, block in enumerate(self.blocks):
             x = block(x)
-            if number % 3 == 2 and number > TRACED:
+            if number % 3 == 2 and number > TRACED_BLOCKS:
                 x = x * 2
         return self.head(self.norm(x))
 
@@ -90,7 +90,7 @@ def words(model: Callable[[], nn.Module], precision: str = "fp32") -> Job:
     tokens = torch.randint(0, 64, (16, 24))
     return Job(
         model=model, loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), data=TensorDataset(tokens, tokens), batch=8, steps=1,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), data=TensorDataset(tokens, tokens), batch_size=8, steps=1,
         precision=precision,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def vectors() -> Job:
     data = TensorDataset(torch.randn(16, 32), torch.zeros(16, dtype=torch.long))
     return Job(
         model=lambda: MLP(width=32, layers=LAYERS), loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9), data=data, batch=8, steps=1,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9), data=data, batch_size=8, steps=1,
     )  # fmt: skip
 
 
@@ -140,12 +140,12 @@ def test_a_profile_is_the_same_however_many_blocks_are_traced(name: str, monkeyp
 @pytest.mark.slow
 def test_few_blocks_are_traced_where_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
-    step = tracing._step
+    step = tracing._record_step
     monkeypatch.setattr(
-        tracing, "_step", lambda job, model, *rest: traced.append(len(model.blocks)) or step(job, model, *rest)
+        tracing, "_record_step", lambda job, model, *rest: traced.append(len(model.blocks)) or step(job, model, *rest)
     )  # type: ignore[func-returns-value]
     profile(words(gpt()), device="cpu")
-    assert traced == [TRACED, TRACED]
+    assert traced == [TRACED_BLOCKS, TRACED_BLOCKS]
     traced.clear()
     profile(words(lambda: EveryThird(width=32, layers=LAYERS, heads=2)), device="cpu")
     assert traced == [LAYERS, LAYERS]
@@ -153,19 +153,19 @@ def test_few_blocks_are_traced_where_they_are_alike(monkeypatch: pytest.MonkeyPa
 
 def test_blocks_are_alike_where_all_that_they_hold_is() -> None:
     model = GPT(width=32, layers=LAYERS, heads=2)
-    run = find(model)
+    run = find_repeated_blocks(model)
     assert run is not None
-    assert (run.path, run.count, run.block(3)) == ("blocks", LAYERS, "blocks.3")
-    assert find(Numbered()) is None
+    assert (run.path, run.count, run.block_path(3)) == ("blocks", LAYERS, "blocks.3")
+    assert find_repeated_blocks(Numbered()) is None
     model.blocks[5].dropout.p = 0.5  # type: ignore[union-attr,assignment]
-    assert find(model) is None
+    assert find_repeated_blocks(model) is None
     other = GPT(width=32, layers=LAYERS, heads=2)
     other.blocks[LAYERS - 1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
-    assert find(other) is None
+    assert find_repeated_blocks(other) is None
     tables = GPT(width=32, layers=LAYERS, heads=2)
     for block in tables.blocks:
         block.table = numpy.zeros(4)  # type: ignore[assignment]
-    assert find(tables) is None  # an array does not say whether it is equal
+    assert find_repeated_blocks(tables) is None  # an array does not say whether it is equal
     hooked = GPT(width=32, layers=LAYERS, heads=2)
     hooked.blocks[2].register_forward_hook(lambda *_: None)
-    assert find(hooked) is None
+    assert find_repeated_blocks(hooked) is None

@@ -12,32 +12,32 @@ from torch.utils.data import TensorDataset
 
 from echelon.errors import PlanError
 from echelon.partition.complete_plan import complete
-from echelon.partition.find_sequence_parallel import Segments, find_segments
-from echelon.partition.find_tp import shard
+from echelon.partition.find_sequence_parallel import SequenceSegments, find_segments
+from echelon.partition.find_tp import find_tensor_cuts
 from echelon.plan.text import from_text
 from tests.engine.sequences import Attention, Block, Stack, numbers
 from tests.zoo.data import train
 
 
-def segments(model: nn.Module, *inputs: Any, ways: int = 2) -> Segments:
+def segments(model: nn.Module, *inputs: Any, ways: int = 2) -> SequenceSegments:
     model = model.double().eval()
     given = inputs or (numbers(2, 6, 12),)
 
     def loss() -> Tensor:
         return (model(*given) * numbers(*given[0].shape, seed=3)).sum()
 
-    return find_segments(model, loss, ways, shard(model, loss, ways).placements)
+    return find_segments(model, loss, ways, find_tensor_cuts(model, loss, ways).placements)
 
 
 def test_blocks_that_follow_each_other_are_one_segment() -> None:
     (found,) = segments(Stack()).segments
-    assert (found.units, found.argument, found.dim) == (("blocks.0", "blocks.1", "blocks.2"), "0", 1)
-    assert {each.path: each.again for each in found.gathers} == {
+    assert (found.blocks, found.argument, found.dim) == (("blocks.0", "blocks.1", "blocks.2"), "0", 1)
+    assert {each.path: each.returns_sequence for each in found.gathers} == {
         f"blocks.{n}.{path}": False for n in range(3) for path in ("attention", "up")
     }
     # Norms and the rows' biases meet a part of the sequence; the norm behind the last block does not.
     names = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attention.out.bias", "down.bias")
-    assert set(found.partial) == {f"blocks.{n}.{name}" for n in range(3) for name in names}
+    assert set(found.partial_gradients) == {f"blocks.{n}.{name}" for n in range(3) for name in names}
 
 
 def test_the_sequence_is_where_positions_see_each_other() -> None:
@@ -66,8 +66,8 @@ def test_a_norm_behind_what_is_put_together_is_not_added_up() -> None:
     assert {each.path for each in found.gathers} == {
         f"blocks.{n}.{path}" for n in range(3) for path in ("attention", "up")
     }
-    assert not any("attention.norm" in name for name in found.partial)
-    assert any("norm1" in name for name in found.partial)
+    assert not any("attention.norm" in name for name in found.partial_gradients)
+    assert any("norm1" in name for name in found.partial_gradients)
 
 
 def test_attention_that_cannot_be_cut_gets_the_whole_sequence_and_gives_a_part() -> None:
@@ -77,8 +77,8 @@ def test_attention_that_cannot_be_cut_gets_the_whole_sequence_and_gives_a_part()
             self.attention = Attention(first, joined=True)
 
     (found,) = segments(Stack(kind=Joined)).segments
-    assert {each.path: each.again for each in found.gathers}["blocks.0.attention"] is True
-    assert not any("attention" in name for name in found.partial)
+    assert {each.path: each.returns_sequence for each in found.gathers}["blocks.0.attention"] is True
+    assert not any("attention" in name for name in found.partial_gradients)
 
 
 class Here(Block):
@@ -135,7 +135,7 @@ class Levelled(Block):
 def test_blocks_that_do_not_work_on_a_part_are_no_segment(kind: type[Block]) -> None:
     found = segments(Stack(kind=kind))
     assert not found.segments
-    assert found.why
+    assert found.reason
 
 
 def test_hidden_states_that_others_read_end_a_segment() -> None:
@@ -144,7 +144,7 @@ def test_hidden_states_that_others_read_end_a_segment() -> None:
             first = self.blocks[0](x)
             return self.norm(self.blocks[2](self.blocks[1](first)) + first)
 
-    assert [each.units for each in segments(Skipping()).segments] == [("blocks.0",), ("blocks.1", "blocks.2")]
+    assert [each.blocks for each in segments(Skipping()).segments] == [("blocks.0",), ("blocks.1", "blocks.2")]
 
 
 def test_a_layer_without_a_partner_is_put_together_for_a_part() -> None:
@@ -159,9 +159,9 @@ def test_a_layer_without_a_partner_is_put_together_for_a_part() -> None:
             return self.alone(super().forward(x)).tanh()
 
     found = segments(Stack(kind=Alone))
-    cuts = {each.path: (each.cut, each.within) for each in found.placements}
+    cuts = {each.path: (each.cut, each.gathered_in) for each in found.placements}
     assert cuts["blocks.1.alone"] == ("stored", "blocks.1")
-    assert "blocks.1.alone.weight" in found.segments[0].partial
+    assert "blocks.1.alone.weight" in found.segments[0].partial_gradients
 
 
 def test_a_module_that_counts_positions_in_a_buffer_gets_the_whole_sequence() -> None:
@@ -187,7 +187,7 @@ def test_a_module_that_counts_positions_in_a_buffer_gets_the_whole_sequence() ->
             return super().forward(x) + self.router(x)
 
     (found,) = segments(Stack(kind=Routed)).segments
-    assert {each.path: each.again for each in found.gathers}["blocks.1.router"] is True
+    assert {each.path: each.returns_sequence for each in found.gathers}["blocks.1.router"] is True
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_random_numbers_in_the_blocks_are_held_still() -> None:
             return super().forward(F.dropout(x, 0.5, self.training))
 
     (found,) = segments(Stack(kind=Dropped)).segments
-    assert found.draws
+    assert found.uses_rng
 
 
 class Mixed(Block):

@@ -11,14 +11,14 @@ from torch.utils.data import TensorDataset
 
 from echelon.errors import PlanError
 from echelon.partition.complete_plan import complete
-from echelon.partition.complete_plan import cuts as cuts_of
-from echelon.partition.find_tp import Cuts, shard
+from echelon.partition.complete_plan import find_job_cuts as cuts_of
+from echelon.partition.find_tp import TensorCuts, find_tensor_cuts
 from echelon.plan.text import from_text
 from tests.zoo import ZOO
 from tests.zoo.data import train
 
 
-def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Cuts:
+def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> TensorCuts:
     model = model.double().eval()
     given = inputs or (torch.randn(3, 8, dtype=torch.float64),)
 
@@ -26,10 +26,10 @@ def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Cuts:
         out = model(*given)
         return (out[0] if isinstance(out, tuple) else out).square().sum()
 
-    return shard(model, loss, ways)
+    return find_tensor_cuts(model, loss, ways)
 
 
-def cuts(found: Cuts) -> dict[str, str]:
+def cuts(found: TensorCuts) -> dict[str, str]:
     return {each.path: each.cut for each in found.placements}
 
 
@@ -46,7 +46,7 @@ IDS = torch.arange(12).view(3, 4)
 )  # fmt: skip
 def test_what_stays_whole_says_why(model: nn.Module, inputs: Any, ways: int, why: str | None) -> None:
     found = cut(model, *inputs, ways=ways)
-    assert found.whole == ({} if why is None else {"0": why})
+    assert found.replicated == ({} if why is None else {"0": why})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_attention_that_is_not_cut_by_heads_is_cut_at_rest(model: nn.MultiheadAt
     x = torch.randn(5, 2, model.embed_dim).double()
     found = cut(model, x, x, x, ways=ways)
     assert cuts(found) == {"": "stored", "out_proj": "stored"}
-    assert found.resting[""] == why
+    assert found.stored_reasons[""] == why
 
 
 def test_shares_are_of_the_bytes() -> None:
@@ -68,9 +68,9 @@ def test_shares_are_of_the_bytes() -> None:
         nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 8), nn.LayerNorm(8), nn.GRUCell(8, 2))
     )
     total = 96 + 96 + 8 + 16 + (8 * 6 + 2 * 6 + 12)
-    assert found.paired == pytest.approx(192 / total)
-    assert found.stored == pytest.approx(60 / total)
-    assert found.share == pytest.approx(252 / total)
+    assert found.paired_share == pytest.approx(192 / total)
+    assert found.stored_share == pytest.approx(60 / total)
+    assert found.cut_share == pytest.approx(252 / total)
 
 
 class Tied(nn.Module):
@@ -88,7 +88,7 @@ def test_a_shared_weight_is_cut_alike_or_not_at_all() -> None:
     found = cut(Tied())
     assert "down" not in cuts(found)
     assert "head" not in cuts(found)
-    assert found.whole["down"] == "down and head share a parameter and cannot be cut alike"
+    assert found.replicated["down"] == "down and head share a parameter and cannot be cut alike"
 
 
 class Beside(nn.Module):
@@ -105,15 +105,15 @@ class Beside(nn.Module):
 def test_what_the_loss_reads_stays_whole() -> None:
     model = Beside().double().eval()
     x = torch.randn(3, 8).double()
-    found = shard(model, lambda: model(x).sum() + model.inner.weight.square().sum(), 2)
-    assert found.whole == {"inner": "its parameters are also used outside of it"}
+    found = find_tensor_cuts(model, lambda: model(x).sum() + model.inner.weight.square().sum(), 2)
+    assert found.replicated == {"inner": "its parameters are also used outside of it"}
     assert not any(value.isnan().any() for value in model.parameters())
 
 
 @pytest.mark.slow
 def test_most_of_every_zoo_model_is_cut() -> None:
     names = [name for name, entry in ZOO.items() if not entry.needs and name != "dlrm-sparse"]
-    assert {name for name in names if cuts_of(ZOO[name](), 2).share <= 0.9} == set()
+    assert {name for name in names if cuts_of(ZOO[name](), 2).cut_share <= 0.9} == set()
 
 
 def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_remedy() -> None:
@@ -145,8 +145,8 @@ class Positions(nn.Module):
 def test_a_table_that_is_asked_for_its_size_is_whole_when_that_happens() -> None:
     found = cut(Positions(), torch.arange(12).view(2, 6), ways=4)
     (table,) = (each for each in found.placements if each.path == "table")
-    assert (table.cut, table.within) == ("stored", "")
-    assert found.resting == {"table": "the sizes of its parameters are read outside of it"}
+    assert (table.cut, table.gathered_in) == ("stored", "")
+    assert found.stored_reasons == {"table": "the sizes of its parameters are read outside of it"}
 
 
 class Scaled(nn.Embedding):
@@ -170,7 +170,7 @@ def test_another_forward_on_a_layer_is_kept() -> None:
     table.forward = lambda ids: nn.functional.embedding(ids, table.weight).tanh()  # type: ignore[method-assign]
     found = cut(nn.Sequential(table, layer), IDS)
     assert cuts(found) == {"0": "stored", "1": "stored"}
-    assert found.resting["1"] == "this Linear computes otherwise, or not with a weight of its own"
+    assert found.stored_reasons["1"] == "this Linear computes otherwise, or not with a weight of its own"
 
 
 def test_a_weight_whose_norm_is_kept_in_a_buffer_is_whole_when_that_happens() -> None:
@@ -185,7 +185,7 @@ def test_a_weight_whose_norm_is_kept_in_a_buffer_is_whole_when_that_happens() ->
             return self.table(ids)
 
     (table,) = cut(Kept(), IDS).placements
-    assert (table.cut, table.within) == ("stored", "")
+    assert (table.cut, table.gathered_in) == ("stored", "")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -194,7 +194,7 @@ def test_a_weight_that_a_hook_makes_is_not_cut_and_what_it_is_made_of_is() -> No
     assert cuts(found) == {"0": "gather", "2": "stored"}
     (normed,) = (each for each in found.placements if each.path == "2")
     assert "weight_v" in {each.name for each in normed.slices}
-    assert normed.within == ""
+    assert normed.gathered_in == ""
 
 
 class Attended(nn.Module):
@@ -216,4 +216,4 @@ def test_attention_whose_weights_are_read_elsewhere_is_not_cut_by_heads(called: 
     found = cut(Attended(called=called), torch.randn(2, 5, 8).double())
     assert "attention" not in cuts(found).values()
     (inner,) = (each for each in found.placements if each.path == "inner")
-    assert (inner.cut, inner.within) == ("stored", "")
+    assert (inner.cut, inner.gathered_in) == ("stored", "")

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from echelon.plan.document_cache import Store, hash_files, installed_versions, user_files
+from echelon.plan.document_cache import DocumentCache, hash_files, installed_versions, user_source_files
 from echelon.plan.plan import Plan
 
 NOW = {"torch": "1", "echelon": "2"}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
+def store(tmp_path: Path) -> DocumentCache:
+    return DocumentCache(tmp_path / "cache")
 
 
-def test_what_was_put_is_found_by_kind_and_key(store: Store) -> None:
+def test_what_was_put_is_found_by_kind_and_key(store: DocumentCache) -> None:
     store.put("a", Plan(zero=1), versions=NOW)
     assert store.get(Plan, "a", versions=NOW) == Plan(zero=1)
     assert store.get(Plan, "b", versions=NOW) is None
@@ -27,7 +27,7 @@ def test_what_was_put_is_found_by_kind_and_key(store: Store) -> None:
     assert store.get(Plan, "a", versions=NOW) == Plan(zero=2)
 
 
-def test_a_failed_write_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing_behind(store: DocumentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -37,12 +37,12 @@ def test_a_failed_write_leaves_nothing_behind(store: Store, monkeypatch: pytest.
     assert list(store.folder.iterdir()) == []
 
 
-def test_another_version_is_not_used(store: Store) -> None:
+def test_another_version_is_not_used(store: DocumentCache) -> None:
     store.put("a", Plan(), versions=NOW)
     assert store.get(Plan, "a", versions=NOW | {"torch": "9"}) is None
 
 
-def test_a_changed_or_missing_source_is_not_used(store: Store, tmp_path: Path) -> None:
+def test_a_changed_or_missing_source_is_not_used(store: DocumentCache, tmp_path: Path) -> None:
     source = tmp_path / "job.py"
     source.write_text("one")
     store.put("a", Plan(), versions=NOW, sources=hash_files([source]))
@@ -54,27 +54,30 @@ def test_a_changed_or_missing_source_is_not_used(store: Store, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "a"}', "\x00"])
-def test_a_damaged_entry_counts_as_absent(store: Store, text: str) -> None:
+def test_a_damaged_entry_counts_as_absent(store: DocumentCache, text: str) -> None:
     path = store.put("a", Plan(), versions=NOW)
     path.write_text(text)
     assert store.get(Plan, "a", versions=NOW) is None
-    assert [entry.good for entry in store.show(versions=NOW)] == [False]
+    assert [entry.is_valid for entry in store.list_entries(versions=NOW)] == [False]
     store.put("a", Plan(), versions=NOW)
     assert store.get(Plan, "a", versions=NOW) == Plan()
 
 
-def test_a_damaged_document_inside_counts_as_absent(store: Store) -> None:
+def test_a_damaged_document_inside_counts_as_absent(store: DocumentCache) -> None:
     path = store.put("a", Plan(zero=1), versions=NOW)
     path.write_text(path.read_text().replace('\\"zero\\": 1', '\\"zero\\": 7'))
     assert store.get(Plan, "a", versions=NOW) is None
 
 
-def test_show_and_clear(store: Store) -> None:
-    assert store.show(versions=NOW) == ()
+def test_show_and_clear(store: DocumentCache) -> None:
+    assert store.list_entries(versions=NOW) == ()
     assert store.clear() == 0
     store.put("a", Plan(), versions=NOW)
     store.put("b", Plan(), versions={"torch": "old"})
-    assert sorted((entry.key, entry.good) for entry in store.show(versions=NOW)) == [("a", True), ("b", False)]
+    assert sorted((entry.key, entry.is_valid) for entry in store.list_entries(versions=NOW)) == [
+        ("a", True),
+        ("b", False),
+    ]
     assert store.clear() == 2
     assert store.get(Plan, "a", versions=NOW) is None
     assert not list(store.folder.glob("*.partial"))
@@ -85,7 +88,7 @@ def test_user_files_are_the_users_own(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_net_for_store  # type: ignore[import-not-found]
 
-    found = user_files(
+    found = user_source_files(
         {"own": my_net_for_store, "json": sys.modules["json"], "pytest": pytest, "us": sys.modules["echelon.errors"]}
     )
     assert found == [(tmp_path / "my_net_for_store.py").resolve()]

@@ -41,7 +41,7 @@ def job(optimizer: Any) -> Job:
         loss=lambda output, batch: nn.functional.cross_entropy(output, batch[-1]),
         optimizer=optimizer,
         data=TensorDataset(ids, ids[:, 0]),
-        batch=16,
+        batch_size=16,
         epochs=1,
     )
 
@@ -51,11 +51,11 @@ def test_tables_and_what_forbids_them() -> None:
     assert found.keys() == {"single", "bag", "short", "frozen", "often", "tied"}
     assert (found["single"].rows, found["single"].dim, found["single"].lookups.at(8)) == (500, 4, 8)
     assert found["bag"].lookups.at(8) == 24
-    assert found["single"].unfit == found["bag"].unfit == ""
+    assert found["single"].unsupported_reason == found["bag"].unsupported_reason == ""
     for path, words in (
         ("short", "max_norm="), ("frozen", "not trained"), ("often", "scale_grad_by_freq="), ("tied", "untie them"),
     ):  # fmt: skip
-        assert words in found[path].unfit
+        assert words in found[path].unsupported_reason
 
 
 @pytest.mark.slow
@@ -75,8 +75,8 @@ def test_rules_that_no_server_computes_are_refused(optimizer: Any, words: str) -
 
 def test_a_short_form_is_completed_with_the_tables_of_the_model() -> None:
     plan = complete(from_text("dp=2 exchange=server rows=400"), job(lambda p: torch.optim.SGD(p, lr=0.1)))
-    assert [(each.path, each.rows, each.dim, each.start) for each in plan.tables] == [
+    assert [(each.path, each.rows, each.dim, each.initialized_by) for each in plan.tables] == [
         ("single", 500, 4, "model"), ("bag", 400, 4, "model"),
     ]  # fmt: skip
-    assert not plan.open
+    assert not plan.incomplete
     assert plan.model is not None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from echelon.trials.op_recorder import Recorder
+from echelon.trials.op_recorder import OpRecorder
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from echelon.trials.op_recorder import Recorder
     ],
 )
 def test_rows_and_channels_are_noted_forward_and_backward(make: object, names: str, dims: tuple[float, ...]) -> None:
-    with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
+    with torch.autograd.set_multithreading_enabled(False), OpRecorder(1) as recorder:
         make().backward()  # type: ignore[operator]
     found = [call for call in recorder.trace.calls if call.name.startswith(names)]
     assert len(found) == 2

@@ -9,28 +9,30 @@ from typing import Any
 import numpy as np
 
 from echelon.server.protocol.specs import StoreError
-from echelon.server.replica.shard_state import Part
+from echelon.server.replica.shard_state import SnapshotPart
 
 
 class TinyStore:
     """Ids are shards; gradients are added."""
 
-    def __init__(self, shards: int) -> None:
-        self.shards = shards
-        self.rows = np.zeros(shards, np.int64)
-        self.movers: dict[str, Any] = {}
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+        self.rows = np.zeros(num_shards, np.int64)
+        self.lazy_tables: dict[str, Any] = {}
 
-    def advance(self, name: str, shards: np.ndarray, lr: float | None) -> None:
+    def advance_lazy_table(self, name: str, shards: np.ndarray, lr: float | None) -> None:
         raise StoreError("no table here moves as a whole")
 
-    def unbounded(self) -> AbstractContextManager[None]:
+    def without_memory_limit(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
-        return ids % self.shards
+        return ids % self.num_shards
 
-    def prepare(self, entry: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None) -> None:
-        for name, _, values, *_ in entry:
+    def check_operations(
+        self, operations: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None
+    ) -> None:
+        for name, _, values, *_ in operations:
             self._check(name, values)
 
     def _check(self, name: str, values: np.ndarray) -> None:
@@ -46,34 +48,34 @@ class TinyStore:
         lr: float | None,
         lsn: np.ndarray,
         step: int | None,
-        once: bool = False,
+        ids_are_unique: bool = False,
     ) -> None:
         self._check(name, grads)
-        np.add.at(self.rows, ids % self.shards, grads[:, 0])
+        np.add.at(self.rows, ids % self.num_shards, grads[:, 0])
 
     def assign(self, name: str, ids: np.ndarray, rows: np.ndarray, *, lsn: np.ndarray) -> None:
-        self.rows[ids % self.shards] = rows[:, 0]
+        self.rows[ids % self.num_shards] = rows[:, 0]
 
-    def set_blocks(self, name: str, blocks: np.ndarray, values: Any, *, lsn: np.ndarray) -> None:
+    def initialize_blocks(self, name: str, blocks: np.ndarray, values: Any, *, lsn: np.ndarray) -> None:
         raise StoreError("no blocks here")
 
-    def read(self, name: str, ids: np.ndarray, wire: str) -> list[np.ndarray]:
+    def read(self, name: str, ids: np.ndarray, wire_dtype: str) -> list[np.ndarray]:
         if name != "t":
             raise StoreError(f"{name}: no table of that name")
-        return [self.rows[ids % self.shards][:, None]]
+        return [self.rows[ids % self.num_shards][:, None]]
 
     def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
         raise StoreError("no blocks here")
 
-    def changed_until(
+    def changed_ids_until(
         self, name: str, shards: Any, since: np.ndarray, limit: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
         return np.array(shards, np.int64), since
 
-    def snapshot(self, shard: int) -> list[Part]:
+    def snapshot(self, shard: int) -> list[SnapshotPart]:
         return [({}, [self.rows[shard : shard + 1].copy()])]
 
-    def install(self, shard: int, parts: Sequence[Part]) -> None:
+    def install(self, shard: int, parts: Sequence[SnapshotPart]) -> None:
         self.rows[shard] = parts[0][1][0][0]
 
     def drop(self, shard: int) -> None:

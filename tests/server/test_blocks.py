@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError
-from echelon.server.store.store import Store
+from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Init, Rule, StoreError
+from echelon.server.store.store import ParameterStore
 
 LSN = np.zeros(4, np.int64)
-SIZE = BLOCK + 100
+SIZE = BLOCK_SIZE + 100
 
 
 def cut(values: np.ndarray) -> list[np.ndarray]:
-    return [values[:BLOCK], values[BLOCK:]]
+    return [values[:BLOCK_SIZE], values[BLOCK_SIZE:]]
 
 
 def trained(rule: Rule, grads: list[np.ndarray], first: np.ndarray, **more: object) -> np.ndarray:
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Dense(name="w", size=SIZE, rule=rule, dtype="f8"))
-    store.set_blocks("w", np.arange(2), cut(first))
+    store.initialize_blocks("w", np.arange(2), cut(first))
     for step, grad in enumerate(grads, 1):
         store.apply("w", np.arange(2), cut(grad), lsn=LSN, step=step)
     return np.concatenate(store.read_blocks("w", np.arange(2)))
@@ -73,20 +73,20 @@ def test_lamb_has_one_trust_ratio_for_the_parameter():
         w = w - 0.1 * np.linalg.norm(w) / np.linalg.norm(u) * u
     rule = Rule(kind="lamb", lr=0.1, weight_decay=0.01)
     np.testing.assert_allclose(trained(rule, grads, first), w, rtol=1e-11, atol=1e-12)
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Dense(name="w", size=SIZE, rule=rule))
     with pytest.raises(StoreError, match="w: 1 of its 2 blocks pushed"):
-        store.apply("w", np.array([0]), [np.zeros(BLOCK)], lsn=LSN)
+        store.apply("w", np.array([0]), [np.zeros(BLOCK_SIZE)], lsn=LSN)
     assert store.stats()["dense"]["w"]["blocks"] == 0
 
 
 def test_what_a_reader_holds_stays_as_it_was():
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Dense(name="w", size=SIZE, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="constant", value=3.0)))
     store.apply("w", np.arange(2), cut(np.ones(SIZE)), lsn=LSN)
     held = store.read_blocks("w", np.arange(2))
     raw = memoryview(held[0])
-    alone = store._blocks["w"].held[1].values
+    alone = store._dense_parameters["w"].blocks[1].values
     tail, held = held[1][5:], None
     del alone
     store.apply("w", np.arange(2), cut(np.ones(SIZE)), lsn=LSN)
@@ -94,25 +94,25 @@ def test_what_a_reader_holds_stays_as_it_was():
     assert (tail == 2).all()
     assert all((block == 1).all() for block in store.read_blocks("w", np.arange(2)))
     raw = tail = None
-    before = store._blocks["w"].held[1].values.ctypes.data
+    before = store._dense_parameters["w"].blocks[1].values.ctypes.data
     store.apply("w", np.array([1]), [np.ones(100)], lsn=LSN)
-    assert store._blocks["w"].held[1].values.ctypes.data == before  # nobody looks: no copy
+    assert store._dense_parameters["w"].blocks[1].values.ctypes.data == before  # nobody looks: no copy
     with pytest.raises(ValueError, match="read-only"):
         store.read_blocks("w", np.array([0]))[0][0] = 1
 
 
 def test_the_first_values_count_and_a_block_named_twice_is_added_up():
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Dense(name="w", size=3, rule=Rule(kind="adagrad", lr=1.0, eps=0.0), dtype="f8"))
     block = np.array([0])
     np.testing.assert_array_equal(store.read_blocks("w", block)[0], 0)
-    store.set_blocks("w", block, [np.arange(3.0)])
-    store.set_blocks("w", block, [np.ones(3)])
+    store.initialize_blocks("w", block, [np.arange(3.0)])
+    store.initialize_blocks("w", block, [np.ones(3)])
     store.apply("w", np.array([0, 0]), [np.full(3, 3.0), np.full(3, -1.0)], lsn=np.full(4, 7))
     np.testing.assert_allclose(store.read_blocks("w", block)[0], np.arange(3) - 1.0)
     shard = int(store.shards_of("w", block)[0])
-    assert store.changed("w", [shard], np.array([6])).tolist() == [0]
-    assert store.changed("w", [shard], np.array([7])).tolist() == []
+    assert store.changed_ids("w", [shard], np.array([6])).tolist() == [0]
+    assert store.changed_ids("w", [shard], np.array([7])).tolist() == []
     with pytest.raises(StoreError, match="w: 2 values for block 0, which has 3"):
         store.apply("w", block, [np.zeros(2)], lsn=LSN)
     with pytest.raises(StoreError, match="w: block 1 of 1"):

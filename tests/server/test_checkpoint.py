@@ -17,12 +17,12 @@ from echelon.errors import CheckpointError, ServerError
 from echelon.plan.sealed_json import seal
 from echelon.server import Init, Rule, Servers, Table, atomic_file, connect
 from echelon.server.protocol import wire
-from echelon.server.protocol.event_loop import Connection, Loop
+from echelon.server.protocol.event_loop import Connection, EventLoop
 from echelon.server.protocol.hashing import shard_of
-from echelon.server.protocol.shard_map import Map, Seat
+from echelon.server.protocol.shard_map import ServerEntry, ShardMap
 from echelon.server.replica import Replica
-from echelon.server.replica.shard_state import State
-from echelon.server.server_process import copied
+from echelon.server.replica.shard_state import ShardState
+from echelon.server.server_process import snapshot_if_ready
 from echelon.server.store import shard_checkpoint
 from tests.sampling import only_whole
 from tests.server.fake_store import TinyStore
@@ -90,28 +90,28 @@ def test_shards_that_went_back_to_it_while_the_job_went_on_are_told_of(
     ):
         client.push({"t": (IDS, grads(3))})
         client.flush()
-        assert client.restored == {}
+        assert client.rolled_back_shards == {}
         gone = [shard for shard, head in enumerate(client.map.heads) if head == "s1"]
         servers.servers["s1"].process.kill()
 
         def rows_after() -> np.ndarray:
-            while not client.restored:
-                client.acknowledged()
+            while not client.rolled_back_shards:
+                client.last_acknowledged()
             return client.pull({"t": IDS})["t"]
 
         with pytest.warns(
             UserWarning, match=r"went back to the checkpoint .*checkpoint: what was pushed to them since is lost"
         ):
             rows = rows_after()
-        assert client.restored == dict.fromkeys(gone, str(folder.resolve()))
-        back = np.isin(shard_of(IDS, client.map.shards), gone)
+        assert client.rolled_back_shards == dict.fromkeys(gone, str(folder.resolve()))
+        back = np.isin(shard_of(IDS, client.map.num_shards), gone)
         assert np.array_equal(rows[back], then[back])
         assert not np.array_equal(rows[~back], then[~back])
 
 
 def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path) -> None:
     folder = written[0]
-    manifest = json.loads((folder / shard_checkpoint.MANIFEST).read_text())
+    manifest = json.loads((folder / shard_checkpoint.MANIFEST_NAME).read_text())
     copy = tmp_path / "copy"
     copy.mkdir()
     data = bytearray((folder / manifest["files"]["3"]["file"]).read_bytes())
@@ -120,33 +120,35 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
     (tmp_path / "outside.safetensors").write_bytes(bytes(data))
     for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "not in this folder")):
         manifest["files"]["3"]["file"] = name
-        (copy / shard_checkpoint.MANIFEST).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
+        (copy / shard_checkpoint.MANIFEST_NAME).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
         with pytest.raises(CheckpointError, match=message):
-            shard_checkpoint.load(copy, 3)
+            shard_checkpoint.load_shard(copy, 3)
     with pytest.raises(CheckpointError, match=r"shard-00004.*older checkpoint"):
-        shard_checkpoint.load(copy, 4)
+        shard_checkpoint.load_shard(copy, 4)
 
 
 def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Path) -> None:
     """In the words of `echelon server export`."""
-    place, folder = shard_checkpoint.partial(tmp_path / "kept"), tmp_path / "kept"
-    files = {str(shard): shard_checkpoint.save(place, shard, [({"lsn": 0}, [np.arange(9)])]) for shard in range(4)}
-    shard_checkpoint.complete(folder, {"shards": 4, "specs": [], "settings": {}, "count": 0, "files": files})
-    assert shard_checkpoint.verify(folder)["shards"] == 4
+    place, folder = shard_checkpoint.partial_folder(tmp_path / "kept"), tmp_path / "kept"
+    files = {
+        str(shard): shard_checkpoint.write_shard(place, shard, [({"lsn": 0}, [np.arange(9)])]) for shard in range(4)
+    }
+    shard_checkpoint.complete_checkpoint(folder, {"shards": 4, "specs": [], "settings": {}, "count": 0, "files": files})
+    assert shard_checkpoint.verify_checkpoint(folder)["shards"] == 4
     path = folder / files["3"]["file"]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
-        shard_checkpoint.verify(folder)
+        shard_checkpoint.verify_checkpoint(folder)
 
 
 def test_a_manifest_with_one_changed_byte_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "kept", 1)
-    path = tmp_path / "kept" / shard_checkpoint.MANIFEST
+    path = tmp_path / "kept" / shard_checkpoint.MANIFEST_NAME
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
-            shard_checkpoint.load(tmp_path / "kept", 0)
+            shard_checkpoint.load_shard(tmp_path / "kept", 0)
     path.write_bytes(whole + b" ")
     with pytest.raises(CheckpointError, match="does not end in its SHA-256"):
         shard_checkpoint.read_manifest(tmp_path / "kept")
@@ -163,38 +165,38 @@ def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match=rf"{path}: a symbolic link; only regular files are read"):
-        shard_checkpoint.load(tmp_path / "kept", 0)
+        shard_checkpoint.load_shard(tmp_path / "kept", 0)
 
 
 def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
     """It is empty until then, and the next loss would go back to that."""
-    (front, _), *rest = State(TinyStore(1), shards=1).snapshot(0)
+    (front, _), *rest = ShardState(TinyStore(1), num_shards=1).snapshot(0)
     kept = [(front | {"lsn": 5}, []), *rest]
-    replica = Replica(name="a", incarnation=1, store=TinyStore(1), shards=1, load=lambda folder, shard: kept)
-    known = Map(
+    replica = Replica(name="a", incarnation=1, store=TinyStore(1), num_shards=1, load_shard=lambda folder, shard: kept)
+    known = ShardMap(
         version=1,
-        servers={"a": Seat(address="", host="a", incarnation=1)},
+        servers={"a": ServerEntry(address="", host="a", incarnation=1)},
         chains=(("a",),),
         epochs=(1,),
         learners=((),),
         workers={},
-        sources={0: ("folder", 1)},
+        restored_from={0: ("folder", 1)},
     )
     replica.on_map(0.0, known, [])
-    assert replica.headed[0]
-    assert copied(replica, 0) is None
-    replica.on_load(0.0)
-    parts = copied(replica, 0)
+    assert replica.is_head[0]
+    assert snapshot_if_ready(replica, 0) is None
+    replica.load_next_shard(0.0)
+    parts = snapshot_if_ready(replica, 0)
     assert parts is not None
     assert parts[0][0]["lsn"] == 5
 
 
 def write(folder: Path, lsn: int) -> None:
     """A checkpoint of one shard, as a controller has it written."""
-    shard_checkpoint.require_room(folder)
-    entry = shard_checkpoint.save(shard_checkpoint.partial(folder), 0, [({"lsn": lsn}, [])])
+    shard_checkpoint.check_target_folder(folder)
+    entry = shard_checkpoint.write_shard(shard_checkpoint.partial_folder(folder), 0, [({"lsn": lsn}, [])])
     manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
-    shard_checkpoint.complete(folder, manifest)
+    shard_checkpoint.complete_checkpoint(folder, manifest)
 
 
 def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
@@ -217,12 +219,12 @@ def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
 
     write(folder, 1)
     crash(2)
-    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 2
+    assert shard_checkpoint.load_shard(folder, 0)[0][0]["lsn"] == 2
     crash(3)
-    shard_checkpoint.require_room(folder)  # another is asked for
-    assert (folder / shard_checkpoint.MANIFEST).is_file()
+    shard_checkpoint.check_target_folder(folder)  # another is asked for
+    assert (folder / shard_checkpoint.MANIFEST_NAME).is_file()
     write(folder, 4)
-    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 4
+    assert shard_checkpoint.load_shard(folder, 0)[0][0]["lsn"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / ".kept.old").mkdir()
     (tmp_path / ".kept.old" / "thesis.txt").touch()
@@ -245,7 +247,7 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
 
     monkeypatch.setattr(atomic_file, "write_bytes", looked_at)
     write(folder, 7)
-    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 7
+    assert shard_checkpoint.load_shard(folder, 0)[0][0]["lsn"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
@@ -257,7 +259,7 @@ def test_servers_started_again_in_their_folder_go_on_from_the_checkpoint(tmp_pat
     for life in range(2):
         servers = Servers(2, replicas=2, shards=16, staleness=1, folder=tmp_path / "job")
         told = pytest.warns(UserWarning, match="went back to the checkpoint") if life else nullcontext()
-        with told, servers, connect(servers.address, secret=servers.secret, patience=30.0) as client:
+        with told, servers, connect(servers.address, secret=servers.secret, timeout=30.0) as client:
             client.declare(table)
             assert client.step == client.clock()[0] == 3 * life
             for _ in range(3):
@@ -271,30 +273,30 @@ def test_servers_started_again_in_their_folder_go_on_from_the_checkpoint(tmp_pat
 def test_a_checkpoint_without_all_that_it_lists_is_none(tmp_path: Path) -> None:
     write(tmp_path / "kept", 1)
     manifest = shard_checkpoint.read_manifest(tmp_path / "kept")
-    shard_checkpoint.partial(tmp_path / "other").mkdir()
+    shard_checkpoint.partial_folder(tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="1 of 1 shards were not written there"):
-        shard_checkpoint.complete(tmp_path / "other", manifest)
+        shard_checkpoint.complete_checkpoint(tmp_path / "other", manifest)
 
 
 class Owner:
     """Nobody calls here."""
 
-    def opened(self, connection: Connection) -> None: ...
-    def received(self, connection: Connection, frame: wire.Frame) -> None: ...
-    def closed(self, connection: Connection) -> None: ...
-    def tick(self, now: float) -> None: ...
+    def on_open(self, connection: Connection) -> None: ...
+    def on_frame(self, connection: Connection, frame: wire.Frame) -> None: ...
+    def on_close(self, connection: Connection) -> None: ...
+    def on_tick(self, now: float) -> None: ...
 
 
 def test_a_shard_that_cannot_be_written_is_told_of_and_the_next_one_is_written(tmp_path: Path) -> None:
     """Whatever the reason: here numbers that the format does not have."""
-    loop, told = Loop(Owner(), bytes(32)), []
+    loop, told = EventLoop(Owner(), bytes(32)), []
 
     def tell(details: dict[str, Any]) -> None:
         told.append(details)
         loop.running = len(told) < 2
 
     arrays = {0: np.array([object()]), 1: np.arange(3)}
-    shard_checkpoint.Writer(loop).write(
+    shard_checkpoint.CheckpointWriter(loop).write(
         7, tmp_path / "kept", [0, 1], lambda shard: [({"lsn": 4}, [arrays[shard]])], tell
     )
     deadline = threading.Timer(20.0, lambda: setattr(loop, "running", False))
@@ -314,10 +316,10 @@ def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path: Path) -> N
     kinds = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u2", "u1")
     arrays = [np.arange(count * 2).reshape(count, 2).astype(kind) for kind in kinds for count in (3, 0)]
     parts = [({"lsn": 4}, arrays[:7]), ({"kind": "rows"}, arrays[7:]), ({"kind": "none"}, [])]
-    entry = shard_checkpoint.save(tmp_path / "kept.partial", 0, parts)
+    entry = shard_checkpoint.write_shard(tmp_path / "kept.partial", 0, parts)
     manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
-    shard_checkpoint.complete(tmp_path / "kept", manifest)
-    found = shard_checkpoint.load(tmp_path / "kept", 0)
+    shard_checkpoint.complete_checkpoint(tmp_path / "kept", manifest)
+    found = shard_checkpoint.load_shard(tmp_path / "kept", 0)
     assert [meta for meta, _ in found] == [meta for meta, _ in parts]
     for mine, theirs in zip(arrays, (array for _, part in found for array in part), strict=True):
         assert mine.dtype == theirs.dtype

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.server import Rule, Table, connect
 from echelon.server.protocol.auth import read_secret
-from echelon.server.status import ask
+from echelon.server.status import fetch_status
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
     with serving(folder, "--replicas", "1", "--shards", "4", "--staleness", "3"):
         pass
     with serving(folder) as (address, secret):
-        found = ask(address, read_secret(secret))
+        found = fetch_status(address, read_secret(secret))
         assert (found["shards"], found["replicas"], found["settings"]["staleness"]) == (4, 1, 3)
         assert found["version"] > 1
     for options, message in (
@@ -134,7 +134,7 @@ def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
 def test_a_controller_alone_tells_where_its_secret_is(tmp_path: Path) -> None:
     with serving(tmp_path / "job", "--servers", "0", "--secret-file", str(tmp_path / "mine")) as (address, secret):
         assert secret == tmp_path / "mine"
-        assert ask(address, read_secret(secret))["servers"] == {}
+        assert fetch_status(address, read_secret(secret))["servers"] == {}
 
 
 @pytest.mark.parametrize(

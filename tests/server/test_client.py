@@ -29,7 +29,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def client(servers: Servers) -> Iterator[Client]:
-    with connect(servers.address, secret=servers.secret, patience=20.0) as connected:
+    with connect(servers.address, secret=servers.secret, timeout=20.0) as connected:
         yield connected
 
 
@@ -129,7 +129,7 @@ def test_rows_that_were_prefetched_for_an_earlier_step_are_not_taken(client, tab
 
 
 def test_large_answers_come_in_several_frames(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.requests.LARGE", 50_000)
+    monkeypatch.setattr("echelon.server.client.requests.MAX_ROWS_BYTES", 50_000)
     spec = Dense(name=f"{table} dense", size=300_000, rule=SGD)
     client.declare(spec, initial=np.arange(spec.size))
     ids = np.arange(20_000)
@@ -140,7 +140,7 @@ def test_large_answers_come_in_several_frames(client, table, monkeypatch):
 
 
 def test_a_push_that_no_frame_holds_is_refused_before_it_is_numbered(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.client.LARGEST", 1000)
+    monkeypatch.setattr("echelon.server.client.client.MAX_PUSH_BYTES", 1000)
     with pytest.raises(ServerError, match="push it in parts"):
         client.push({table: (np.arange(1000), np.ones((1000, 4)))})
     monkeypatch.undo()
@@ -268,14 +268,14 @@ def test_out_must_fit(client, request):
 
 def test_a_stranger_is_turned_away(servers):
     with pytest.raises(EchelonError, match="does not hold this job's secret"):
-        connect(servers.address, secret=b"another secret of a good length", patience=20.0)
+        connect(servers.address, secret=b"another secret of a good length", timeout=20.0)
 
 
 def test_a_controller_that_is_not_there_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ServerError, match=rf"controller 127.0.0.1:{port}: no answer for [01] s.*is it running there"):
-        connect(f"127.0.0.1:{port}", secret=b"x" * 32, patience=0.4)
+        connect(f"127.0.0.1:{port}", secret=b"x" * 32, timeout=0.4)
 
 
 def test_a_window_of_none_is_refused():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.server.client.combine import group
+from echelon.server.client.combine import group_by_route
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import StoreError
 
@@ -25,42 +25,42 @@ def test_each_id_once_by_route_and_gradients_added(numbers, shards, routes, seed
     ids = np.array(numbers, np.int64)
     route_of = random.choice([*range(routes), 65535], shards).astype(np.uint16)
     grads = random.integers(-1000, 1000, (len(ids), 3)).astype(np.float32)
-    grouped = group(ids, route_of, routes)
+    grouped = group_by_route(ids, route_of, routes)
     first_seen = list(dict.fromkeys(numbers))
     route = {i: min(int(route_of[shard_of(np.array([i]), shards)[0]]), routes) for i in first_seen}
     assert grouped.ids.tolist() == sorted(first_seen, key=route.__getitem__)
-    edges = grouped.bounds
+    edges = grouped.route_offsets
     assert [[route[i] for i in grouped.ids[a:b].tolist()] for a, b in itertools.pairwise(edges)] == [
         [r] * sum(route[i] == r for i in first_seen) for r in range(routes + 1)
     ]
     assert (edges[0], edges[-1]) == (0, len(first_seen))
-    assert [(grouped.of(r).start, grouped.of(r).stop) for r in (*range(routes), 65535)] == list(
+    assert [(grouped.route_slice(r).start, grouped.route_slice(r).stop) for r in (*range(routes), 65535)] == list(
         itertools.pairwise(edges)
     )
-    np.testing.assert_array_equal(grouped.ids[grouped.places], ids)
-    sums = grouped.sum(grads)
+    np.testing.assert_array_equal(grouped.ids[grouped.inverse], ids)
+    sums = grouped.sum_gradients(grads)
     for at, i in enumerate(grouped.ids):
         np.testing.assert_array_equal(sums[at], grads[ids == i].sum(0))
-    np.testing.assert_array_equal(grouped.expand(sums), sums[grouped.places])
+    np.testing.assert_array_equal(grouped.expand(sums), sums[grouped.inverse])
 
 
 def test_many_ids():
     random = np.random.default_rng(0)
     ids = random.zipf(1.2, 50_000) % 10_000
     grads = random.standard_normal((50_000, 2))
-    grouped = group(ids, np.arange(256, dtype=np.uint16) % 5, 5)
+    grouped = group_by_route(ids, np.arange(256, dtype=np.uint16) % 5, 5)
     distinct, inverse = np.unique(ids, return_inverse=True)
     assert np.array_equal(np.sort(grouped.ids), distinct)
     expected = np.zeros((len(distinct), 2))
     np.add.at(expected, inverse, grads)
-    np.testing.assert_allclose(grouped.expand(grouped.sum(grads)), expected[inverse], atol=1e-9)
+    np.testing.assert_allclose(grouped.expand(grouped.sum_gradients(grads)), expected[inverse], atol=1e-9)
 
 
 def test_gradients_of_another_number_of_ids_are_refused():
     with pytest.raises(StoreError, match=r"shape \(2, 4\) for 3 ids"):
-        group(np.arange(3), np.zeros(4, np.uint16), 1).sum(np.zeros((2, 4), np.float32))
+        group_by_route(np.arange(3), np.zeros(4, np.uint16), 1).sum_gradients(np.zeros((2, 4), np.float32))
 
 
 def test_rows_of_another_number_of_ids_are_refused():
     with pytest.raises(StoreError, match="rows: 2 for 3 distinct ids"):
-        group(np.arange(3), np.zeros(4, np.uint16), 1).expand(np.zeros((2, 4), np.float32))
+        group_by_route(np.arange(3), np.zeros(4, np.uint16), 1).expand(np.zeros((2, 4), np.float32))

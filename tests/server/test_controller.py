@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from echelon.errors import DocumentError, ServerError
-from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller, rebalance
-from echelon.server.controller.shard_placement import behind, ring, wish
+from echelon.server.controller import (
+    REBALANCE_DELAY,
+    REJOIN_GRACE,
+    SERVER_LEASE,
+    SERVER_RECONNECT_GRACE,
+    WORKER_LEASE,
+    Controller,
+    rebalance,
+)
+from echelon.server.controller.shard_placement import build_chain, compute_target_chains, interleave_hosts
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import Manifest, Note, Persist, Send
-from echelon.server.protocol.shard_map import Map
-from echelon.server.status import in_words
+from echelon.server.protocol.actions import LogEvent, Persist, Send, WriteManifest
+from echelon.server.protocol.shard_map import ShardMap
+from echelon.server.status import format_summary
 
 
 class Job:
@@ -39,17 +47,17 @@ class Job:
                 if "map" in action.meta:
                     assert self.disk is not None
                     assert self.disk["map"] == action.meta["map"], "seen before it was written"
-                self.heard.append((action.whom, action.kind, action.request, action.meta))
-            elif isinstance(action, Note):
+                self.heard.append((action.peer, action.kind, action.request_id, action.meta))
+            elif isinstance(action, LogEvent):
                 self.notes.append(action.event)
-            elif isinstance(action, Manifest):
+            elif isinstance(action, WriteManifest):
                 self.manifests.append(action.document)
                 self.do(self.core.on_manifest(self.full))
 
     def say(self, peer: Any, kind: int, meta: dict[str, Any], request: int = 1) -> list[tuple[int, dict[str, Any]]]:
         """A frame of somebody; what that one hears."""
         self.heard.clear()
-        frame = wire.parse(wire.joined(wire.encode(kind, request, meta)))
+        frame = wire.parse(wire.join_buffers(wire.encode(kind, request, meta)))
         self.do(self.core.on_frame(self.now, peer, frame))
         return [(kind, meta) for whom, kind, _, meta in self.heard if whom == peer]
 
@@ -64,14 +72,16 @@ class Job:
 
     def install(self) -> None:
         """All servers can hold what is declared, and have the map."""
-        for number in list(self.core._offers):
+        for number in list(self.core._declarations):
             for peer, session in list(self.core.sessions.items()):
                 if session.role == "server":
-                    frame = wire.parse(wire.joined(wire.encode(wire.DONE, 0, {"of": number})))
+                    frame = wire.parse(wire.join_buffers(wire.encode(wire.DONE, 0, {"of": number})))
                     self.do(self.core.on_frame(self.now, peer, frame))
         for peer, session in list(self.core.sessions.items()):
             if session.role == "server":
-                frame = wire.parse(wire.joined(wire.encode(wire.INSTALLED, 0, {"version": self.core.map.version})))
+                frame = wire.parse(
+                    wire.join_buffers(wire.encode(wire.MAP_INSTALLED, 0, {"version": self.core.map.version}))
+                )
                 self.do(self.core.on_frame(self.now, peer, frame))
 
     def pass_time(self, seconds: float, *silent: str) -> None:
@@ -81,11 +91,11 @@ class Job:
             self.now += 0.05
             for peer in list(self.core.sessions):
                 if peer not in silent:
-                    self.core.sessions[peer].heard = self.now
+                    self.core.sessions[peer].last_heard = self.now
             self.do(self.core.on_tick(self.now))
             for peer, session in self.core.sessions.items():
                 if session.role == "server" and peer not in silent:
-                    session.installed = self.core.map.version
+                    session.map_version = self.core.map.version
 
     def learn(self) -> None:
         """Every learner catches up, every handing over is drained, until nothing moves."""
@@ -96,9 +106,9 @@ class Job:
                 for learner in learners:
                     life = known.servers[learner].incarnation
                     meta = {"shard": shard, "learner": learner, "incarnation": life, "version": known.version}
-                    self.say(known.heads[shard], wire.CAUGHTUP, meta)
+                    self.say(known.heads[shard], wire.CAUGHT_UP, meta)
             self.heard.clear()
-            self.pass_time(CALM + 0.2)
+            self.pass_time(REBALANCE_DELAY + 0.2)
             for head, kind, _, meta in list(self.heard):
                 if kind == wire.HANDOVER:
                     self.say(head, wire.DRAINED, {"shards": meta["shards"], "version": self.core.map.version})
@@ -128,7 +138,7 @@ def test_shards_are_placed_when_all_expected_are_here() -> None:
     known = made.core.map
     assert {len(chain) for chain in known.chains} == {2}
     assert all(len({known.servers[name].host for name in chain}) == 2 for chain in known.chains)
-    assert wish(known, 2) == list(known.chains)
+    assert compute_target_chains(known, 2) == list(known.chains)
 
 
 def test_some_servers_are_replicas_only() -> None:
@@ -137,9 +147,9 @@ def test_some_servers_are_replicas_only() -> None:
     made.join("a", host="one")
     made.join("b", host="two")
     assert set(made.core.map.chains) == {("a", "b")}
-    taken_over = replace(made.core.map, chains=(("b",),) * made.core.map.shards)
-    assert set(wish(taken_over, 2, heads=1)) == {("b", "a")}
-    assert {chain[0] for chain in wish(taken_over, 2, heads=2)} == {"a", "b"}
+    taken_over = replace(made.core.map, chains=(("b",),) * made.core.map.num_shards)
+    assert set(compute_target_chains(taken_over, 2, max_heads=1)) == {("b", "a")}
+    assert {chain[0] for chain in compute_target_chains(taken_over, 2, max_heads=2)} == {"a", "b"}
 
 
 def test_a_worker_is_answered_when_all_servers_count_it(job: Job) -> None:
@@ -168,13 +178,13 @@ def test_a_dead_server_leaves_its_chains(job: Job) -> None:
 def test_a_connection_that_is_made_again_is_no_death(job: Job) -> None:
     """A cut is mended within a moment; a kill is not."""
     version = job.core.map.version
-    job.do(job.core.on_lost(job.now, "a"))
-    job.pass_time(RECONNECT / 2)
+    job.do(job.core.on_peer_lost(job.now, "a"))
+    job.pass_time(SERVER_RECONNECT_GRACE / 2)
     job.join("a", life=job.core.map.servers["a"].incarnation)
     job.pass_time(1.0)
     assert job.core.map.version == version
-    job.do(job.core.on_lost(job.now, "a"))
-    job.pass_time(RECONNECT + 0.1)
+    job.do(job.core.on_peer_lost(job.now, "a"))
+    job.pass_time(SERVER_RECONNECT_GRACE + 0.1)
     assert set(job.core.map.servers) == {"b"}
 
 
@@ -183,24 +193,24 @@ def test_shards_without_a_replica_are_lost_until_theirs_is_back(job: Job) -> Non
     lives = {name: seat.incarnation for name, seat in job.core.map.servers.items()}
     job.pass_time(1.0, "b")
     job.pass_time(1.0, "a", "b")
-    assert len(job.core.map.lost) == 8
+    assert len(job.core.map.lost_shards) == 8
     assert job.join("b", life=lives["b"])["error"] == "Out"
     back = job.join("a", life=lives["a"])
     assert "error" not in back
     assert set(job.core.map.chains) == {("a",)}
-    assert not job.core.map.lost
+    assert not job.core.map.lost_shards
     job.pass_time(1.0, "a")
     job.join("a")
-    assert len(job.core.map.lost) == 8
-    job.pass_time(GRACE + 1)
-    assert len(job.core.map.lost) == 8
+    assert len(job.core.map.lost_shards) == 8
+    job.pass_time(REJOIN_GRACE + 1)
+    assert len(job.core.map.lost_shards) == 8
 
 
 def write(job: Job, number: int) -> None:
     """All heads write their shards of a checkpoint."""
     for shard in range(8):
         meta = {"id": number, "shard": shard, "file": f"{shard}", "sha256": "", "bytes": 1, "lsn": 3}
-        job.say(job.core.map.heads[shard], wire.WRITTEN, meta)
+        job.say(job.core.map.heads[shard], wire.CHECKPOINT_WRITTEN, meta)
 
 
 def test_a_checkpoint_that_cannot_be_completed_is_refused(job: Job) -> None:
@@ -211,7 +221,7 @@ def test_a_checkpoint_that_cannot_be_completed_is_refused(job: Job) -> None:
     assert [each for each in job.heard if each[0] == "admin"] == [
         ("admin", wire.REFUSED, 7, {"error": "CheckpointError", "message": "no room"})
     ]
-    assert job.core.checkpoint is None
+    assert job.core.last_checkpoint is None
     job.full = None
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 8)
     write(job, 2)
@@ -230,7 +240,7 @@ def test_all_who_ask_for_a_checkpoint_are_answered(job: Job) -> None:
     job.say("0", wire.CHECKPOINT, {"path": "folder"}, 8)
     job.say("1", wire.CHECKPOINT, {"path": "folder"}, 10)
     assert job.say("2", wire.CHECKPOINT, {"path": "other"}, 3)[0][0] == wire.REFUSED
-    job.say("a", wire.WRITTEN, {"id": 2, "error": "no room"})
+    job.say("a", wire.CHECKPOINT_WRITTEN, {"id": 2, "error": "no room"})
     refused = {"error": "CheckpointError", "message": "no room"}
     assert job.heard == [("0", wire.REFUSED, 8, refused), ("1", wire.REFUSED, 10, refused)]
 
@@ -239,27 +249,27 @@ def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
     """After a grace; and stay lost if it cannot be read."""
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
     write(job, 1)
-    assert job.manifests[0]["count"] == job.core.count
-    assert job.core.checkpoint == "folder"
+    assert job.manifests[0]["count"] == job.core.last_incarnation
+    assert job.core.last_checkpoint == "folder"
     job.pass_time(1.0, "a", "b")
     job.join("c")
-    assert len(job.core.map.lost) == 8
-    job.pass_time(GRACE + 1)
+    assert len(job.core.map.lost_shards) == 8
+    job.pass_time(REJOIN_GRACE + 1)
     known = job.core.map
-    assert not known.lost
-    assert known.sources[0][0] == "folder"
-    assert known.revived == set(range(8))
+    assert not known.lost_shards
+    assert known.restored_from[0][0] == "folder"
+    assert known.rolled_back_shards == set(range(8))
     assert "restored" in job.notes
-    job.say("c", wire.RETURN, {"shard": 5, "why": "damaged", "version": known.version})
-    job.pass_time(GRACE + 1)
-    assert list(job.core.map.lost) == [5]
-    assert any("cannot be read: damaged" in line for line in in_words(job.core.status(job.now)))
+    job.say("c", wire.RESTORE_FAILED, {"shard": 5, "why": "damaged", "version": known.version})
+    job.pass_time(REJOIN_GRACE + 1)
+    assert list(job.core.map.lost_shards) == [5]
+    assert any("cannot be read: damaged" in line for line in format_summary(job.core.status(job.now)))
 
 
 def test_a_shard_that_is_lost_ends_the_checkpoint_that_is_being_written(job: Job) -> None:
     """Whether its servers died or it could not be read: nobody would write it any more."""
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
-    job.say(job.core.map.heads[5], wire.RETURN, {"shard": 5, "why": "damaged", "version": job.core.map.version})
+    job.say(job.core.map.heads[5], wire.RESTORE_FAILED, {"shard": 5, "why": "damaged", "version": job.core.map.version})
     told = [(kind, meta["message"]) for whom, kind, _, meta in job.heard if whom == "admin"]
     assert told == [(wire.REFUSED, "folder: shards [5] were lost while it was written; write one when they are back")]
     assert "are lost" in job.say("admin", wire.CHECKPOINT, {"path": "other"}, 8)[0][1]["message"]
@@ -287,7 +297,7 @@ def test_who_expires_rows_is_answered_also_when_servers_die_or_are_cut_off(job: 
 
     number = expire(8)
     job.say("a", wire.DONE, {"of": number})
-    job.do(job.core.on_lost(job.now, "b"))
+    job.do(job.core.on_peer_lost(job.now, "b"))
     life = job.core.map.servers["b"].incarnation
     meta = {"role": "server", "id": "b", "incarnation": life, "address": "b:1", "host": "b"}
     job.say("b again", wire.JOIN, meta)
@@ -345,21 +355,21 @@ def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
 def test_a_learner_is_taken_in_under_the_head_that_said_so(job: Job) -> None:
     """What a head that is gone said of it counts no more."""
     job.join("c")
-    job.pass_time(CALM + 0.2)
+    job.pass_time(REBALANCE_DELAY + 0.2)
     known = job.core.map
     shard = next(number for number, learners in enumerate(known.learners) if "c" in learners)
     meta = {"shard": shard, "learner": "c", "incarnation": known.servers["c"].incarnation, "version": known.version}
     head = known.heads[shard]
-    job.say(head, wire.CAUGHTUP, meta)
-    job.do(job.core.on_lost(job.now, head))
-    job.core.absent["server", head] = job.now
+    job.say(head, wire.CAUGHT_UP, meta)
+    job.do(job.core.on_peer_lost(job.now, head))
+    job.core.disconnect_deadlines["server", head] = job.now
     job.pass_time(0.05)
     assert "c" not in job.core.map.chains[shard]
 
 
 def test_pairs_that_do_not_reach_each_other_are_parted(job: Job) -> None:
     """The head's word counts; the other one is not dead."""
-    job.say("a", wire.BEAT, {"version": job.core.map.version, "cut": ["b"]})
+    job.say("a", wire.HEARTBEAT, {"version": job.core.map.version, "cut": ["b"]})
     known = job.core.map
     assert set(known.servers) == {"a", "b"}
     assert {chain for chain in known.chains if chain[0] == "a"} == {("a",)}
@@ -386,7 +396,7 @@ def test_a_new_life_goes_on_from_the_disk(job: Job) -> None:
     again = Job(job.disk)
     assert again.core.map == job.core.map
     assert again.core.specs == job.core.specs
-    again.pass_time(GRACE - 0.1)
+    again.pass_time(REJOIN_GRACE - 0.1)
     assert set(again.core.map.servers) == {"a", "b"}
     again.join("a", life=again.core.map.servers["a"].incarnation)
     again.pass_time(0.3)
@@ -404,8 +414,8 @@ def test_a_restore_is_not_forgotten() -> None:
     again = Job(made.disk)
     again.join("a", life=41)
     again.join("b")
-    assert again.core.map.sources[3][0] == "folder"
-    assert not again.core.map.revived
+    assert again.core.map.restored_from[3][0] == "folder"
+    assert not again.core.map.rolled_back_shards
 
 
 def test_declared_once(job: Job) -> None:
@@ -446,8 +456,8 @@ def test_what_a_server_cannot_hold_is_not_declared(job: Job) -> None:
         (wire.JOIN, {"role": "worker", "id": "x", "incarnation": -5}),
         (wire.WATCH, {"after": "x"}),
         (wire.DECLARE, {"spec": 3}),
-        (wire.CAUGHTUP, {"shard": 0}),
-        (wire.BEAT, {"version": 1}),
+        (wire.CAUGHT_UP, {"shard": 0}),
+        (wire.HEARTBEAT, {"version": 1}),
         (wire.EXPIRE, {"table": "emb", "older": -1}),
         (wire.CHECKPOINT, {}),
         (99, {}),
@@ -458,7 +468,7 @@ def test_garbage(job: Job, kind: int, meta: dict[str, Any]) -> None:
     before = job.core.map
     job.say("stranger", kind, meta)
     assert job.core.map == before
-    assert Map.from_document(job.core.map.document()) == before
+    assert ShardMap.from_document(job.core.map.to_document()) == before
 
 
 def test_rings() -> None:
@@ -467,17 +477,17 @@ def test_rings() -> None:
     for name, host in zip("abcdef", "xxxyyz", strict=True):
         made.join(name, host=host)
     servers = made.core.map.servers
-    order = ring(servers)
+    order = interleave_hosts(servers)
     assert sorted(order) == list("abcdef")
     assert [servers[name].host for name in order[:3]] == ["x", "y", "z"]
     for name in order:
-        assert len({servers[each].host for each in behind(name, order, servers, 3)}) == 3
+        assert len({servers[each].host for each in build_chain(name, order, servers, 3)}) == 3
 
 
 def test_workers_that_left_long_ago_are_over_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is here, nor one that left lately; many at a time, and not before all that left are known."""
-    monkeypatch.setattr(rebalance, "AWAY_FOR_EVER", 5.0)
-    monkeypatch.setattr(rebalance, "FORGOTTEN", 3)
+    monkeypatch.setattr(rebalance, "WORKER_RETENTION", 5.0)
+    monkeypatch.setattr(rebalance, "FORGET_BATCH_SIZE", 3)
     here = job.core.map.workers["0"]
     gone = []
     for number in range(4):
@@ -491,43 +501,43 @@ def test_workers_that_left_long_ago_are_over_for_ever(job: Job, monkeypatch: pyt
     assert job.core.map.horizon == 0
     job.pass_time(2.5)
     known = job.core.map
-    assert [known.over(life) for life in (*gone, here, late, late + 1)] == [True] * 4 + [False] * 3
+    assert [known.is_expired(life) for life in (*gone, here, late, late + 1)] == [True] * 4 + [False] * 3
     assert "given up" in job.join("x0", "worker", life=gone[0])["message"]
     assert job.join("late", "worker", life=late)["incarnation"] == late
-    assert Map.from_document(known.document()) == known
-    assert Job(job.disk).core.map.over(gone[0])
+    assert ShardMap.from_document(known.to_document()) == known
+    assert Job(job.disk).core.map.is_expired(gone[0])
 
 
 def test_the_lives_of_a_restored_job_are_over() -> None:
     """Its windows came with the checkpoint; nobody of that job comes here."""
     made = Job(restore=("folder", [], 41))
-    assert made.core.map.over(41)
+    assert made.core.map.is_expired(41)
     for name in ("a", "b"):
         made.join(name)
-    assert not made.core.map.over(made.join("0", "worker")["incarnation"])
+    assert not made.core.map.is_expired(made.join("0", "worker")["incarnation"])
 
 
 def test_learners_are_taken_in_together_and_inherit_from_the_last_replica(job: Job) -> None:
     """One map for all that caught up; and one that caught up lacks nothing where the last replica dies."""
     job.core.replicas = 1
-    job.pass_time(CALM + 0.2)
+    job.pass_time(REBALANCE_DELAY + 0.2)
     job.learn()
     job.core.replicas = 2
-    job.pass_time(CALM + 0.2)
+    job.pass_time(REBALANCE_DELAY + 0.2)
     known = job.core.map
     mine = [shard for shard, head in enumerate(known.heads) if head == "a"]
     assert all(known.learners[shard] == ("b",) for shard in mine)
     life = known.servers["b"].incarnation
     for shard in mine[:-1]:
-        job.say("a", wire.CAUGHTUP, {"shard": shard, "learner": "b", "incarnation": life, "version": known.version})
+        job.say("a", wire.CAUGHT_UP, {"shard": shard, "learner": "b", "incarnation": life, "version": known.version})
     job.pass_time(0.2)
     assert job.core.map.version == known.version
     del job.core.sessions["a"]
-    job.do(job.core.on_lost(job.now, "a"))
-    job.core.absent["server", "a"] = job.now
+    job.do(job.core.on_peer_lost(job.now, "a"))
+    job.core.disconnect_deadlines["server", "a"] = job.now
     job.pass_time(0.1)
     assert [job.core.map.chains[shard] for shard in mine[:-1]] == [("b",)] * (len(mine) - 1)
-    assert list(job.core.map.lost) == mine[-1:]
+    assert list(job.core.map.lost_shards) == mine[-1:]
 
 
 def test_the_lease_is_as_long_as_one_says() -> None:
@@ -552,19 +562,19 @@ def test_a_life_that_was_never_given_is_refused(job: Job) -> None:
 def test_an_heir_is_here(job: Job) -> None:
     """A learner that caught up, and whose connection was lost since, inherits nothing."""
     job.core.replicas = 1
-    job.pass_time(CALM + 0.2)
+    job.pass_time(REBALANCE_DELAY + 0.2)
     job.learn()
     job.core.replicas = 2
-    job.pass_time(CALM + 0.2)
+    job.pass_time(REBALANCE_DELAY + 0.2)
     known = job.core.map
     mine = [shard for shard, head in enumerate(known.heads) if head == "a"]
     life = known.servers["b"].incarnation
-    job.say("a", wire.CAUGHTUP, {"shard": mine[0], "learner": "b", "incarnation": life, "version": known.version})
+    job.say("a", wire.CAUGHT_UP, {"shard": mine[0], "learner": "b", "incarnation": life, "version": known.version})
     for name in ("a", "b"):
         del job.core.sessions[name]
-    job.core.absent |= {("server", "a"): job.now, ("server", "b"): job.now + 9.0}
+    job.core.disconnect_deadlines |= {("server", "a"): job.now, ("server", "b"): job.now + 9.0}
     job.do(job.core.on_tick(job.now))
-    assert mine[0] in job.core.map.lost
+    assert mine[0] in job.core.map.lost_shards
 
 
 def test_one_head_of_several_servers_is_followed_by_one() -> None:
@@ -575,15 +585,15 @@ def test_one_head_of_several_servers_is_followed_by_one() -> None:
     assert set(made.core.map.chains) == {("a", "b")}
     made.pass_time(1.0, "a")
     assert set(made.core.map.heads) == {"b"}
-    made.pass_time(CALM + 0.2)
+    made.pass_time(REBALANCE_DELAY + 0.2)
     made.learn()
     assert set(made.core.map.chains) == {("b", "c")}
-    made.core.checkpoint = "folder"
+    made.core.last_checkpoint = "folder"
     made.pass_time(1.0, "b", "c")
-    assert len(made.core.map.lost) == 8
+    assert len(made.core.map.lost_shards) == 8
     for name in ("d", "e"):
         made.join(name)
-    made.pass_time(GRACE + 1)
+    made.pass_time(REJOIN_GRACE + 1)
     assert set(made.core.map.heads) == {"d"}
 
 
@@ -596,11 +606,11 @@ def test_lost_redundancy_is_said() -> None:
     job.pass_time(1.0, "b")
     found = job.core.status(job.now)
     assert (found["short"], found["owed"]) == (8, 0)
-    words = "\n".join(in_words(found))
+    words = "\n".join(format_summary(found))
     assert "8 shards have 1 of 2 replicas; one more death loses them" in words
     assert "echelon serve --controller" in words
     job.pass_time(1.0, "a")
-    assert "if one that was only stopped" in "\n".join(in_words(job.core.status(job.now)))
+    assert "if one that was only stopped" in "\n".join(format_summary(job.core.status(job.now)))
 
 
 def test_a_beat_that_crosses_the_answer_to_leaving_is_no_garbage() -> None:
@@ -609,7 +619,7 @@ def test_a_beat_that_crosses_the_answer_to_leaving_is_no_garbage() -> None:
     job.join("b")
     job.join("0", "worker")
     job.say("0", wire.LEAVE, {})
-    job.say("0", wire.BEAT, {})
+    job.say("0", wire.HEARTBEAT, {})
     assert "garbage" not in job.notes
 
 

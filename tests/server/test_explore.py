@@ -13,10 +13,10 @@ import pytest
 
 from echelon.server.controller import Controller
 from echelon.server.protocol import wire
-from echelon.server.protocol.shard_sets import Cover
+from echelon.server.protocol.shard_sets import ShardSet
 from echelon.server.replica import Replica
-from echelon.server.replica.replica_link import Link
-from echelon.server.replica.shard_state import State
+from echelon.server.replica.replica_link import ReplicaLink
+from echelon.server.replica.shard_state import ShardState
 from tests.server.model import Broken, Case, explore
 
 
@@ -72,22 +72,22 @@ def answered_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_windows(patch: pytest.MonkeyPatch) -> None:
-    whole = State.install
+    whole = ShardState.install
 
-    def install(self: State, shard: int, parts: Any) -> None:
+    def install(self: ShardState, shard: int, parts: Any) -> None:
         front, frames = parts[0]
         whole(self, shard, [(front | {"windows": []}, frames), *parts[1:]])
 
-    patch.setattr(State, "install", install)
+    patch.setattr(ShardState, "install", install)
 
 
 def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
-    whole = Replica._equal
+    whole = Replica._mark_synced
 
     def equal(self: Replica, now: float, link: Any, shard: int) -> None:
         if link.learner[shard]:
             link.synced[shard] = True
-            self._caughtup(link, shard)
+            self._report_caught_up(link, shard)
         else:
             whole(self, now, link, shard)
 
@@ -95,16 +95,16 @@ def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
 
 
 def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
-    whole = Replica._push
+    whole = Replica._try_push
 
-    def push(self: Replica, now: float, peer: Any, frame: wire.Frame, cover: Cover) -> bool:
-        slot = self.state.windows.slots.get((frame.meta["worker"], frame.meta["incarnation"]))
+    def push(self: Replica, now: float, peer: Any, frame: wire.Frame, cover: ShardSet) -> bool:
+        slot = self.state.dedup.slots.get((frame.meta["worker"], frame.meta["incarnation"]))
         if (
             slot is not None
-            and self.headed[cover.at].all()
-            and (self.state.windows.last[slot, cover.at] >= frame.meta["seq"]).all()
+            and self.is_head[cover.index].all()
+            and (self.state.dedup.last_seq[slot, cover.index] >= frame.meta["seq"]).all()
         ):
-            self._send(peer, wire.ACK, frame.request, {"seq": frame.meta["seq"]})
+            self._send_to_peer(peer, wire.ACK, frame.request_id, {"seq": frame.meta["seq"]})
             return True
         return whole(self, now, peer, frame, cover)
 
@@ -116,21 +116,21 @@ def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
 
     def lost(self: Replica, now: float, server: str) -> list[Any]:
         if server in self.links:
-            self.links[server].backup[:] = False
-            self._readiness()
-            self._rewait()
-        return whole(self, now, server) + self._actions()
+            self.links[server].is_backup[:] = False
+            self._update_ready()
+            self._recheck_pending_acks()
+        return whole(self, now, server) + self._take_actions()
 
     patch.setattr(Replica, "on_link_lost", lost)
 
 
 def refusals_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replica, "_with_refused", lambda self, who, answer: answer)
-    patch.setattr(Link, "newest", property(lambda self: 0, lambda self, version: None), raising=False)
+    patch.setattr(ReplicaLink, "peer_map_version", property(lambda self: 0, lambda self, version: None), raising=False)
 
 
 def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Link, "number", property(lambda self: 1, lambda self, number: None), raising=False)
+    patch.setattr(ReplicaLink, "link_id", property(lambda self: 1, lambda self, number: None), raising=False)
 
 
 def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,10 @@ def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
 
 
 def early_heirs(patch: pytest.MonkeyPatch) -> None:
-    whole = Controller._bury
+    whole = Controller._remove_dead
 
     def bury(self: Controller, now: float, dead: Any) -> None:
-        self._caught = {(shard, name): now for shard, names in enumerate(self.map.learners) for name in names}
+        self._caught_up = {(shard, name): now for shard, names in enumerate(self.map.learners) for name in names}
         whole(self, now, dead)
 
     patch.setattr(Controller, "_bury", bury)

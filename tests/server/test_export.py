@@ -13,42 +13,48 @@ from safetensors.numpy import load_file
 
 from echelon.errors import CheckpointError, DocumentError
 from echelon.plan.sealed_json import seal
-from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
+from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Init, Rule, StoreError, Table, spec_to_plain
 from echelon.server.store import shard_checkpoint, table_export
-from echelon.server.store.narrow_numbers import widen
-from echelon.server.store.store import Store
-from echelon.verifier.job_reader import _tables
+from echelon.server.store.narrow_numbers import dequantize
+from echelon.server.store.store import ParameterStore
+from echelon.verifier.job_reader import _load_server_tables
 
 SHARDS = 8
 IDS = np.arange(-300, 700) * 7919
 LSN = np.ones(SHARDS, np.int64)
 
 
-def filled(**spec: object) -> Store:
-    store = Store(shards=SHARDS, memory=64 << 20)
+def filled(**spec: object) -> ParameterStore:
+    store = ParameterStore(num_shards=SHARDS, memory=64 << 20)
     store.declare(Table(name="emb", dim=5, rule=Rule(kind="adam"), init=Init(kind="normal"), **spec))
     store.declare(Table(name="other", dim=2, admit=2))
-    store.declare(Dense(name="w", size=BLOCK + 9, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="constant", value=2.0)))
+    store.declare(
+        Dense(name="w", size=BLOCK_SIZE + 9, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="constant", value=2.0))
+    )
     store.apply("emb", IDS, np.random.default_rng(0).standard_normal((len(IDS), 5)), lsn=LSN)
     store.apply("other", IDS[:50], np.ones((50, 2)), lsn=LSN)
     store.apply("w", np.array([1]), [np.ones(9)], lsn=LSN)
     return store
 
 
-def checkpointed(store: Store, folder) -> None:
+def checkpointed(store: ParameterStore, folder) -> None:
     files = {
-        str(s): shard_checkpoint.save(shard_checkpoint.partial(folder), s, [({"lsn": 1}, []), *store.snapshot(s)])
+        str(s): shard_checkpoint.write_shard(
+            shard_checkpoint.partial_folder(folder), s, [({"lsn": 1}, []), *store.snapshot(s)]
+        )
         for s in range(SHARDS)
     }
     specs = [spec_to_plain(spec) for spec in store.specs.values()]
-    shard_checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "count": 0, "files": files})
+    shard_checkpoint.complete_checkpoint(
+        folder, {"shards": SHARDS, "specs": specs, "settings": {}, "count": 0, "files": files}
+    )
 
 
-def exported(store: Store, path, wire: str) -> int:
+def exported(store: ParameterStore, path, wire: str) -> int:
     """Write its table, as people do: out of a checkpoint."""
     with TemporaryDirectory() as place:
         checkpointed(store, Path(place) / "saved")
-        return table_export.from_checkpoint(Path(place) / "saved", "emb", path, wire)
+        return table_export.export_from_checkpoint(Path(place) / "saved", "emb", path, wire)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
@@ -57,17 +63,17 @@ def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
     store = filled(stored=stored)
     path = tmp_path / "deep" / f"emb{suffix}"
     assert exported(store, path, wire) == len(IDS)
-    served = table_export.Served(path)
+    served = table_export.ExportedTable(path)
     asked = np.random.default_rng(1).permutation(np.concatenate([IDS, IDS[:9], [1, 2, 3, -(2**63), 2**63 - 1]]))
     here = np.isin(asked, IDS)
-    assert (len(served), served.wire) == (len(IDS), wire)
-    np.testing.assert_array_equal(served.find(asked), here)
-    rows = served.rows(asked)
-    exact = widen(store.read("emb", asked, wire))
+    assert (len(served), served.wire_dtype) == (len(IDS), wire)
+    np.testing.assert_array_equal(served.has_rows(asked), here)
+    rows = served.read_rows(asked)
+    exact = dequantize(store.read("emb", asked, wire))
     np.testing.assert_array_equal(rows[here], exact[here])
     np.testing.assert_allclose(rows[~here], store.read("emb", asked, "f4")[0][~here], atol=5e-4)
-    assert len(served.rows(np.empty(0, np.int64))) == 0
-    copies = {int(i): row for ids, part in table_export.rows(path) for i, row in zip(ids, part, strict=True)}
+    assert len(served.read_rows(np.empty(0, np.int64))) == 0
+    copies = {int(i): row for ids, part in table_export.iterate_rows(path) for i, row in zip(ids, part, strict=True)}
     assert sorted(copies) == sorted(IDS.tolist())
     np.testing.assert_array_equal(copies[int(IDS[3])], exact[asked == IDS[3]][0])
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -76,17 +82,17 @@ def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
 @pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
 def test_rows_that_all_move_are_exported_as_they_are_by_now(tmp_path, suffix):
     rule = Rule(kind="adam", lr=0.1, weight_decay=0.1, every=True)
-    store = Store(shards=SHARDS, memory=64 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=64 << 20)
     store.declare(Table(name="emb", dim=5, rule=rule, init=Init(kind="normal")))
     store.apply("emb", IDS, np.random.default_rng(0).standard_normal((len(IDS), 5)), lsn=LSN)
     for step in range(30):
-        store.advance("emb", np.arange(SHARDS), 0.1 / (1 + step // 10))
-    store.advance("emb", np.arange(3), 0.2)
+        store.advance_lazy_table("emb", np.arange(SHARDS), 0.1 / (1 + step // 10))
+    store.advance_lazy_table("emb", np.arange(3), 0.2)
     asked = np.append(IDS, [1, 2, 3, 4, 5, 6])
     exact = store.read("emb", asked)[0]
     checkpointed(store, tmp_path / "saved")
-    table_export.from_checkpoint(tmp_path / "saved", "emb", tmp_path / f"a{suffix}")
-    np.testing.assert_array_equal(table_export.Served(tmp_path / f"a{suffix}").rows(asked), exact)
+    table_export.export_from_checkpoint(tmp_path / "saved", "emb", tmp_path / f"a{suffix}")
+    np.testing.assert_array_equal(table_export.ExportedTable(tmp_path / f"a{suffix}").read_rows(asked), exact)
 
 
 def test_others_can_read_it(tmp_path):
@@ -110,18 +116,19 @@ def test_out_of_a_checkpoint(tmp_path, stored):
     store = filled(stored=stored)
     folder = tmp_path / "checkpoint"
     checkpointed(store, folder)
-    assert table_export.from_checkpoint(folder, "emb", tmp_path / "emb.safetensors", "i1") == len(IDS)
+    assert table_export.export_from_checkpoint(folder, "emb", tmp_path / "emb.safetensors", "i1") == len(IDS)
     np.testing.assert_array_equal(
-        table_export.Served(tmp_path / "emb.safetensors").rows(IDS), widen(store.read("emb", IDS, "i1"))
+        table_export.ExportedTable(tmp_path / "emb.safetensors").read_rows(IDS),
+        dequantize(store.read("emb", IDS, "i1")),
     )
-    for ids, rows in table_export.rows(folder, "emb"):
+    for ids, rows in table_export.iterate_rows(folder, "emb"):
         np.testing.assert_array_equal(rows, store.read("emb", ids)[0])
-    assert sum(len(ids) for ids, _ in table_export.rows(folder, "emb")) == len(IDS)
-    assert table_export.from_checkpoint(folder, "other", tmp_path / "none.arrow") == 0
-    assert len(table_export.Served(tmp_path / "none.arrow")) == 0
-    assert table_export.Served(tmp_path / "none.arrow").rows(IDS[:2]).shape == (2, 2)
+    assert sum(len(ids) for ids, _ in table_export.iterate_rows(folder, "emb")) == len(IDS)
+    assert table_export.export_from_checkpoint(folder, "other", tmp_path / "none.arrow") == 0
+    assert len(table_export.ExportedTable(tmp_path / "none.arrow")) == 0
+    assert table_export.ExportedTable(tmp_path / "none.arrow").read_rows(IDS[:2]).shape == (2, 2)
     with pytest.raises(StoreError, match="no table 'w' in it; it has emb, other"):
-        next(table_export.rows(folder, "w"))
+        next(table_export.iterate_rows(folder, "w"))
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
@@ -134,33 +141,33 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(StoreError, match=r"emb\.safetensors: the table cannot be written \(disk full\)"):
-        table_export.save(path, spec, half(), wire="f4", count=2)
+        table_export.write_table(path, spec, half(), wire_dtype="f4", count=2)
     one = [(IDS[:1], store.read("emb", IDS[:1]))]
     with pytest.raises(StoreError, match="1 rows came where 2 were said"):
-        table_export.save(path, spec, one, wire="f4", count=2)
+        table_export.write_table(path, spec, one, wire_dtype="f4", count=2)
     with pytest.raises(StoreError, match="ids twice"):
-        table_export.save(path, spec, one * 2, wire="f4", count=2)
+        table_export.write_table(path, spec, one * 2, wire_dtype="f4", count=2)
     with pytest.raises(StoreError, match="cannot tell the format"):
-        table_export.save(tmp_path / "emb.csv", spec, one, wire="f4", count=1)
+        table_export.write_table(tmp_path / "emb.csv", spec, one, wire_dtype="f4", count=1)
     assert list(tmp_path.iterdir()) == []
     path.write_bytes(b"\0" * 100)
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        table_export.Served(path)
+        table_export.ExportedTable(path)
     path.write_bytes((20).to_bytes(8, "little") + json.dumps({"a": 1}).encode())
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        table_export.Served(path)
+        table_export.ExportedTable(path)
     (tmp_path / "emb.arrow").write_bytes(b"x" * 50)
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        table_export.Served(tmp_path / "emb.arrow")
+        table_export.ExportedTable(tmp_path / "emb.arrow")
 
 
 def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     """A file that was cut short or is gone, a manifest that lacks something, a file where a folder should be."""
     every = Rule(kind="adam", every=True)
-    store = Store(shards=SHARDS, memory=64 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=64 << 20)
     store.declare(Table(name="emb", dim=5, rule=every))
     store.apply("emb", IDS, np.ones((len(IDS), 5)), lsn=LSN)
-    store.advance("emb", np.arange(SHARDS), 0.1)
+    store.advance_lazy_table("emb", np.arange(SHARDS), 0.1)
     folder, output = tmp_path / "checkpoint", tmp_path / "emb.arrow"
     checkpointed(store, folder)
     manifest = shard_checkpoint.read_manifest(folder)
@@ -170,21 +177,21 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     for size in (0, 5, 100, head, head + 4, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
-            table_export.from_checkpoint(folder, "emb", output)
+            table_export.export_from_checkpoint(folder, "emb", output)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{path}: .*No such file.*take an older checkpoint"):
-        table_export.from_checkpoint(folder, "emb", output)
+        table_export.export_from_checkpoint(folder, "emb", output)
     path.write_bytes(whole)
     assert not output.exists()
     for name in ("shards", "specs", "settings", "count", "files"):
         lacking = {key: value for key, value in manifest.items() if key != name}
-        (folder / shard_checkpoint.MANIFEST).write_bytes(seal(lacking))
+        (folder / shard_checkpoint.MANIFEST_NAME).write_bytes(seal(lacking))
         with pytest.raises(CheckpointError, match=rf"manifest\.json: {name} missing"):
-            next(table_export.rows(folder, "emb"))
+            next(table_export.iterate_rows(folder, "emb"))
     del manifest["files"]["3"]["file"]
-    (folder / shard_checkpoint.MANIFEST).write_bytes(seal(manifest))
+    (folder / shard_checkpoint.MANIFEST_NAME).write_bytes(seal(manifest))
     with pytest.raises(CheckpointError, match="shard 3 is missing"):
-        table_export.from_checkpoint(folder, "emb", output)
+        table_export.export_from_checkpoint(folder, "emb", output)
     with pytest.raises(CheckpointError, match=r"no checkpoint of servers \(manifest\.json: Not a directory\); give"):
         shard_checkpoint.read_manifest(path)
 
@@ -192,14 +199,14 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_what_verify_begins_with_is_a_whole_table(tmp_path, dtype):
     """In its own numbers; rows that were never pushed to are not made up of memory that nobody wrote."""
-    store = Store(shards=SHARDS, memory=64 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=64 << 20)
     store.declare(Table(name="emb", dim=2, dtype=dtype, rule=Rule(kind="sgd")))
     store.apply("emb", np.arange(99), np.full((99, 2), 1 / 3), lsn=LSN)
     for count in (99, 100):
         folder = tmp_path / str(count)
         checkpointed(store, folder / "server")
-    table = _tables(tmp_path / "99", {"emb": [99, 2]})["emb"]
+    table = _load_server_tables(tmp_path / "99", {"emb": [99, 2]})["emb"]
     np.testing.assert_array_equal(table.numpy(), store.read("emb", np.arange(99), dtype)[0])
     assert table.numpy().dtype == np.dtype(dtype)
     with pytest.raises(CheckpointError, match="emb has 99 of 100 rows, the others were never trained"):
-        _tables(tmp_path / "100", {"emb": [100, 2]})
+        _load_server_tables(tmp_path / "100", {"emb": [100, 2]})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.server import kernels
-from echelon.server.protocol.hashing import block_shards, mix64, name_key, shard_of
+from echelon.server.protocol.hashing import block_shards, hash_name, mix64, shard_of
 from echelon.server.protocol.specs import Dense, Rule, StoreError
 
 
@@ -32,7 +32,7 @@ def test_ids_in_a_row_spread_evenly():
 
 
 def test_names_and_blocks_have_fixed_places():
-    assert name_key("emb") == 12576442170892187285
+    assert hash_name("emb") == 12576442170892187285
     spread = block_shards(Dense(name="w", size=100 * 65536), 256)
     assert spread[:4].tolist() == [76, 148, 222, 217]
     assert len(set(spread)) > 50

@@ -9,9 +9,9 @@ import pytest
 
 from echelon.errors import ServerError
 from echelon.server import connect
-from echelon.server.client.controller_client import Herald
+from echelon.server.client.controller_client import ControllerClient
 from echelon.server.protocol import wire
-from echelon.server.protocol.auth import Listener, SecretError, make_secret
+from echelon.server.protocol.auth import ListenerHandshake, SecretError, make_secret
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:
@@ -22,15 +22,15 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
 
 def test_a_controller_of_another_job_is_told_to_everyone_who_asks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        herald = Herald(f"127.0.0.1:{listener.getsockname()[1]}", make_secret(), {})
+        herald = ControllerClient(f"127.0.0.1:{listener.getsockname()[1]}", make_secret(), {})
         other, _ = listener.accept()
         with other:
-            door = Listener(make_secret())
-            other.sendall(door.feed(other.recv(door.needs, socket.MSG_WAITALL)))
-            assert select.select([herald.bell], [], [], 10.0)[0]
+            door = ListenerHandshake(make_secret())
+            other.sendall(door.feed(other.recv(door.bytes_needed, socket.MSG_WAITALL)))
+            assert select.select([herald.notify_fd], [], [], 10.0)[0]
         for _ in range(2):
             with pytest.raises(SecretError, match="does not hold this job's secret"):
-                herald.news()
+                herald.take_new_map()
             with pytest.raises(SecretError, match="does not hold this job's secret"):
-                herald.ask(wire.STATUS, {})
+                herald.send_request(wire.STATUS, {})
         herald.close()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from echelon.errors import DocumentError
 from echelon.server.protocol.specs import (
-    BLOCK,
-    INITS,
-    RULES,
+    BLOCK_SIZE,
+    INIT_KINDS,
+    RULE_KINDS,
     Dense,
     Init,
     Rule,
@@ -26,7 +26,7 @@ numbers = st.floats(0, 1e6)
 parts = st.floats(0, 1, exclude_max=True)
 rules = st.builds(
     Rule,
-    kind=st.sampled_from(RULES),
+    kind=st.sampled_from(RULE_KINDS),
     lr=numbers,
     weight_decay=numbers,
     momentum=parts,
@@ -38,7 +38,7 @@ rules = st.builds(
     steps=st.sampled_from(("row", "given")),
 )
 inits = st.builds(
-    Init, kind=st.sampled_from(INITS), scale=numbers, value=st.floats(-9, 9), seed=st.integers(0, 2**63 - 1)
+    Init, kind=st.sampled_from(INIT_KINDS), scale=numbers, value=st.floats(-9, 9), seed=st.integers(0, 2**63 - 1)
 )
 names = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=20)
 tables = st.builds(
@@ -62,7 +62,7 @@ def test_specs_go_through_json(spec):
 
 @given(denses)
 def test_blocks_cover_a_parameter_once(spec):
-    assert (spec.blocks - 1) * BLOCK + spec.length(spec.blocks - 1) == spec.size
+    assert (spec.blocks - 1) * BLOCK_SIZE + spec.length(spec.blocks - 1) == spec.size
     with pytest.raises(StoreError, match=f"block {spec.blocks} of {spec.blocks}"):
         spec.length(spec.blocks)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from echelon.server.client.connection import Line, Request
+from echelon.server.client.connection import Request, ServerConnection
 from echelon.server.protocol import wire
-from echelon.server.protocol.auth import Listener, make_secret
+from echelon.server.protocol.auth import ListenerHandshake, make_secret
 
 SECRET = make_secret()
 
@@ -23,16 +23,16 @@ class Ends:
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.line = Line("s1", f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+            self.line = ServerConnection("s1", f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
             self.server, _ = listener.accept()
-        door = Listener(SECRET)
+        door = ListenerHandshake(SECRET)
         while not door.done:
             self.line.write()
-            self.server.sendall(door.feed(self.server.recv(door.needs, socket.MSG_WAITALL)))
-            if not self.line.ready:
-                self.turn(lambda: self.line.ready)
-        assert wire.receive(self.server).kind == wire.OFFER
-        self.server.sendall(b"".join(wire.encode(wire.OFFERED, 0, {"taken": False})))
+            self.server.sendall(door.feed(self.server.recv(door.bytes_needed, socket.MSG_WAITALL)))
+            if not self.line.is_ready:
+                self.turn(lambda: self.line.is_ready)
+        assert wire.receive(self.server).kind == wire.SHM_OFFER
+        self.server.sendall(b"".join(wire.encode(wire.SHM_OFFER_REPLY, 0, {"taken": False})))
 
     def turn(self, done: object) -> None:
         """Read until it is so."""
@@ -64,9 +64,11 @@ def test_an_answer_in_any_pieces_goes_where_it_belongs(
     sent = [np.arange(size, dtype="f4") + place for place, size in enumerate(sizes)]
     targets = [np.zeros(size, "f4") if place else None for size, place in zip(sizes, placed, strict=False)]
     got: list[wire.Frame] = []
-    ends.line.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame), lambda meta, described: targets))
+    ends.line.send_request(
+        Request(wire.PULL, {}, [], lambda request, frame: got.append(frame), lambda meta, described: targets)
+    )
     asked = wire.receive(ends.server)
-    data = b"".join(wire.encode(wire.ROWS, asked.request, {"counts": [1]}, sent))
+    data = b"".join(wire.encode(wire.ROWS, asked.request_id, {"counts": [1]}, sent))
     for cut in cuts:
         ends.server.sendall(data[:cut])
         data = data[cut:]
@@ -83,17 +85,17 @@ def test_an_answer_in_any_pieces_goes_where_it_belongs(
 def test_a_long_answer_on_its_way_is_a_way_on(ends: Ends) -> None:
     """By this a call that lasts is told from one that is stuck."""
     got: list[wire.Frame] = []
-    ends.line.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame)))
+    ends.line.send_request(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame)))
     asked = wire.receive(ends.server)
-    data = b"".join(wire.encode(wire.ROWS, asked.request, {}, [np.arange(100_000)]))
-    seen = [ends.line.moved]
+    data = b"".join(wire.encode(wire.ROWS, asked.request_id, {}, [np.arange(100_000)]))
+    seen = [ends.line.chunks_received]
     for start in range(0, len(data), 200_000):
         ends.server.sendall(data[start : start + 200_000])
         deadline = time.monotonic() + 10
-        while ends.line.moved == seen[-1] and not got:
+        while ends.line.chunks_received == seen[-1] and not got:
             ends.line.read()
             assert time.monotonic() < deadline
-        seen.append(ends.line.moved)
+        seen.append(ends.line.chunks_received)
     ends.turn(lambda: got)
     assert len(set(seen)) >= 5
 
@@ -108,14 +110,14 @@ def test_who_is_interrupted_gets_no_frame_twice(ends: Ends) -> None:
 
     numbers = []
     for _ in range(3):
-        ends.line.ask(Request(wire.PULL, {}, [], interrupted))
-        numbers.append(wire.receive(ends.server).request)
+        ends.line.send_request(Request(wire.PULL, {}, [], interrupted))
+        numbers.append(wire.receive(ends.server).request_id)
     for place, number in enumerate(numbers):
         ends.server.sendall(b"".join(wire.encode(wire.ROWS, number, {"n": place + 1})))
     time.sleep(0.1)
     with pytest.raises(KeyboardInterrupt):
         ends.turn(lambda: got)
-    ends.line.ask(Request(wire.PULL, {}, [], interrupted))
-    ends.server.sendall(b"".join(wire.encode(wire.ROWS, wire.receive(ends.server).request, {"n": 4})))
+    ends.line.send_request(Request(wire.PULL, {}, [], interrupted))
+    ends.server.sendall(b"".join(wire.encode(wire.ROWS, wire.receive(ends.server).request_id, {"n": 4})))
     ends.turn(lambda: 4 in got)
     assert got == [1, 2, 3, 4]

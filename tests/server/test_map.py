@@ -7,31 +7,33 @@ import json
 import pytest
 
 from echelon.errors import DocumentError
-from echelon.server.protocol.shard_map import Map, Seat, empty
+from echelon.server.protocol.shard_map import ServerEntry, ShardMap, empty_map
 
-SEATS = {name: Seat(address="127.0.0.1:1", host="a", incarnation=number) for number, name in enumerate("abc", start=1)}
+SEATS = {
+    name: ServerEntry(address="127.0.0.1:1", host="a", incarnation=number) for number, name in enumerate("abc", start=1)
+}
 
 
-def example() -> Map:
+def example() -> ShardMap:
     """Four shards on three servers."""
-    return Map(
+    return ShardMap(
         version=7,
         servers=SEATS,
         chains=(("a", "b"), ("b", "c"), ("a", "b"), ()),
         epochs=(1, 7, 1, 3),
         learners=((), ("a",), (), ()),
         workers={"0": 4},
-        lost={3: ("c", "b")},
-        sources={2: ("/checkpoint", 5)},
-        revived=frozenset({2}),
+        lost_shards={3: ("c", "b")},
+        restored_from={2: ("/checkpoint", 5)},
+        rolled_back_shards=frozenset({2}),
     )
 
 
 def test_round_trip() -> None:
     """Through JSON and back."""
     known = example()
-    assert Map.from_document(json.loads(json.dumps(known.document()))) == known
-    assert Map.from_document(empty(8).document()) == empty(8)
+    assert ShardMap.from_document(json.loads(json.dumps(known.to_document()))) == known
+    assert ShardMap.from_document(empty_map(8).to_document()) == empty_map(8)
 
 
 def test_views() -> None:
@@ -39,9 +41,9 @@ def test_views() -> None:
     known = example()
     assert known.heads == ("a", "b", "a", None)
     assert {chain: shards.tolist() for chain, shards in known.routes.items()} == {("a", "b"): [0, 2], ("b", "c"): [1]}
-    assert known.headed_by("a").tolist() == [True, False, True, False]
-    assert known.held_by("a").tolist() == [True, True, True, False]
-    assert known.held_by("c").tolist() == [False, True, False, False]
+    assert known.head_mask("a").tolist() == [True, False, True, False]
+    assert known.replica_mask("a").tolist() == [True, True, True, False]
+    assert known.replica_mask("c").tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,8 @@ def test_views() -> None:
 def test_no_map(change: dict) -> None:
     """Anything else is an error of ours."""
     with pytest.raises(DocumentError):
-        Map.from_document(example().document() | change)
+        ShardMap.from_document(example().to_document() | change)
     with pytest.raises(DocumentError):
-        Map.from_document({})
+        ShardMap.from_document({})
     with pytest.raises(DocumentError, match="power of two"):
-        empty(3)
+        empty_map(3)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from echelon.server.protocol.specs import Init, Rule, StoreError, Table
-from echelon.server.store.narrow_numbers import narrow, widen
-from echelon.server.store.store import Store
+from echelon.server.store.narrow_numbers import dequantize, quantize
+from echelon.server.store.store import ParameterStore
 
 values = arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 19)), elements=st.floats(-1e4, 1e4, width=32))
 
@@ -18,43 +18,43 @@ values = arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 19)), el
 @given(values, st.sampled_from(["i2", "i1"]), st.sampled_from(["f4", "f8"]))
 @example(np.array([[1e-31, 0, 0, 0, 0, 0, 0, 0, 2e-33, 1e-40]], np.float32), "i2", "f4")
 def test_integers_are_within_half_a_step(rows, wire, dtype):
-    numbers, scales = narrow(rows.astype(dtype), wire)
+    numbers, scales = quantize(rows.astype(dtype), wire)
     assert numbers.dtype == wire
     largest = np.abs(rows).max(1)
     steps = np.iinfo(wire).max
     assert (np.abs(numbers.astype(int)) <= steps).all()
     np.testing.assert_allclose(scales, largest / steps, rtol=1e-6, atol=1e-36)  # below that a row is zeros
-    error = np.abs(widen([numbers, scales], dtype) - rows)
+    error = np.abs(dequantize([numbers, scales], dtype) - rows)
     assert (error <= largest[:, None] / steps * 0.5 * (1 + 1e-5) + largest[:, None] * 5e-7 + 1e-32).all()
 
 
 @given(values)
 def test_halves_are_numpys(rows):
-    (halves,) = narrow(rows, "f2")
+    (halves,) = quantize(rows, "f2")
     np.testing.assert_array_equal(halves, rows.astype(np.float16))
-    np.testing.assert_array_equal(widen([halves]), rows.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(dequantize([halves]), rows.astype(np.float16).astype(np.float32))
 
 
 def test_what_is_not_finite_stays_so():
     rows = np.ones((3, 10), np.float32)
     rows[0, 9], rows[1, 2] = np.nan, np.inf
-    back = widen(narrow(rows, "i1"))
+    back = dequantize(quantize(rows, "i1"))
     assert np.isnan(back[:2]).all()
     np.testing.assert_allclose(back[2], 1, rtol=1e-6)
-    assert np.isinf(narrow(np.full((1, 2), 1e9), "f2")[0]).all()
+    assert np.isinf(quantize(np.full((1, 2), 1e9), "f2")[0]).all()
 
 
 def test_unknown_kinds_are_refused():
     with pytest.raises(StoreError, match="wire: 'i4'"):
-        narrow(np.ones((1, 1), np.float32), "i4")
+        quantize(np.ones((1, 1), np.float32), "i4")
     with pytest.raises(StoreError, match="one scale per row"):
-        widen([np.ones((2, 2), np.int8)])
+        dequantize([np.ones((2, 2), np.int8)])
 
 
 @pytest.mark.parametrize(("stored", "step"), [("f2", 1e-3 / 8), ("i2", 2.0 / 32767 / 8), ("i1", 2.0 / 127 / 8)])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_updates_smaller_than_a_step_count_in_the_mean(stored, step, dtype):
-    store = Store(shards=2, memory=64 << 20)
+    store = ParameterStore(num_shards=2, memory=64 << 20)
     dim = 64
     store.declare(
         Table(
@@ -77,7 +77,7 @@ def test_updates_smaller_than_a_step_count_in_the_mean(stored, step, dtype):
 
 
 def test_stored_halves_reach_from_the_smallest_to_the_largest():
-    store = Store(shards=1, memory=64 << 20)
+    store = ParameterStore(num_shards=1, memory=64 << 20)
     store.declare(Table(name="t", dim=6, rule=Rule(kind="sgd", lr=1.0), stored="f2"))
     row = np.array([[6e-8, -3e-5, 1.0, 65504.0, -1e9, np.inf]], np.float32)
     store.assign("t", np.array([1]), row, lsn=np.zeros(1, np.int64))
@@ -87,7 +87,7 @@ def test_stored_halves_reach_from_the_smallest_to_the_largest():
 
 @pytest.mark.parametrize("stored", ["f4", "f2", "i2", "i1"])
 def test_an_absent_row_reads_as_it_would_be_created(stored):
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Table(name="t", dim=11, rule=Rule(kind="sgd"), init=Init(kind="normal", scale=1.0), stored=stored))
     ids = np.arange(20)
     before = store.read("t", ids)[0]

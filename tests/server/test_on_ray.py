@@ -24,13 +24,13 @@ from echelon.cli.app import app
 from echelon.errors import LaunchError, ServerError
 from echelon.server import on_ray
 from echelon.server.client.client import Client, connect
-from echelon.server.node_placement import Node, choose, crowded
+from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node
 from echelon.server.on_ray import RayServers, Worker
 from echelon.server.protocol.auth import read_secret
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import Init, Rule, Table
 
-NODES = [Node(id=name, cpus=4.0, memory=100.0) for name in "abc"]
+NODES = [NodeResources(id=name, cpus=4.0, memory=100.0) for name in "abc"]
 IDS = np.arange(64)
 #: Rows of which each life of each worker has so many of its own, in all shards, beside those that all push to.
 OWN = 1000
@@ -45,27 +45,27 @@ def own(number: int, life: int) -> int:
 def test_servers_go_where_the_fewest_are():
     taken: dict[str, int] = {}
     for _ in range(7):
-        node = choose(NODES, taken)
+        node = choose_node(NODES, taken)
         assert node is not None
         taken[node] = taken.get(node, 0) + 1
     assert sorted(taken.values()) == [2, 2, 3]
-    assert choose(NODES, {"a": 1, "b": 0, "c": 2}, avoid="b") == "a"
-    assert choose(NODES[:1], {}, avoid="a") == "a"
+    assert choose_node(NODES, {"a": 1, "b": 0, "c": 2}, avoid="b") == "a"
+    assert choose_node(NODES[:1], {}, avoid="a") == "a"
 
 
 def test_servers_go_only_where_they_fit():
-    assert choose(NODES, {"a": 4, "b": 3, "c": 4}, cpus=1.0) == "b"
-    assert choose(NODES, {"a": 4, "b": 4, "c": 4}, cpus=1.0) is None
-    assert choose(NODES, {"a": 1}, memory=60.0) == "b"
-    assert choose(NODES, {}, memory=101.0) is None
+    assert choose_node(NODES, {"a": 4, "b": 3, "c": 4}, cpus=1.0) == "b"
+    assert choose_node(NODES, {"a": 4, "b": 4, "c": 4}, cpus=1.0) is None
+    assert choose_node(NODES, {"a": 1}, memory=60.0) == "b"
+    assert choose_node(NODES, {}, memory=101.0) is None
 
 
 def test_a_node_is_crowded_when_another_could_have_one_of_its_servers():
-    assert crowded(NODES, {"a": 2, "b": 1}) == "a"
-    assert crowded(NODES, {"a": 1, "b": 1}) is None
-    assert crowded(NODES, {"a": 2, "b": 1, "c": 1}) is None
-    assert crowded(NODES[:1], {"a": 2}) is None
-    assert crowded(NODES, {}) is None
+    assert find_crowded_node(NODES, {"a": 2, "b": 1}) == "a"
+    assert find_crowded_node(NODES, {"a": 1, "b": 1}) is None
+    assert find_crowded_node(NODES, {"a": 2, "b": 1, "c": 1}) is None
+    assert find_crowded_node(NODES[:1], {"a": 2}) is None
+    assert find_crowded_node(NODES, {}) is None
 
 
 def test_importing_the_servers_does_not_load_ray():
@@ -138,12 +138,12 @@ def test_errors_of_workers_and_of_the_cluster_are_told(cluster: Any):
         os._exit(3)
 
     with pytest.raises(LaunchError, match=r"0 of 2 servers came up within 4 s; each asks for .*100"):
-        RayServers(2, cpus=100.0, patience=4.0)
+        RayServers(2, cpus=100.0, timeout=4.0)
     with RayServers(1, replicas=1, shards=4, cpus=0.0) as servers:
         with pytest.raises(ValueError, match="of worker 0"):
             servers.run(wrong, 1)
         with pytest.raises(LaunchError, match="worker 0 was lost 2 times"):
-            servers.run(lost, 1, lives=2)
+            servers.run(lost, 1, max_attempts=2)
         with pytest.raises(ServerError, match="no server of that name"):
             servers.stop("s7")
         # Neither Ray nor the system tells the secret.
@@ -187,7 +187,7 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(
 ):
     import ray
 
-    monkeypatch.setattr(on_ray, "SILENT", 3.0)
+    monkeypatch.setattr(on_ray, "SILENT_SERVER_TIMEOUT", 3.0)
 
     path = tmp_path / "said"
     path.mkdir()
@@ -195,7 +195,7 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(
     def work(client: Client, worker: Worker) -> int:
         """Push ones until told to end; what was sent and what was acknowledged is on the disk before the next."""
         client.declare(Table(name="sums", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
-        mine = own(worker.number, worker.life)
+        mine = own(worker.number, worker.attempt)
         ids = np.append(IDS, np.arange(mine, mine + OWN))
         (path / f"{mine}.node").write_text(worker.node)
         (path / f"{mine}.pid").write_text(str(os.getpid()))
@@ -205,7 +205,7 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(
                 count += 1
                 print(count, file=sent, flush=True)
                 client.push({"sums": (ids, np.full((len(ids), 4), -1.0, np.float32))})
-                print(client.acknowledged(), file=acknowledged, flush=True)
+                print(client.last_acknowledged(), file=acknowledged, flush=True)
                 time.sleep(0.01)
         return count
 

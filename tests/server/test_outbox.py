@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.server.client.outbox import Outbox, Section, routes_of
+from echelon.server.client.outbox import Outbox, Section, build_routes
 
 SHARDS = 4
 SERVERS = ("a", "b", "c")
@@ -69,23 +69,23 @@ class Cluster:
             cable.up.append(section)
 
     def push(self) -> None:
-        self.send(self.outbox.push(self.outbox.last + 1))
+        self.send(self.outbox.push(self.outbox.last_seq + 1))
 
     def deliver(self, cable: Cable) -> None:
         """The head reads one section: holds, refuses or applies it."""
         if not cable.up:
             return
         section, mine = cable.up[0], self.known[cable.head]
-        if section.version > mine.version:
+        if section.map_version > mine.version:
             return
         cable.up.popleft()
-        if any(mine.chains[s][0] != cable.head or section.version < mine.epochs[s] for s in section.cover):
-            if cable.whole and self.outbox.stale(section, mine.version):
+        if any(mine.chains[s][0] != cable.head or section.map_version < mine.epochs[s] for s in section.shards):
+            if cable.whole and self.outbox.needs_newer_map(section, mine.version):
                 self.wanted = max(self.wanted, mine.version)
             return
-        for each in section.cover:
+        for each in section.shards:
             # A head that was replaced and does not know it yet changes only what will be thrown away.
-            if section.version < self.maps[-1].epochs[each]:
+            if section.map_version < self.maps[-1].epochs[each]:
                 continue
             applied = self.shards[each].applied
             if not applied or applied[-1] < section.seq:
@@ -98,9 +98,9 @@ class Cluster:
             return
         section = cable.applied.pop(which % len(cable.applied))
         newest = self.maps[-1]
-        if any(section.version < newest.epochs[s] for s in section.cover):
+        if any(section.map_version < newest.epochs[s] for s in section.shards):
             return
-        for each in section.cover:
+        for each in section.shards:
             shard = self.shards[each]
             assert section.seq in shard.applied, "answered, though a failover has dropped it"
             shard.held = max(shard.held, shard.applied.index(section.seq) + 1)
@@ -118,14 +118,14 @@ class Cluster:
         self.known[name] = self.maps[max(self.known[name].version, version) - 1]
 
     def tell_worker(self, version: int) -> None:
-        self.send(self.outbox.install(self.maps[version - 1]))
+        self.send(self.outbox.install_map(self.maps[version - 1]))
 
     def cut(self, name: str) -> None:
         for cable in self.cables:
             cable.whole &= cable.head != name
-        self.outbox.lose(name)
+        self.outbox.mark_unreachable(name)
         self.cables.append(Cable(name))
-        self.send(self.outbox.regain(name))
+        self.send(self.outbox.mark_reachable(name))
 
     def check(self) -> None:
         for shard in self.shards:
@@ -182,51 +182,51 @@ def test_each_push_reaches_each_shard_once_and_in_order(script):
         cluster.check()
     cluster.settle()
     assert len(cluster.outbox) == 0
-    assert cluster.acknowledged == cluster.outbox.last
-    assert all(len(shard.applied) == cluster.outbox.last for shard in cluster.shards)
+    assert cluster.acknowledged == cluster.outbox.last_seq
+    assert all(len(shard.applied) == cluster.outbox.last_seq for shard in cluster.shards)
 
 
 def test_a_section_covers_its_route_and_all_sections_cover_all():
     outbox: Outbox[str] = Outbox(FIRST)
     sections = outbox.push("gradients")
-    assert [(each.head, list(each.cover)) for each in sections] == [("a", [0, 1]), ("b", [2]), ("c", [3])]
-    assert all(each.whole and each.payload == "gradients" and each.seq == 1 for each in sections)
+    assert [(each.head, list(each.shards)) for each in sections] == [("a", [0, 1]), ("b", [2]), ("c", [3])]
+    assert all(each.covers_route and each.payload == "gradients" and each.seq == 1 for each in sections)
     assert [outbox.acknowledge(each) for each in sections] == [0, 0, 1]
-    assert (len(outbox), outbox.oldest) == (0, None)
+    assert (len(outbox), outbox.oldest_pending_seq) == (0, None)
 
 
 def test_only_what_is_unacknowledged_is_sent_again():
     outbox: Outbox[str] = Outbox(FIRST)
     first, second = outbox.push("one"), outbox.push("two")
     outbox.acknowledge(first[0])
-    again = outbox.install(FIRST.move(0, ("b", "c")))
+    again = outbox.install_map(FIRST.move(0, ("b", "c")))
     # Shards 0 and 1 of the second push were one section: an epoch overtook one of them, so both are given again.
-    assert [(each.seq, each.head, list(each.cover), each.version) for each in again] == [
+    assert [(each.seq, each.head, list(each.shards), each.map_version) for each in again] == [
         (2, "b", [0], 2),
         (2, "a", [1], 2),
     ]
-    assert not again[0].whole
-    assert again[1].whole
+    assert not again[0].covers_route
+    assert again[1].covers_route
     outbox.acknowledge(second[0])  # the old answer was on its way: it counts
-    assert outbox.oldest == 1
-    assert outbox.install(FIRST) == []
+    assert outbox.oldest_pending_seq == 1
+    assert outbox.install_map(FIRST) == []
 
 
 def test_an_unreachable_head_gets_everything_in_order_when_it_is_back():
     outbox: Outbox[str] = Outbox(FIRST)
     outbox.push("one")
-    outbox.lose("b")
+    outbox.mark_unreachable("b")
     assert [each.head for each in outbox.push("two")] == ["a", "c"]
-    assert [(each.seq, each.head) for each in outbox.regain("b")] == [(1, "b"), (2, "b")]
-    assert outbox.regain("b") == []
+    assert [(each.seq, each.head) for each in outbox.mark_reachable("b")] == [(1, "b"), (2, "b")]
+    assert outbox.mark_reachable("b") == []
 
 
 def test_a_refused_section_is_not_sent_again_and_says_nothing_of_the_one_before():
     outbox: Outbox[str] = Outbox(FIRST)
     first, second = outbox.push("one"), outbox.push("two")
     outbox.refuse(second[1])
-    outbox.lose("b")
-    assert [(each.seq, each.head) for each in outbox.regain("b")] == [(1, "b")]
+    outbox.mark_unreachable("b")
+    assert [(each.seq, each.head) for each in outbox.mark_reachable("b")] == [(1, "b")]
     for each in (*first, second[0], second[2]):
         outbox.acknowledge(each)
     assert len(outbox) == 0
@@ -234,14 +234,14 @@ def test_a_refused_section_is_not_sent_again_and_says_nothing_of_the_one_before(
 
 def test_shards_without_a_living_replica_are_on_no_route():
     chains = [("a",), (), ("a",)]
-    [route] = routes_of(chains)
+    [route] = build_routes(chains)
     assert list(route.shards) == [0, 2]
     outbox: Outbox[str] = Outbox(replace(FIRST, chains=tuple(chains), epochs=(1, 1, 1)))
     for each in outbox.push("one"):
         outbox.acknowledge(each)
     assert len(outbox) == 1
-    [late] = outbox.install(Map(2, (("a",), ("b",), ("a",)), (1, 2, 1)))
-    assert np.array_equal(late.cover, [1])
+    [late] = outbox.install_map(Map(2, (("a",), ("b",), ("a",)), (1, 2, 1)))
+    assert np.array_equal(late.shards, [1])
     assert outbox.acknowledge(late) == 1
 
 
@@ -249,4 +249,4 @@ def test_shards_without_a_living_replica_are_on_no_route():
 def test_a_refusal_by_an_older_map_waits_for_nothing(version):
     outbox: Outbox[str] = Outbox(FIRST)
     [section, *_] = outbox.push("one")
-    assert outbox.stale(section, version) is (version > 1)
+    assert outbox.needs_newer_map(section, version) is (version > 1)

@@ -17,7 +17,7 @@ import pytest
 from bench.garbage import attack
 from echelon.errors import ServerError
 from echelon.server import Client, Rule, Servers, Table, connect
-from echelon.server.status import ask
+from echelon.server.status import fetch_status
 
 IDS = np.arange(500)
 
@@ -82,7 +82,7 @@ def test_join_drain_and_death_under_load(servers: Servers) -> None:
         new = servers.start()
 
         def settled(least: int) -> bool:
-            found = ask(servers.address, servers.secret)
+            found = fetch_status(servers.address, servers.secret)
             return (
                 not found["short"] and not found["learning"] and found["servers"].get(new, {}).get("heads", 0) >= least
             )
@@ -90,10 +90,10 @@ def test_join_drain_and_death_under_load(servers: Servers) -> None:
         until(lambda: settled(5), "the new server got no shards")
         before = load.count
         from echelon.server.protocol import wire
-        from echelon.server.status import request
+        from echelon.server.status import send_request
 
-        request(servers.address, servers.secret, wire.DRAIN, {"server": "s1"}, patience=60)
-        assert ask(servers.address, servers.secret)["servers"]["s1"]["replicas"] == 0
+        send_request(servers.address, servers.secret, wire.DRAIN, {"server": "s1"}, timeout=60)
+        assert fetch_status(servers.address, servers.secret)["servers"]["s1"]["replicas"] == 0
         until(lambda: load.count > before + 5, "pushes stopped")
         servers.servers["s1"].stop()
         del servers.servers["s1"]
@@ -109,13 +109,13 @@ def test_join_drain_and_death_under_load(servers: Servers) -> None:
 def test_the_controller_is_not_missed(servers: Servers) -> None:
     """Pushes go on while it is dead; then it goes on from its file."""
     with Load(servers, "alone") as load:
-        version = ask(servers.address, servers.secret)["version"]
+        version = fetch_status(servers.address, servers.secret)["version"]
         os.kill(servers.controller.pid, signal.SIGKILL)
         before = load.count
         until(lambda: load.count > before + 20, "pushes stopped without the controller")
         servers.restart_controller()
-        servers.wait()
-        assert ask(servers.address, servers.secret)["version"] >= version
+        servers.wait_until_ready()
+        assert fetch_status(servers.address, servers.secret)["version"] >= version
 
 
 def test_a_checkpoint_that_cannot_be_completed_ends_nobody(servers: Servers, tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ def test_a_controller_that_cannot_write_its_file_ends_and_says_so(servers: Serve
     blocked = servers.folder / "controller.json.new"
     blocked.mkdir()
     with pytest.raises(ServerError):
-        connect(servers.address, secret=servers.secret, worker="unheard", patience=1.0)
+        connect(servers.address, secret=servers.secret, worker="unheard", timeout=1.0)
     servers.controller.process.wait(10)
     blocked.rmdir()
-    assert servers.controller.end().startswith(f"{servers.folder / 'controller.json'}: cannot be written")
+    assert servers.controller.describe_end().startswith(f"{servers.folder / 'controller.json'}: cannot be written")
     servers.restart_controller()
-    servers.wait()
-    assert "unheard" not in ask(servers.address, servers.secret)["workers"]
+    servers.wait_until_ready()
+    assert "unheard" not in fetch_status(servers.address, servers.secret)["workers"]
 
 
 def test_garbage(servers: Servers) -> None:
@@ -156,7 +156,7 @@ def test_garbage(servers: Servers) -> None:
 @pytest.mark.slow
 def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixture[str]) -> None:
     """The controller from its file, a server as a new one that gets the shards; both are said."""
-    servers.watch()
+    servers.serve_in_background()
     with Load(servers, "tended"):
         old = servers.controller
         os.kill(old.pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixtu
 
         def whole(*gone: str) -> bool:
             try:
-                found = ask(servers.address, servers.secret)
+                found = fetch_status(servers.address, servers.secret)
             except ServerError:
                 return False
             here = {name for name, each in found["servers"].items() if each["here"] and each["replicas"] == 16}
@@ -187,7 +187,7 @@ def test_what_becomes_of_the_shards_of_a_dead_server_is_said() -> None:
     with Servers(1, replicas=1, shards=2) as alone:
         os.kill(alone.servers["s1"].pid, signal.SIGKILL)
         alone.servers["s1"].process.wait()
-        alone.tend(said.append)
+        alone.restart_dead(said.append)
     assert "; its shards go back to the last checkpoint, or are lost where there is none, and a new server" in said[0]
     assert said[1] == "server s2 started"
 

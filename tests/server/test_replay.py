@@ -14,12 +14,12 @@ pytest.importorskip("numba")
 
 from echelon.errors import ServerError
 from echelon.server.protocol import wire
-from echelon.server.protocol.shard_sets import Covers
+from echelon.server.protocol.shard_sets import ShardSetCache
 from echelon.server.protocol.specs import Dense, Init, Rule, StoreError, Table
-from echelon.server.replica.shard_state import State
+from echelon.server.replica.shard_state import ShardState
 from echelon.server.store import lazy_updates
-from echelon.server.store.lazy_updates import Course, first_rows
-from echelon.server.store.store import Store
+from echelon.server.store.lazy_updates import UpdateHistory, make_initial_rows
+from echelon.server.store.store import ParameterStore
 
 SHARDS = 8
 RULES: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
@@ -45,18 +45,18 @@ RULES: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
 ]
 
 
-def store_of(rule: Rule, dtype: str = "f8", **more: Any) -> Store:
-    store = Store(shards=SHARDS, memory=1 << 24)
+def store_of(rule: Rule, dtype: str = "f8", **more: Any) -> ParameterStore:
+    store = ParameterStore(num_shards=SHARDS, memory=1 << 24)
     store.declare(
         Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0), dtype=dtype, stored=dtype, **more)
     )  # type: ignore[arg-type]
     return store
 
 
-def step(store: Store, ids: np.ndarray, grads: np.ndarray, lr: float, number: int) -> None:
+def step(store: ParameterStore, ids: np.ndarray, grads: np.ndarray, lr: float, number: int) -> None:
     if len(ids):
         store.apply("t", ids, grads, lr=lr, lsn=np.full(SHARDS, number, np.int64), step=number)
-    store.advance("t", np.arange(SHARDS), lr)
+    store.advance_lazy_table("t", np.arange(SHARDS), lr)
 
 
 def rate(number: int) -> float:
@@ -88,7 +88,7 @@ def test_rows_are_those_of_torchs_dense_optimizer(rule: Rule, optimizer: Any) ->
             store = other
     assert store.stats()["tables"]["t"]["rows"] == 5
     assert (
-        first_rows(store.specs["t"], ids[6:], store.movers["t"].course(0))
+        make_initial_rows(store.specs["t"], ids[6:], store.lazy_tables["t"].get_history(0))
         == pytest.approx(  # type: ignore[arg-type]
             value.detach().numpy()[6:], rel=1e-10, abs=1e-12
         )
@@ -104,16 +104,16 @@ def test_a_read_changes_nothing_and_shards_go_their_own_ways(rule: Rule) -> None
         for store in (one, other):
             here = touched if number % 2 else touched[:0]
             step(store, here, grads[: len(here)], rate(number), number)
-            store.advance("t", np.array([number % SHARDS]), 0.01)  # of another route, another push
+            store.advance_lazy_table("t", np.array([number % SHARDS]), 0.01)  # of another route, another push
         one.read("t", ids, "f8")
     assert [one.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
-    assert len({one.movers["t"].course(shard).now for shard in range(SHARDS)}) > 1
+    assert len({one.lazy_tables["t"].get_history(shard).count for shard in range(SHARDS)}) > 1
     for shard in range(SHARDS):
         other.install(shard, one.snapshot(shard))
     assert (one.read("t", ids, "f8")[0] == other.read("t", ids, "f8")[0]).all()
     other.drop(3)
-    assert other.movers["t"].course(3).now == 0
-    assert other.movers["t"].course(2).now == one.movers["t"].course(2).now
+    assert other.lazy_tables["t"].get_history(3).count == 0
+    assert other.lazy_tables["t"].get_history(2).count == one.lazy_tables["t"].get_history(2).count
 
 
 def test_rows_that_are_set_or_admitted_late_begin_then() -> None:
@@ -143,14 +143,14 @@ def test_fp32_is_near_float64_after_hundreds_of_steps() -> None:
 
 
 def test_a_course_is_kept_by_its_changes() -> None:
-    course = Course(Rule(kind="adam", every=True))
+    course = UpdateHistory(Rule(kind="adam", every=True))
     course.extend(np.array([0.1] * 1000 + [0.2, 0.1]))
-    ends, rates = course.runs()
+    ends, rates = course.to_rate_runs()
     assert (ends.tolist(), rates.tolist()) == ([1000, 1001, 1002], [0.1, 0.2, 0.1])
-    again = Course(Rule(kind="adam", every=True))
-    again.follow(ends, rates)
+    again = UpdateHistory(Rule(kind="adam", every=True))
+    again.extend_by_runs(ends, rates)
     assert (again.rates[:1002] == course.rates[:1002]).all()
-    assert [each.tolist() for each in Course(Rule(every=True)).runs()] == [[], []]
+    assert [each.tolist() for each in UpdateHistory(Rule(every=True)).to_rate_runs()] == [[], []]
 
 
 def test_what_no_row_could_make_up_for_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_what_no_row_could_make_up_for_is_refused() -> None:
         Dense(name="d", size=3, rule=Rule(kind="adam", every=True))
     store = store_of(Rule(kind="adam", every=True))
     step(store, np.arange(2), np.ones((2, 3)), 0.1, 1)
-    plain = Store(shards=SHARDS, memory=1 << 24)
+    plain = ParameterStore(num_shards=SHARDS, memory=1 << 24)
     plain.declare(Table(name="t", dim=3, dtype="f8", stored="f8"))
     with pytest.raises(StoreError, match=r"not declared here with rule\.every"):
         plain.install(0, store.snapshot(0))
@@ -171,34 +171,36 @@ def test_what_no_row_could_make_up_for_is_refused() -> None:
 def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once() -> None:
     """Two workers in step, two routes; all gradients are of the one, to the other goes the table's rate alone. Through a snapshot in between."""
     rule = Rule(kind="sgd", weight_decay=1.0, every=True)
-    covers, everywhere = Covers(SHARDS), np.arange(SHARDS, dtype=np.uint16)
-    state = State(store_of(rule), SHARDS)
+    covers, everywhere = ShardSetCache(SHARDS), np.arange(SHARDS, dtype=np.uint16)
+    state = ShardState(store_of(rule), SHARDS)
     before = state.store.read("t", np.arange(4), "f8")[0]
     mine = everywhere == state.store.shards_of("t", np.array([2]))[0]
 
     def entry(kind: int, meta: dict[str, Any], *arrays: np.ndarray) -> wire.Frame:
-        return wire.parse(wire.joined(wire.encode(kind, 0, meta, list(arrays))))
+        return wire.parse(wire.join_buffers(wire.encode(kind, 0, meta, list(arrays))))
 
     def push(
         worker: str, cover: np.ndarray, ops: list[dict[str, Any]], rates: dict[str, float], *arrays: np.ndarray
     ) -> None:
         meta = {"worker": worker, "incarnation": 1, "seq": 1, "step": 0, "tick": True, "aggregate": True}
         frame = entry(wire.PUSH, meta | {"lr": rates, "ops": ops}, cover, *arrays)
-        state.push(frame, covers.of(cover), version=1, whole=True, void=False)
+        state.apply_push(frame, covers.get(cover), version=1, covers_all_shards=True, is_noop=False)
 
     for worker in ("a", "b"):
         push(worker, everywhere[mine], [{"table": "t"}], {"t": 0.5}, np.array([2]), np.ones((1, 3)))
         push(worker, everywhere[~mine], [], {"t": 0.5})
     assert (state.store.read("t", np.arange(4), "f8")[0] == before).all()
-    other = State(store_of(rule), SHARDS)
+    other = ShardState(store_of(rule), SHARDS)
     for shard in range(SHARDS):
         other.install(shard, state.snapshot(shard))
     for each in (state, other):
         for part in (mine, ~mine):
-            each.commit(entry(wire.COMMIT, {"step": 0}, everywhere[part]), covers.of(everywhere[part]), version=1)
+            each.commit_step(
+                entry(wire.COMMIT_STEP, {"step": 0}, everywhere[part]), covers.get(everywhere[part]), version=1
+            )
         after = each.store.read("t", np.arange(4), "f8")[0]
         assert after == pytest.approx(before * 0.5 - (np.arange(4) == 2)[:, None])
-        assert {each.store.movers["t"].course(shard).now for shard in range(SHARDS)} == {1}
+        assert {each.store.lazy_tables["t"].course(shard).now for shard in range(SHARDS)} == {1}
     assert [state.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(ServerError, match="a push moves all of its rows, and has no rate for them"):
         push("c", everywhere, [{"table": "t"}], {}, np.array([2]), np.ones((1, 3)))
@@ -210,16 +212,18 @@ def test_a_rate_that_no_rule_takes_is_refused_before_anything_changes(rate: floa
     """Also that of a table of which the push has nothing: with it all rows would move, at the end of the entry or of the step."""
     store, cover = store_of(Rule(kind="adam", every=True)), np.arange(SHARDS, dtype=np.uint16)
     store.declare(Table(name="u", dim=1))
-    state = State(store, SHARDS)
+    state = ShardState(store, SHARDS)
     meta = {"worker": "a", "incarnation": 1, "seq": 1, "step": 0, "tick": True, "aggregate": together}
     ops = {"lr": {"t": rate}, "ops": [{"table": "u"}]}
-    frame = wire.parse(wire.joined(wire.encode(wire.PUSH, 0, meta, [cover, np.arange(4), np.ones((4, 1), np.float32)])))
+    frame = wire.parse(
+        wire.join_buffers(wire.encode(wire.PUSH, 0, meta, [cover, np.arange(4), np.ones((4, 1), np.float32)]))
+    )
     frame.meta.update(ops)  # JSON has no infinity
     before = [state.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(StoreError, match="a rate of"):
-        state.push(frame, Covers(SHARDS).of(cover), version=1, whole=True, void=False)
+        state.apply_push(frame, ShardSetCache(SHARDS).get(cover), version=1, covers_all_shards=True, is_noop=False)
     assert [state.digest(shard) for shard in range(SHARDS)] == before
-    assert not state.pending
+    assert not state.pending_pushes
 
 
 @pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
@@ -230,12 +234,12 @@ def test_updates_are_made_up_for_in_parts_between_which_a_server_says_that_it_li
     signs: list[int] = []
     table = Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0))
     whole, parts = (
-        Store(shards=SHARDS, memory=1 << 24),
-        Store(shards=SHARDS, memory=1 << 24, alive=lambda: signs.append(1)),
+        ParameterStore(num_shards=SHARDS, memory=1 << 24),
+        ParameterStore(num_shards=SHARDS, memory=1 << 24, keep_alive=lambda: signs.append(1)),
     )
     few, many = np.arange(5), np.arange(40)
     for store, at_once in ((whole, 1 << 40), (parts, 100)):
-        monkeypatch.setattr(lazy_updates, "_AT_ONCE", at_once)
+        monkeypatch.setattr(lazy_updates, "_MAX_WORK_PER_CALL", at_once)
         store.declare(table)
         empty = store.bytes
         for number in range(1, 40):

@@ -10,25 +10,27 @@ import pytest
 
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LINK, PEER, Close, Send
-from echelon.server.protocol.shard_map import Map, Seat
+from echelon.server.protocol.shard_map import ServerEntry, ShardMap
 from echelon.server.replica import LEASE, Replica
-from echelon.server.replica.shard_state import Diverged
+from echelon.server.replica.shard_state import ReplicaDiverged
 from tests.server.fake_store import TinyStore
 
-SEATS = {name: Seat(address="", host=name, incarnation=number) for number, name in enumerate("abc", start=1)}
+SEATS = {name: ServerEntry(address="", host=name, incarnation=number) for number, name in enumerate("abc", start=1)}
 W, X = "worker", "other worker"
 
 
-def mapped(version: int, *chains: str, **more: Any) -> Map:
+def mapped(version: int, *chains: str, **more: Any) -> ShardMap:
     """A map by its chains, heads first."""
     count = len(chains)
     fields: dict[str, Any] = {"epochs": (1,) * count, "learners": ((),) * count, "workers": {"0": 9, "1": 10}}
-    return Map(version=version, servers=SEATS, chains=tuple(tuple(chain) for chain in chains), **{**fields, **more})
+    return ShardMap(
+        version=version, servers=SEATS, chains=tuple(tuple(chain) for chain in chains), **{**fields, **more}
+    )
 
 
 def framed(kind: int, request: int, meta: dict[str, Any], arrays: Any = ()) -> wire.Frame:
     """A frame as it comes off the wire."""
-    return wire.parse(wire.joined(wire.encode(kind, request, meta, arrays)))
+    return wire.parse(wire.join_buffers(wire.encode(kind, request, meta, arrays)))
 
 
 def pushed(seq: int, value: int = 1, *, shards: int = 1, worker: str = "0", **more: Any) -> wire.Frame:
@@ -56,7 +58,7 @@ class Net:
     def __init__(self, *names: str, shards: int = 1) -> None:
         self.now = 0.0
         self.nodes = {
-            name: Replica(name=name, incarnation=SEATS[name].incarnation, store=TinyStore(shards), shards=shards)
+            name: Replica(name=name, incarnation=SEATS[name].incarnation, store=TinyStore(shards), num_shards=shards)
             for name in names
         }
         self.up: set[tuple[str, str]] = set()
@@ -67,26 +69,28 @@ class Net:
     def do(self, name: str, actions: list[Any]) -> None:
         """Carry frames until nothing moves."""
         for action in actions:
-            if isinstance(action, Send) and action.to == LINK:
-                if (name, action.whom) in self.up:
+            if isinstance(action, Send) and action.channel == LINK:
+                if (name, action.peer) in self.up:
                     peer = ("from", name)
                     self.do(
-                        str(action.whom), self.nodes[str(action.whom)].on_frame(self.now, peer, framed(*action[2:]))
+                        str(action.peer), self.nodes[str(action.peer)].on_frame(self.now, peer, framed(*action[2:]))
                     )
-            elif isinstance(action, Send) and action.to == PEER:
-                if isinstance(action.whom, tuple):
-                    head = action.whom[1]
+            elif isinstance(action, Send) and action.channel == PEER:
+                if isinstance(action.peer, tuple):
+                    head = action.peer[1]
                     if (head, name) in self.up and (name, head) not in self.lose:
-                        self.do(head, self.nodes[head].on_answer(self.now, name, framed(*action[2:])))
+                        self.do(head, self.nodes[head].on_link_frame(self.now, name, framed(*action[2:])))
                 else:
                     arrays = [each.tolist() for each in action.arrays]
-                    self.answers.append((action.whom, wire.NAMES[action.kind], action.request, action.meta, arrays))
+                    self.answers.append(
+                        (action.peer, wire.KIND_NAMES[action.kind], action.request_id, action.meta, arrays)
+                    )
             elif isinstance(action, Send):
                 self.told.append((name, action.kind, action.meta))
-            elif isinstance(action, Close) and action.to == PEER:
-                self.answers.append((action.whom, "closed", 0, {}, []))
+            elif isinstance(action, Close) and action.channel == PEER:
+                self.answers.append((action.peer, "closed", 0, {}, []))
 
-    def install(self, new: Map, *names: str) -> None:
+    def install(self, new: ShardMap, *names: str) -> None:
         """Give a map; make the links that are wanted."""
         for name in names or tuple(self.nodes):
             self.do(name, self.nodes[name].on_map(self.now, new, []))
@@ -98,7 +102,7 @@ class Net:
             for other in list(node.links):
                 if (name, other) not in self.up and other in self.nodes:
                     self.up.add((name, other))
-                    self.do(name, node.on_link(self.now, other))
+                    self.do(name, node.on_link_up(self.now, other))
 
     def cut(self, name: str, other: str) -> None:
         """A link breaks."""
@@ -204,7 +208,7 @@ def test_a_link_that_is_made_again_counts_from_one() -> None:
     net.link()
     net.pass_time(1.0)
     assert net.rows("b") == [6]
-    assert wire.CAUGHTUP in [kind for _, kind, _ in net.told]
+    assert wire.CAUGHT_UP in [kind for _, kind, _ in net.told]
 
 
 def test_equal_numbers_are_not_equal_states() -> None:
@@ -273,7 +277,7 @@ def test_a_synchronous_step_is_applied_once(pair: Net) -> None:
     # What is pending moves with a snapshot.
     pair.send("a", pushed(2, 4, aggregate=True))
     state = pair.nodes["a"].state
-    other = Replica(name="c", incarnation=3, store=TinyStore(1), shards=1).state
+    other = Replica(name="c", incarnation=3, store=TinyStore(1), num_shards=1).state
     other.install(0, state.snapshot(0))
     assert other.digest(0) == state.digest(0)
 
@@ -324,9 +328,9 @@ def test_garbage_closes_its_connection_only(pair: Net) -> None:
         pushed(-1),
         framed(wire.PULL, 1, {"version": 1, "ops": []}, [np.full(1, 7, np.uint16)]),
         framed(wire.PULL, 1, {"version": 1, "ops": [{"table": "t"}], "bound": None, "step": 0}, [cover]),
-        framed(wire.ENTRY, 1, {"n": 1, "v": 1}, [cover]),
-        framed(wire.GRANT, 1, {"map": {}, "specs": []}),
-        framed(wire.HAIL, 1, {"member": 1}),
+        framed(wire.LOG_ENTRY, 1, {"n": 1, "v": 1}, [cover]),
+        framed(wire.MAP_UPDATE, 1, {"map": {}, "specs": []}),
+        framed(wire.HELLO, 1, {"member": 1}),
         framed(99, 1, {}),
     ]
     pair.pass_time(0.2)
@@ -342,30 +346,30 @@ def test_garbage_closes_its_connection_only(pair: Net) -> None:
 def test_what_does_not_follow_ends_a_replica(pair: Net) -> None:
     """A backup that cannot take what its head took must not go on as one."""
     pair.send("a", pushed(1))
-    pair.nodes["b"].state.windows.last[:] = 5
-    with pytest.raises(Diverged):
+    pair.nodes["b"].state.dedup.last_seq[:] = 5
+    with pytest.raises(ReplicaDiverged):
         pair.send("a", pushed(2))
 
 
 def test_a_replica_that_cannot_be_reached_is_told_of(pair: Net) -> None:
     """The controller sees both; only the head knows that they do not see each other."""
     pair.cut("a", "b")
-    assert pair.nodes["a"].cut_off(pair.now) == []
+    assert pair.nodes["a"].unreachable_replicas(pair.now) == []
     pair.pass_time(1.2, "a")
-    assert pair.nodes["a"].cut_off(pair.now) == ["b"]
+    assert pair.nodes["a"].unreachable_replicas(pair.now) == ["b"]
 
 
 def test_a_head_without_replicas_doubts_itself(pair: Net) -> None:
     """Where there should be replicas, one that does not hear the controller may have been replaced, and nobody would tell it."""
     alone = pair.nodes["a"]
     pair.install(mapped(2, "a"), "a")
-    alone.wished = 2
+    alone.target_replicas = 2
     pair.pass_time(0.5, "a")
     assert pair.send("a", pushed(1))[0][0] == "ACK"
     pair.pass_time(1.0, "a")
     assert pair.send("a", pushed(2)) == []
     assert pair.send("a", pulled(3)) == []
-    alone.confirmed = pair.now
+    alone.controller_heard_at = pair.now
     pair.pass_time(0.1, "a")
     assert sorted(kind for kind, _, _ in pair.heard()) == ["ACK", "ROWS"]
 
@@ -379,11 +383,11 @@ def test_restored_shards_take_what_comes_next() -> None:
     kept = made.nodes["a"].state.snapshot(0)
     net = Net("a", "b")
     for node in net.nodes.values():
-        node._load = lambda folder, shard: kept
+        node._load_shard = lambda folder, shard: kept
     net.install(mapped(5, "ab", epochs=(5,), sources={0: ("folder", 5)}, revived=frozenset({0})))
     assert net.send("a", pushed(9)) == []
     for name in "ab":
-        net.do(name, net.nodes[name].on_load(net.now))
+        net.do(name, net.nodes[name].load_next_shard(net.now))
     net.pass_time(1.0)
     assert [kind for kind, _, _ in net.heard()] == ["ACK"]
     assert net.send("a", pulled(1, step=9, bound=0))[0][0] == "ROWS"
@@ -395,9 +399,11 @@ def test_rows_expire_on_all_that_is_headed_before_that_is_said() -> None:
     """Also on shards that hand over just then."""
     net = Net("a", "b")
     net.install(mapped(1, "ab"))
-    net.do("a", net.nodes["a"].on_control(net.now, framed(wire.HANDOVER, 0, {"shards": [0]})))
+    net.do("a", net.nodes["a"].on_controller_frame(net.now, framed(wire.HANDOVER, 0, {"shards": [0]})))
     before = int(net.nodes["a"].state.lsn[0])
-    net.do("a", net.nodes["a"].on_control(net.now, framed(wire.EXPIRE, 0, {"table": "t", "older": 1, "of": 5})))
+    net.do(
+        "a", net.nodes["a"].on_controller_frame(net.now, framed(wire.EXPIRE, 0, {"table": "t", "older": 1, "of": 5}))
+    )
     assert wire.DONE not in [kind for _, kind, _ in net.told]
     net.pass_time(5.0)  # nobody takes it over: it is taken back
     assert [meta for _, kind, meta in net.told if kind == wire.DONE] == [{"of": 5}]
@@ -413,7 +419,7 @@ def test_pushes_do_not_wait_for_pauses_between_snapshots_of_backups() -> None:
     net.up -= {("a", "b")}
     net.lose.add(("c", "b"))
     net.install(mapped(2, "bc", "bc", "bc", "bc", epochs=(2,) * 4), "b")
-    net.nodes["b"].links["c"].resume = net.now + 10.0  # as after a learner's
+    net.nodes["b"].links["c"].next_transfer_at = net.now + 10.0  # as after a learner's
     net.lose.clear()
     net.cut("b", "c")
     net.link()
@@ -426,10 +432,10 @@ def test_unreadable_checkpoints_are_told_of() -> None:
     net = Net("a", shards=2)
     net.install(mapped(1, "a", "a"))
     net.send("a", pushed(1, shards=2))
-    net.nodes["a"]._load = lambda folder, shard: [][0]
+    net.nodes["a"]._load_shard = lambda folder, shard: [][0]
     net.install(mapped(2, "a", "a", epochs=(1, 2), sources={1: ("folder", 2)}))
-    net.do("a", net.nodes["a"].on_load(net.now))
-    assert wire.RETURN in [kind for _, kind, _ in net.told]
+    net.do("a", net.nodes["a"].load_next_shard(net.now))
+    assert wire.RESTORE_FAILED in [kind for _, kind, _ in net.told]
     assert net.rows("a")[0] == 1
 
 
@@ -443,18 +449,18 @@ def test_lives_that_are_over_are_forgotten_on_all_replicas_and_never_taken_again
     net.install(mapped(2, "ab", "ab", workers={"0": 9}, horizon=10, kept=frozenset({9})))
     net.pass_time(1.0)
     for name in "ab":
-        windows = net.nodes[name].state.windows
+        windows = net.nodes[name].state.dedup
         assert list(windows.slots) == [("0", 9)]
-        assert windows.reached.tolist() == [2, 2]
+        assert windows.departed_max_clock.tolist() == [2, 2]
     assert net.nodes["a"].state.digest(0) == net.nodes["b"].state.digest(0)
     kind, meta, _ = net.send("a", pushed(3, shards=2, worker="1"), X)[0]
     assert (kind, meta["error"]) == ("REFUSED", "Superseded")
     assert net.send("a", pushed(2, shards=2))[0][0] == "ACK"
     assert net.rows("a") == net.rows("b") == [4, 4]
-    slots = {net.nodes["a"].state.windows.slot(f"new {number}", 11) for number in range(4)}
+    slots = {net.nodes["a"].state.dedup.get_slot(f"new {number}", 11) for number in range(4)}
     assert len(slots) == 4
-    assert net.nodes["a"].state.windows.slots["0", 9] not in slots
-    assert not net.nodes["a"].state.windows.last[sorted(slots)].any()
+    assert net.nodes["a"].state.dedup.slots["0", 9] not in slots
+    assert not net.nodes["a"].state.dedup.last_seq[sorted(slots)].any()
 
 
 def test_a_first_worker_after_all_were_forgotten_goes_on_where_they_stopped() -> None:
@@ -465,26 +471,26 @@ def test_a_first_worker_after_all_were_forgotten_goes_on_where_they_stopped() ->
         net.send("a", pushed(seq))
     net.install(mapped(2, "ab", workers={}, horizon=9))
     net.pass_time(1.0)
-    assert not net.nodes["b"].state.windows.slots
+    assert not net.nodes["b"].state.dedup.slots
     net.install(mapped(3, "ab", workers={"0": 20}, horizon=9))
-    windows = net.nodes["b"].state.windows
-    assert windows.clock[windows.slots["0", 20]].tolist() == [3]
+    windows = net.nodes["b"].state.dedup
+    assert windows.clocks[windows.slots["0", 20]].tolist() == [3]
 
 
 def test_pushes_go_on_between_the_parts_of_a_snapshot() -> None:
     """A learner gets what was pushed meanwhile behind the last part."""
     net = Net("a", "b", "c")
     head, learner = net.nodes["a"], net.nodes["c"]
-    head.parts = 1
+    head.max_parts_in_flight = 1
     net.install(mapped(1, "ab"))
     assert net.send("a", pushed(1))[0][0] == "ACK"
     for name in "abc":
         net.do(name, net.nodes[name].on_map(0.0, mapped(2, "ab", learners=(("c",),)), []))
-    actions = head.on_link(0.0, "c")
+    actions = head.on_link_up(0.0, "c")
     for _ in range(2):  # greetings, and how far it is; then the first part is lost
-        [asked] = [framed(*each[2:]) for each in actions if isinstance(each, Send) and each.to == LINK]
+        [asked] = [framed(*each[2:]) for each in actions if isinstance(each, Send) and each.channel == LINK]
         [answer] = [framed(*each[2:]) for each in learner.on_frame(0.0, ("from", "a"), asked) if isinstance(each, Send)]
-        actions = head.on_answer(0.0, "c", answer)
+        actions = head.on_link_frame(0.0, "c", answer)
     assert [each.kind for each in actions if isinstance(each, Send)] == [wire.SNAPSHOT]
     assert net.send("a", pushed(2))[0][0] == "ACK"
     net.link()
@@ -498,15 +504,15 @@ def test_what_follows_from_a_greeting_goes_out_behind_what_is_sent_again() -> No
     """A link comes back: the next part of a snapshot must not overtake an entry that was numbered before it."""
     net = Net("a", "c", shards=2)
     head = net.nodes["a"]
-    head.parts = 1
+    head.max_parts_in_flight = 1
     net.install(mapped(1, "ac", "a"))
     assert net.send("a", pushed(1, shards=2))[0][0] == "ACK"
-    whole = head.on_answer
-    head.on_answer = lambda now, server, frame: [] if frame.kind == wire.GOT else whole(now, server, frame)  # type: ignore[method-assign]
+    whole = head.on_link_frame
+    head.on_link_frame = lambda now, server, frame: [] if frame.kind == wire.REPLICA_ACK else whole(now, server, frame)  # type: ignore[method-assign]
     net.install(mapped(2, "ac", "a", learners=((), ("c",))))  # the first part arrives, its answer does not
     net.up.clear()
     assert net.send("a", pushed(2, shards=2)) == []  # nor does an entry of the other shard
-    head.on_answer = whole  # type: ignore[method-assign]
+    head.on_link_frame = whole  # type: ignore[method-assign]
     net.cut("a", "c")
     net.link()
     assert [kind for kind, _, _ in net.heard()] == ["ACK"]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.server import kernels
-from echelon.server.protocol.hashing import mix64, name_key, shard_of
+from echelon.server.protocol.hashing import hash_name, mix64, shard_of
 from echelon.server.protocol.specs import Init, Rule, StoreError, Table
-from echelon.server.store.sparse_table import Rows
-from echelon.server.store.store import Store
+from echelon.server.store.sparse_table import SparseTable
+from echelon.server.store.store import ParameterStore
 
 ROWS, DIM = 12, 5
 LSN = np.zeros(4, np.int64)
@@ -31,7 +31,7 @@ def batches(steps: int, *, every: bool) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def pushed(rule: Rule, pushes: list[tuple[np.ndarray, np.ndarray]], first: np.ndarray, **spec: str) -> np.ndarray:
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Table(name="t", dim=DIM, rule=rule, **{"dtype": "f8", "stored": "f8", **spec}))
     store.assign("t", np.arange(ROWS), first, lsn=LSN)
     for step, (ids, grads) in enumerate(pushes, 1):
@@ -122,7 +122,7 @@ def test_rowwise_adagrad_and_lamb_by_their_formulas():
 
 
 def test_a_rate_of_the_push_replaces_the_rules_own_and_a_step_that_is_missing_is_named():
-    store = Store(shards=4, memory=64 << 20)
+    store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Table(name="t", dim=2, rule=Rule(kind="sgd", lr=9.0), init=Init(kind="zeros")))
     store.apply("t", np.array([7]), np.ones((1, 2)), lr=0.5, lsn=LSN)
     assert store.read("t", np.array([7]))[0].tolist() == [[-0.5, -0.5]]
@@ -136,12 +136,12 @@ def test_a_rate_of_the_push_replaces_the_rules_own_and_a_step_that_is_missing_is
 def test_first_values_are_a_function_of_name_seed_and_id(number, seed, kind):
     tables = []
     for dtype in ("f8", "f4"):
-        store = Store(shards=4, memory=1 << 20)
+        store = ParameterStore(num_shards=4, memory=1 << 20)
         store.declare(
             Table(name="t", dim=9, init=Init(kind=kind, scale=0.5, value=2.0, seed=seed), dtype=dtype, stored=dtype)
         )
         tables.append(store.read("t", np.array([number]), dtype)[0][0])
-    base = (name_key("t") + seed * 0x9E3779B97F4A7C15 + number) % 2**64
+    base = (hash_name("t") + seed * 0x9E3779B97F4A7C15 + number) % 2**64
     key = mix64(np.array([base], np.uint64))
     hashes = mix64(key + np.arange(1, 10, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     chance = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
@@ -152,7 +152,7 @@ def test_first_values_are_a_function_of_name_seed_and_id(number, seed, kind):
 
 @given(st.floats(1e-300, 1, exclude_max=True))
 def test_the_normal_quantile_is_scipys(p):
-    assert kernels.quantile(p) == pytest.approx(scipy.special.ndtri(p), rel=1e-12, abs=1e-13)
+    assert kernels.normal_quantile(p) == pytest.approx(scipy.special.ndtri(p), rel=1e-12, abs=1e-13)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -161,7 +161,7 @@ def test_the_normal_quantile_is_scipys(p):
 def test_the_index_is_a_dictionary(shards, data):
     """Rows come and go in any order; the index is that of a dict, whatever collides. Few distinct low bits, so that much does."""
     spec = Table(name="t", dim=1, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros"), dtype="f8", stored="f8")
-    rows = Rows(spec, shards=shards, room=1 << 20, spill=None)
+    rows = SparseTable(spec, num_shards=shards, address_space=1 << 20, spill=None)
     universe = _colliding(shards)
     model: dict[int, float] = {}
     stamp = np.arange(shards, dtype=np.int64)
@@ -172,8 +172,8 @@ def test_the_index_is_a_dictionary(shards, data):
             where, missing, absent = rows.find(ids)
             assert absent == missing.sum() == sum(int(i) not in model for i in ids)
             assert [bool(w) for w in where] == [int(i) in model for i in ids]
-            rows.grow(missing)
-            rows.write(ids, rows.find(ids)[0], -np.ones((len(ids), 1)), stamp, lr=1.0, step=None, setting=False)
+            rows.grow_index(missing)
+            rows.write(ids, rows.find(ids)[0], -np.ones((len(ids), 1)), stamp, lr=1.0, step=None, is_assignment=False)
             for i in ids.tolist():
                 model[i] = model.get(i, 0.0) + 1
         elif what == "remove":
@@ -181,17 +181,17 @@ def test_the_index_is_a_dictionary(shards, data):
             model = {i: count for i, count in model.items() if i not in ids.tolist()}
         else:
             shard = data.draw(st.integers(0, shards - 1))
-            rows.of(shard, clear=True)
+            rows.rows_of_shard(shard, clear=True)
             model = {i: count for i, count in model.items() if shard_of(np.array([i]), shards)[0] != shard}
         assert rows.count == len(model)
         known = np.array(sorted(universe), np.int64)
         assert rows.read(known)[:, 0].tolist() == [model.get(i, 0.0) for i in known.tolist()]
         for shard in range(shards):
-            numbers = rows.sorted(shard)
+            numbers = rows.rows_in_id_order(shard)
             mine = [i for i in sorted(model) if shard_of(np.array([i]), shards)[0] == shard]
-            assert rows.column(numbers, 0).tolist() == mine
-            assert rows.column(numbers, 1).tolist() == [shard] * len(mine)
-    assert rows.free[1] <= 1 + len(universe)
+            assert rows.read_column(numbers, 0).tolist() == mine
+            assert rows.read_column(numbers, 1).tolist() == [shard] * len(mine)
+    assert rows.row_allocator[1] <= 1 + len(universe)
 
 
 def _unmix(x: int) -> int:

@@ -14,10 +14,10 @@ from echelon.server.protocol import auth as door
 ONE, OTHER = bytes(32), bytes([1]) * 32
 
 
-def meet(ours: bytes, theirs: bytes, role: int = door.WORKER) -> door.Listener:
+def meet(ours: bytes, theirs: bytes, role: int = door.WORKER) -> door.ListenerHandshake:
     """A caller with one secret, a listener with another."""
-    caller, listener = door.Caller(ours, role), door.Listener(theirs)
-    listener.feed(caller.feed(listener.feed(caller.opening)))
+    caller, listener = door.CallerHandshake(ours, role), door.ListenerHandshake(theirs)
+    listener.feed(caller.feed(listener.feed(caller.hello)))
     return listener
 
 
@@ -32,8 +32,8 @@ def test_strangers_do_not() -> None:
     """A listener without the secret is told from its first answer; a caller without it from its own."""
     with pytest.raises(door.SecretError, match="does not hold this job's secret"):
         meet(ONE, OTHER)
-    caller, listener = door.Caller(ONE, door.WORKER), door.Listener(ONE)
-    proof = bytearray(caller.feed(listener.feed(caller.opening)))
+    caller, listener = door.CallerHandshake(ONE, door.WORKER), door.ListenerHandshake(ONE)
+    proof = bytearray(caller.feed(listener.feed(caller.hello)))
     proof[0] ^= 1
     with pytest.raises(door.SecretError):
         listener.feed(bytes(proof))
@@ -42,47 +42,47 @@ def test_strangers_do_not() -> None:
 
 def test_nothing_is_used_twice() -> None:
     """A proof that was overheard opens nothing: not another connection, not the other way round."""
-    caller, listener = door.Caller(ONE, door.WORKER), door.Listener(ONE)
-    reply = listener.feed(caller.opening)
+    caller, listener = door.CallerHandshake(ONE, door.WORKER), door.ListenerHandshake(ONE)
+    reply = listener.feed(caller.hello)
     proof = caller.feed(reply)
-    again = door.Listener(ONE)
-    again.feed(caller.opening)
+    again = door.ListenerHandshake(ONE)
+    again.feed(caller.hello)
     with pytest.raises(door.SecretError):
         again.feed(proof)
-    turned = door.Listener(ONE)
-    turned.feed(caller.opening)
+    turned = door.ListenerHandshake(ONE)
+    turned.feed(caller.hello)
     with pytest.raises(door.SecretError):
         turned.feed(reply[-32:])
     # The role is part of the proof.
-    raised = door.Caller(ONE, door.ADMIN)
+    raised = door.CallerHandshake(ONE, door.ADMIN)
     with pytest.raises(door.SecretError):
-        raised.feed(door.Listener(ONE).feed(caller.opening))
+        raised.feed(door.ListenerHandshake(ONE).feed(caller.hello))
 
 
 def test_other_protocols() -> None:
     """Another version is told apart from another secret."""
-    caller = door.Caller(ONE, door.WORKER)
-    reply = bytearray(door.Listener(ONE).feed(caller.opening))
+    caller = door.CallerHandshake(ONE, door.WORKER)
+    reply = bytearray(door.ListenerHandshake(ONE).feed(caller.hello))
     reply[4] = 99
     with pytest.raises(door.SecretError, match="protocol 99"):
         caller.feed(bytes(reply))
     with pytest.raises(door.SecretError, match="no part"):
-        door.Listener(ONE).feed(bytes(40))
+        door.ListenerHandshake(ONE).feed(bytes(40))
 
 
 def test_over_a_socket() -> None:
     """The blocking end, against a listener fed by hand; one that hangs up is an error."""
     ours, theirs = socket.socketpair()
-    calling = threading.Thread(target=door.greet, args=(ours, ONE, door.WORKER))
+    calling = threading.Thread(target=door.authenticate, args=(ours, ONE, door.WORKER))
     calling.start()
-    listener = door.Listener(ONE)
+    listener = door.ListenerHandshake(ONE)
     while not listener.done:
-        data = theirs.recv(listener.needs, socket.MSG_WAITALL)
+        data = theirs.recv(listener.bytes_needed, socket.MSG_WAITALL)
         theirs.sendall(listener.feed(data))
     calling.join()
     theirs.close()
     with pytest.raises((door.SecretError, OSError)):
-        door.greet(ours, ONE, door.WORKER)
+        door.authenticate(ours, ONE, door.WORKER)
     ours.close()
 
 

@@ -28,21 +28,21 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield one, other
 
 
-def both() -> tuple[shared_memory.Shared, shared_memory.Shared]:
+def both() -> tuple[shared_memory.SharedMemoryChannel, shared_memory.SharedMemoryChannel]:
     """What the two ends of one connection have."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
-        made = shared_memory.offer(one)
+        made = shared_memory.make_offer(one)
         assert made is not None
-        taken = shared_memory.take(said(made.frame))
+        taken = shared_memory.accept_offer(said(made.frame))
         assert taken is not None
-        mine = made.answered({"taken": True})
+        mine = made.on_reply({"taken": True})
         assert mine is not None
         return mine, taken
 
 
 def said(buffers: list[wire.Buffer]) -> dict[str, Any]:
     """What a frame says."""
-    return wire.parse(wire.joined(buffers)).meta
+    return wire.parse(wire.join_buffers(buffers)).meta
 
 
 def framed(count: int, value: int = 7) -> list[wire.Buffer]:
@@ -53,24 +53,24 @@ def framed(count: int, value: int = 7) -> list[wire.Buffer]:
 def test_a_frame_is_read_where_it_lies_and_its_room_comes_back_with_the_last_view() -> None:
     one, other = both()
     for turn in range(100):
-        note = one.lend(framed(300_000, turn))
+        note = one.publish(framed(300_000, turn))
         assert note is not None, turn
-        frame = other.borrow(said(note))
-        assert (frame.kind, frame.request, frame.meta) == (wire.PUSH, 3, {"seq": turn})
+        frame = other.resolve(said(note))
+        assert (frame.kind, frame.request_id, frame.meta) == (wire.PUSH, 3, {"seq": turn})
         kept = frame.arrays[1][10:20]
-        assert one.lend(framed(300_000)) is None  # 2.4 of 4 MiB: no room for two
+        assert one.publish(framed(300_000)) is None  # 2.4 of 4 MiB: no room for two
         del frame
-        assert one.lend(framed(300_000)) is None, "a view is left"
+        assert one.publish(framed(300_000)) is None, "a view is left"
         assert (kept == turn).all()
         del kept
-    assert other.lend(framed(300_000)) is not None, "each end has a half of its own"
+    assert other.publish(framed(300_000)) is not None, "each end has a half of its own"
 
 
 def test_short_frames_and_those_longer_than_the_memory_go_by_the_socket() -> None:
     one, _ = both()
-    assert one.lend(framed(100)) is None
-    assert one.lend(framed(shared_memory.HALF // 8)) is None
-    assert one.lend(framed(shared_memory.LEAST // 8)) is not None
+    assert one.publish(framed(100)) is None
+    assert one.publish(framed(shared_memory.BYTES_PER_DIRECTION // 8)) is None
+    assert one.publish(framed(shared_memory.MIN_FRAME_BYTES // 8)) is not None
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,9 +80,9 @@ def test_what_is_lent_never_lies_over_what_is_still_looked_at(steps: list[tuple[
     one, other = both()
     held: list[wire.Frame] = []
     for number, (count, drop) in enumerate(steps):
-        note = one.lend(framed(count, number))
+        note = one.publish(framed(count, number))
         if note is not None:
-            held.append(other.borrow(said(note)))
+            held.append(other.resolve(said(note)))
         else:
             assert held, "all room is free"
         if drop < len(held):
@@ -91,7 +91,7 @@ def test_what_is_lent_never_lies_over_what_is_still_looked_at(steps: list[tuple[
 
 
 def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple[socket.socket, socket.socket]) -> None:
-    made = shared_memory.offer(pair[0])
+    made = shared_memory.make_offer(pair[0])
     assert made is not None
     good = said(made.frame)
     size = os.fstat(good["handle"]).st_size
@@ -110,11 +110,11 @@ def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple
             {"pid": 10**9},
             {"pid": -1},
         ):
-            assert shared_memory.take(good | wrong) is None, wrong
+            assert shared_memory.accept_offer(good | wrong) is None, wrong
         for garbage in ({"pid": "../../etc"}, {"handle": 1.5}, {"token": None}):
             with pytest.raises(wire.WireError):
-                shared_memory.take(good | garbage)
-        assert shared_memory.take(good) is not None
+                shared_memory.accept_offer(good | garbage)
+        assert shared_memory.accept_offer(good) is not None
     finally:
         for handle in (loose, reader, writer):
             os.close(handle)
@@ -124,17 +124,17 @@ def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"at": -64}, {"at": 1}, {"at": shared_memory.HALF}, {"size": 0}, {"size": shared_memory.HALF + 1}, {"slot": shared_memory.SLOTS}, {"slot": -1},
+        {"at": -64}, {"at": 1}, {"at": shared_memory.BYTES_PER_DIRECTION}, {"size": 0}, {"size": shared_memory.BYTES_PER_DIRECTION + 1}, {"slot": shared_memory.SLOTS_PER_DIRECTION}, {"slot": -1},
         {"turn": 0}, {"turn": 1 << 62}, {"at": None}, {"size": 40.0}, {"slot": True}, {"size": 65_600},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_note_of_what_was_not_lent_ends_the_connection(wrong: dict[str, Any]) -> None:
     one, other = both()
-    note = one.lend(framed(8192))
+    note = one.publish(framed(8192))
     assert note is not None
     with pytest.raises(wire.WireError):
-        other.borrow(said(note) | wrong)
+        other.resolve(said(note) | wrong)
 
 
 def test_nothing_is_offered_to_another_machine() -> None:
@@ -145,7 +145,7 @@ def test_nothing_is_offered_to_another_machine() -> None:
         def getsockname(self) -> tuple[str, int]:
             return "10.0.0.1", 2
 
-    assert shared_memory.offer(Far()) is None  # type: ignore[arg-type]
+    assert shared_memory.make_offer(Far()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_workers_and_servers_of_one_machine_share_memory_and_nothing_else_change
         # With its worker, with the replica that it calls, and with the one that calls it.
         for child in servers.servers.values():
             assert Path(f"/proc/{child.pid}/maps").read_text().count("/memfd:echelon") == 3
-        monkeypatch.setattr(shared_memory, "LEAST", 1 << 40)  # this worker's by the socket from here on
+        monkeypatch.setattr(shared_memory, "MIN_FRAME_BYTES", 1 << 40)  # this worker's by the socket from here on
         client.push({"t": (ids, ones)})
         assert (client.pull({"t": ids})["t"] == -2).all()
         client.flush()
@@ -169,9 +169,9 @@ def test_workers_and_servers_of_one_machine_share_memory_and_nothing_else_change
 
 def test_a_forked_child_gives_nothing_back() -> None:
     one, other = both()
-    note = one.lend(framed(300_000))
+    note = one.publish(framed(300_000))
     assert note is not None
-    frame = other.borrow(said(note))
+    frame = other.resolve(said(note))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads
         child = os.fork()
@@ -179,14 +179,14 @@ def test_a_forked_child_gives_nothing_back() -> None:
         del frame
         os._exit(0)
     os.waitpid(child, 0)
-    assert one.lend(framed(300_000)) is None
+    assert one.publish(framed(300_000)) is None
     assert (frame.arrays[1] == 7).all()
 
 
 def test_a_note_is_good_once() -> None:
     one, other = both()
-    note = one.lend(framed(8192))
+    note = one.publish(framed(8192))
     assert note is not None
-    other.borrow(said(note))
+    other.resolve(said(note))
     with pytest.raises(wire.WireError, match="turn 1 of slot 0 after 1"):
-        other.borrow(said(note))
+        other.resolve(said(note))

@@ -18,7 +18,7 @@ WAIT = 120.0
 
 
 def joined(stack: ExitStack, servers: Servers, name: str) -> Client:
-    return stack.enter_context(connect(servers.address, secret=servers.secret, worker=name, patience=WAIT))
+    return stack.enter_context(connect(servers.address, secret=servers.secret, worker=name, timeout=WAIT))
 
 
 def in_background(work: Callable[[], object]) -> Future[object]:
@@ -90,14 +90,14 @@ def test_the_bound_holds_for_every_pull_of_unequal_workers(bounded, table):
 def test_a_lost_worker_leaves_the_clock(bounded, table):
     with ExitStack() as stack:
         fast = joined(stack, bounded, "fast")
-        lost = connect(bounded.address, secret=bounded.secret, worker="lost", patience=WAIT)
+        lost = connect(bounded.address, secret=bounded.secret, worker="lost", timeout=WAIT)
         for _ in range(3):
             step(fast, table)
         ahead = in_background(lambda: step(fast, table))
         time.sleep(0.1)
         assert not ahead.done()
-        lost._session.herald.close(leave=False)  # as a dead process would: no word, only the end of its connections
-        lost._session.courier.close()
+        lost._session.controller.close(leave=False)  # as a dead process would: no word, only the end of its connections
+        lost._session.connections.close()
         ahead.result(WAIT)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.server.protocol.hashing import shard_of
-from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError, StoreFull, Table
+from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Init, Rule, StoreError, StoreFull, Table
 from echelon.server.store import write_log
-from echelon.server.store.store import Store
+from echelon.server.store.store import ParameterStore
 
 SHARDS = 4
 MEMORY = 16 << 20
@@ -20,7 +20,7 @@ def stamps(lsn: int) -> np.ndarray:
     return np.full(SHARDS, lsn, np.int64)
 
 
-def digests(store: Store) -> list[bytes]:
+def digests(store: ParameterStore) -> list[bytes]:
     return [store.digest(shard) for shard in range(SHARDS)]
 
 
@@ -62,11 +62,11 @@ def where(i: int) -> int:
 small = st.lists(st.integers(-20, 20), max_size=12)
 
 
-@given(st.integers(1, 3), st.sampled_from([0, 40, write_log.LEAST]), st.data())
+@given(st.integers(1, 3), st.sampled_from([0, 40, write_log.MIN_CAPACITY]), st.data())
 @settings(max_examples=60)
 def test_a_table_is_a_dictionary_of_rows(admit, logged, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_log, "LEAST", logged)
+        patch.setattr(write_log, "MIN_CAPACITY", logged)
         check_a_table(admit, data)
 
 
@@ -75,7 +75,11 @@ def check_a_table(admit: int, data: st.DataObject) -> None:
     spec = Table(
         name="t", dim=3, rule=rule, init=Init(kind="constant", value=0.25), dtype="f8", stored="f8", admit=admit
     )
-    store, twin, model = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY), Model(spec)
+    store, twin, model = (
+        ParameterStore(num_shards=SHARDS, memory=MEMORY),
+        ParameterStore(num_shards=SHARDS, memory=MEMORY),
+        Model(spec),
+    )
     store.declare(spec)
     store.declare(spec)
     twin.declare(spec)
@@ -87,7 +91,7 @@ def check_a_table(admit: int, data: st.DataObject) -> None:
         values = random.standard_normal((len(ids), 3))
         shard = data.draw(st.integers(0, SHARDS - 1))
         if what == "apply":
-            store.prepare([("t", ids, values)])
+            store.check_operations([("t", ids, values)])
             store.apply("t", ids, values, lsn=stamps(lsn))
             model.apply(ids, values, lsn)
         elif what == "assign":
@@ -110,7 +114,7 @@ def check_a_table(admit: int, data: st.DataObject) -> None:
         assert store.stats()["tables"]["t"]["rows"] == len(model.rows)
         assert store.stats()["tables"]["t"]["waiting"] == len(model.waiting)
         for shard in range(SHARDS):
-            changed = store.changed("t", [shard], np.array([lsn - 2])).tolist()
+            changed = store.changed_ids("t", [shard], np.array([lsn - 2])).tolist()
             assert sorted(changed) == sorted(
                 i for i, row in model.rows.items() if row[2] > lsn - 2 and where(i) == shard
             )
@@ -119,15 +123,15 @@ def check_a_table(admit: int, data: st.DataObject) -> None:
     assert digests(twin) == digests(store)
     for since in range(-1, 4):
         expected = sorted(i for i, row in model.rows.items() if row[2] > since)
-        assert sorted(twin.changed("t", range(SHARDS), stamps(since)).tolist()) == expected
+        assert sorted(twin.changed_ids("t", range(SHARDS), stamps(since)).tolist()) == expected
 
 
 @pytest.mark.parametrize("stored", ["f4", "f2", "i2", "i1"])
 @pytest.mark.parametrize("kind", ["momentum", "rowwise_adagrad", "adam"])
 def test_replicas_are_equal_to_the_byte_whatever_they_went_through(stored, kind):
     spec = Table(name="t", dim=7, rule=Rule(kind=kind, lr=0.1, dampening=0.5), stored=stored, admit=2)
-    dense = Dense(name="w", size=BLOCK + 5, rule=Rule(kind="adam"))
-    one, other = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY)
+    dense = Dense(name="w", size=BLOCK_SIZE + 5, rule=Rule(kind="adam"))
+    one, other = ParameterStore(num_shards=SHARDS, memory=MEMORY), ParameterStore(num_shards=SHARDS, memory=MEMORY)
     for store in (one, other):
         store.declare(spec)
         store.declare(dense)
@@ -137,7 +141,7 @@ def test_replicas_are_equal_to_the_byte_whatever_they_went_through(stored, kind)
     for lsn in range(1, 9):
         ids = random.integers(-50, 50, 80)
         grads = random.standard_normal((80, 7))
-        blocks = [random.standard_normal(BLOCK), random.standard_normal(5)]
+        blocks = [random.standard_normal(BLOCK_SIZE), random.standard_normal(5)]
         for store in (one, other):
             store.apply("t", ids, grads, lsn=stamps(lsn))
             store.apply("w", np.arange(2), blocks, lsn=stamps(lsn))
@@ -156,13 +160,13 @@ def test_replicas_are_equal_to_the_byte_whatever_they_went_through(stored, kind)
 
 
 def test_changes_come_oldest_first_and_go_on_where_they_ended():
-    store = Store(shards=SHARDS, memory=MEMORY)
+    store = ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     for lsn in range(1, 21):
         store.apply("t", np.arange(lsn * 10, lsn * 10 + 10), np.ones((10, 1)), lsn=stamps(lsn))
     since, seen = stamps(5), []
     while True:
-        ids, after = store.changed_until("t", range(SHARDS), since, 25)
+        ids, after = store.changed_ids_until("t", range(SHARDS), since, 25)
         assert len(ids) < 25 + 10
         seen += ids.tolist()
         if not len(ids):
@@ -170,30 +174,30 @@ def test_changes_come_oldest_first_and_go_on_where_they_ended():
         assert (after >= since).all()
         since = after
     assert sorted(seen) == list(range(60, 210))
-    assert len(store.changed("t", range(SHARDS), stamps(20), 5)) == 0
+    assert len(store.changed_ids("t", range(SHARDS), stamps(20), 5)) == 0
 
 
-@pytest.mark.parametrize("least", [0, 1500, write_log.LEAST])
+@pytest.mark.parametrize("least", [0, 1500, write_log.MIN_CAPACITY])
 def test_what_changed_is_the_same_by_the_log_and_by_a_walk(least, monkeypatch):
-    monkeypatch.setattr(write_log, "LEAST", least)
-    store = Store(shards=SHARDS, memory=MEMORY)
+    monkeypatch.setattr(write_log, "MIN_CAPACITY", least)
+    store = ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     store.declare(Table(name="fresh", dim=1))
     for lsn in range(1, 200):
         for ids in np.split(np.arange(lsn * 3, lsn * 3 + 9), 3):
             store.apply("t", ids, np.ones((3, 1)), lsn=stamps(lsn))
-        reach = store._rows["t"]._recent.since(np.arange(SHARDS), stamps(lsn - 50))[0]
+        reach = store._tables["t"]._write_log.ids_since(np.arange(SHARDS), stamps(lsn - 50))[0]
         assert lsn < 50 or reach.all() == (least > 1500)
-        ids = store.changed("t", range(SHARDS), stamps(lsn - 10))
+        ids = store.changed_ids("t", range(SHARDS), stamps(lsn - 10))
         assert sorted(ids.tolist()) == list(range(max(3, 3 * lsn - 27), 3 * lsn + 9))
-    assert len(store.changed("fresh", range(SHARDS), stamps(-1))) == 0
+    assert len(store.changed_ids("fresh", range(SHARDS), stamps(-1))) == 0
 
 
 def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
-    store = Store(shards=SHARDS, memory=1 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=1 << 20)
     store.declare(Table(name="t", dim=30, rule=Rule(kind="sgd", lr=1.0), admit=2))
-    store.declare(Dense(name="w", size=BLOCK))
-    store.declare(Dense(name="v", size=2 * BLOCK))
+    store.declare(Dense(name="w", size=BLOCK_SIZE))
+    store.declare(Dense(name="v", size=2 * BLOCK_SIZE))
     ids = np.arange(8000)
     store.apply("t", ids[:5000], np.ones((5000, 30)), lsn=stamps(1))
     store.apply("t", ids[:5000], np.ones((5000, 30)), lsn=stamps(2))
@@ -213,9 +217,9 @@ def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
                     lsn=stamps(lsn),
                 )
     with pytest.raises(StoreFull, match="dense blocks need"):
-        store.set_blocks("v", np.arange(2), [np.zeros(BLOCK)] * 2)
+        store.initialize_blocks("v", np.arange(2), [np.zeros(BLOCK_SIZE)] * 2)
     with pytest.raises(StoreFull):
-        store.apply("v", np.arange(2), [np.zeros(BLOCK)] * 2, lsn=stamps(5))
+        store.apply("v", np.arange(2), [np.zeros(BLOCK_SIZE)] * 2, lsn=stamps(5))
     assert (digests(store), store.bytes) == (before, held)
     store.expire("t", range(SHARDS), 3)
     assert store.stats()["tables"]["t"]["rows"] == 0
@@ -226,53 +230,53 @@ def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
 
 
 def test_an_entry_of_several_fits_whole_or_is_refused_whole():
-    store = Store(shards=SHARDS, memory=1 << 20)
+    store = ParameterStore(num_shards=SHARDS, memory=1 << 20)
     store.declare(Table(name="a", dim=30, rule=Rule(kind="sgd")))
     store.declare(Table(name="b", dim=30, rule=Rule(kind="sgd")))
     ids, grads = np.arange(4500), np.ones((4500, 30))
-    store.prepare([("a", ids, grads)])
-    store.prepare([("b", ids, grads)])
+    store.check_operations([("a", ids, grads)])
+    store.check_operations([("b", ids, grads)])
     with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table b: 4500 new rows"):
-        store.prepare([("a", ids, grads), ("b", ids, grads)])
+        store.check_operations([("a", ids, grads), ("b", ids, grads)])
     with pytest.raises(StoreError, match=r"b: values of shape \(4500, 30\) for 4499 ids"):
-        store.prepare([("a", ids, grads), ("b", ids[1:], grads)])
+        store.check_operations([("a", ids, grads), ("b", ids[1:], grads)])
     with pytest.raises(StoreError, match="c: no table of that name here; declared: a, b"):
-        store.prepare([("c", ids, grads)])
+        store.check_operations([("c", ids, grads)])
     with pytest.raises(StoreFull, match="table a: 9000 new rows"):
-        store.prepare([("a", ids, grads), ("a", ids + 4500, grads)])
+        store.check_operations([("a", ids, grads), ("a", ids + 4500, grads)])
     with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table a: 4500 new rows"):
-        store.prepare([("a", ids, grads, "assign"), ("a", ids + 4500, grads, "apply")])
+        store.check_operations([("a", ids, grads, "assign"), ("a", ids + 4500, grads, "apply")])
     with pytest.raises(StoreError, match="a: no dense parameter of that name"):
-        store.prepare([("a", ids, grads, "set")])
+        store.check_operations([("a", ids, grads, "set")])
     for rate in (10**400, float("nan"), "1", True):
         with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
-            store.prepare([("a", ids, grads)], 1, {"a": rate})
+            store.check_operations([("a", ids, grads)], 1, {"a": rate})
         with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
             store.apply("a", ids, grads, lr=rate, lsn=stamps(1))
     assert store.stats()["tables"]["a"]["rows"] == 0
 
 
 def test_a_replica_takes_what_its_head_took_and_an_install_is_whole_or_not():
-    head, backup = Store(shards=SHARDS, memory=8 << 20), Store(shards=SHARDS, memory=1 << 20)
+    head, backup = ParameterStore(num_shards=SHARDS, memory=8 << 20), ParameterStore(num_shards=SHARDS, memory=1 << 20)
     for store in (head, backup):
         store.declare(Table(name="t", dim=30, rule=Rule(kind="sgd")))
-        store.declare(Dense(name="w", size=3 * BLOCK, rule=Rule(kind="sgd")))
+        store.declare(Dense(name="w", size=3 * BLOCK_SIZE, rule=Rule(kind="sgd")))
     ids, grads = np.arange(8000), np.ones((8000, 30))
     head.apply("t", ids, grads, lsn=stamps(1))
     backup.apply("t", ids[:5500], grads[:5500], lsn=stamps(1))
-    head.apply("w", np.arange(3), [np.zeros(BLOCK)] * 3, lsn=stamps(1))
+    head.apply("w", np.arange(3), [np.zeros(BLOCK_SIZE)] * 3, lsn=stamps(1))
     before = digests(backup)
     heavy = int(head.shards_of("w", np.array([0]))[0])
     with pytest.raises(StoreFull, match=r"table t: \d+ new rows"):
         backup.install(heavy, head.snapshot(heavy))
     assert digests(backup) == before
-    with backup.unbounded():
+    with backup.without_memory_limit():
         for shard in range(SHARDS):
             backup.install(shard, head.snapshot(shard))
         backup.apply("t", ids + 8000, grads, lsn=stamps(2))
-        backup.apply("w", np.arange(3), [np.ones(BLOCK)] * 3, lsn=stamps(2))
+        backup.apply("w", np.arange(3), [np.ones(BLOCK_SIZE)] * 3, lsn=stamps(2))
     head.apply("t", ids + 8000, grads, lsn=stamps(2))
-    head.apply("w", np.arange(3), [np.ones(BLOCK)] * 3, lsn=stamps(2))
+    head.apply("w", np.arange(3), [np.ones(BLOCK_SIZE)] * 3, lsn=stamps(2))
     assert digests(backup) == digests(head)
     with pytest.raises(StoreFull):
         backup.apply("t", ids - 8000, grads, lsn=stamps(2))
@@ -282,14 +286,17 @@ def test_a_replica_takes_what_its_head_took_and_an_install_is_whole_or_not():
         backup.drop(shard)
     assert backup.bytes < held - 32 * 1024  # indices go at once; rows stay for whoever comes
     assert backup.digest(0) == head.digest(0)
-    with backup.unbounded():
+    with backup.without_memory_limit():
         for shard in range(SHARDS):
             backup.install(shard, head.snapshot(shard))
     assert (digests(backup), backup.bytes) == (digests(head), held)
 
 
 def test_rows_beyond_memory_go_to_a_file(tmp_path):
-    store, plain = Store(shards=SHARDS, memory=1 << 20, spill=tmp_path / "deep"), Store(shards=SHARDS, memory=64 << 20)
+    store, plain = (
+        ParameterStore(num_shards=SHARDS, memory=1 << 20, spill=tmp_path / "deep"),
+        ParameterStore(num_shards=SHARDS, memory=64 << 20),
+    )
     for each in (store, plain):
         each.declare(Table(name="t", dim=60, rule=Rule(kind="adagrad")))
     random = np.random.default_rng(0)
@@ -305,7 +312,7 @@ def test_rows_beyond_memory_go_to_a_file(tmp_path):
 
 
 def test_what_does_not_belong_is_refused():
-    store, other = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY)
+    store, other = ParameterStore(num_shards=SHARDS, memory=MEMORY), ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=4))
     with pytest.raises(StoreError, match=r"t: declared as .*dim=4.*now as .*dim=8"):
         store.declare(Table(name="t", dim=8))
@@ -338,7 +345,7 @@ def test_remembered_rows_are_forgotten_where_rows_move(rule):
     """A push takes the places of rows from the read before it: not after rows expired, were installed or dropped, or tables grew."""
     draw = np.random.default_rng(0)
     spec = Table(name="t", dim=2, rule=rule, init=Init(kind="normal", scale=0.1))
-    quick, slow = (Store(shards=SHARDS, memory=MEMORY) for _ in range(2))
+    quick, slow = (ParameterStore(num_shards=SHARDS, memory=MEMORY) for _ in range(2))
     for store in (quick, slow):
         store.declare(spec)
     for lsn in range(1, 120):
@@ -365,30 +372,30 @@ def test_remembered_rows_are_forgotten_where_rows_move(rule):
 
 def test_a_push_may_bring_other_ids_than_the_read_that_it_is_taken_to_follow():
     """As many, with the same first and last one: other rows, rows that are not there, the same in another order."""
-    quick, slow = (Store(shards=SHARDS, memory=MEMORY) for _ in range(2))
+    quick, slow = (ParameterStore(num_shards=SHARDS, memory=MEMORY) for _ in range(2))
     for store in (quick, slow):
         store.declare(Table(name="t", dim=2))
         store.apply("t", np.arange(100), np.ones((100, 2)), lsn=stamps(1))
     for lsn, middle in enumerate(([50, 51, 52], [2, 1, 3], [1, 200, 3], [300, 301, 302], [1, 2, 3]), start=2):
         quick.read("t", np.array([0, 1, 2, 3, 99]))
-        assert quick._rows["t"]._read
+        assert quick._tables["t"]._read_cache
         for store in (quick, slow):
             store.apply("t", np.array([0, *middle, 99]), np.arange(10.0).reshape(5, 2), lsn=stamps(lsn))
-        assert not quick._rows["t"]._read
+        assert not quick._tables["t"]._read_cache
         assert digests(quick) == digests(slow)
-        changed = quick.changed("t", range(SHARDS), stamps(lsn - 1))
+        changed = quick.changed_ids("t", range(SHARDS), stamps(lsn - 1))
         assert sorted(changed.tolist()) == sorted([0, *middle, 99])
 
 
 def test_ids_that_should_be_there_once_and_are_not_do_not_part_replicas(monkeypatch):
     """One that is sure of its room and one that is not: rows that are there get one gradient after the other, new ones are made once."""
-    sure, unsure = (Store(shards=SHARDS, memory=MEMORY) for _ in range(2))
+    sure, unsure = (ParameterStore(num_shards=SHARDS, memory=MEMORY) for _ in range(2))
     monkeypatch.setattr(unsure, "_is_sure", lambda *_: False)
     for store in (sure, unsure):
         store.declare(Table(name="t", dim=1, rule=Rule(kind="adagrad", lr=1.0), init=Init(kind="zeros")))
     for lsn, ids in enumerate(([1, 2, 3], [3, 1, 3, 7, 7, 2], [7, 8], [8, 8]), start=1):
         for store in (sure, unsure):
-            store.apply("t", np.array(ids), np.ones((len(ids), 1)), lsn=stamps(lsn), once=True)
+            store.apply("t", np.array(ids), np.ones((len(ids), 1)), lsn=stamps(lsn), ids_are_unique=True)
         assert digests(sure) == digests(unsure)
     assert sorted(each for shard in range(SHARDS) for each in sure.ids("t", shard).tolist()) == [1, 2, 3, 7, 8]
     # Adagrad: 1 + 1/sqrt(2) + 1/sqrt(3); added up first the second update would be of 2.
@@ -396,54 +403,54 @@ def test_ids_that_should_be_there_once_and_are_not_do_not_part_replicas(monkeypa
 
 
 def test_what_is_remembered_of_reads_is_bounded():
-    store = Store(shards=SHARDS, memory=MEMORY)
+    store = ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     store.declare(Table(name="narrow", dim=1, stored="f2"))
     for first in range(20):
         for name in ("t", "narrow"):
             store.read(name, np.arange(first, 60_000 + first))
     store.read("t", np.arange(200_000))
-    kept = store._rows["t"]._read
+    kept = store._tables["t"]._read_cache
     assert 0 < sum(len(rows) for rows in kept.values()) <= 1 << 19
     assert all(len(rows) <= 1 << 16 for rows in kept.values())
-    assert not store._rows["narrow"]._read
+    assert not store._tables["narrow"]._read_cache
 
 
 def test_what_is_declared_takes_of_the_room_that_was_reckoned():
-    store = Store(shards=SHARDS, memory=MEMORY)
+    store = ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     for lsn in (1, 2):
         store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(lsn))
-    assert store._sure
+    assert store._guaranteed_rows
     store.declare(Table(name="u", dim=1))
-    assert not store._sure
+    assert not store._guaranteed_rows
 
 
 def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
     """Else a push is refused when half of it is applied."""
-    store = Store(shards=SHARDS, memory=MEMORY)
+    store = ParameterStore(num_shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     store.declare(Table(name="m", dim=1, rule=Rule(kind="sgd", lr=0.1, every=True)))
     store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(1))
-    store._bound = store.bytes + 4096
+    store._memory_limit = store.bytes + 4096
     store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(2))
     held = store.bytes
     while store.bytes - held < 4096:
-        store.advance("m", np.arange(SHARDS), lr=0.1)
+        store.advance_lazy_table("m", np.arange(SHARDS), lr=0.1)
     before = [store.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(StoreFull):
-        store.apply("t", np.array([0, 1, 9]), np.ones((3, 1)), lsn=stamps(3), once=True)
+        store.apply("t", np.array([0, 1, 9]), np.ones((3, 1)), lsn=stamps(3), ids_are_unique=True)
     assert [store.digest(shard) for shard in range(SHARDS)] == before
 
 
 def test_the_slots_that_are_counted_are_those_that_there_are():
-    store = Store(shards=SHARDS, memory=1 << 26)
+    store = ParameterStore(num_shards=SHARDS, memory=1 << 26)
     store.declare(Table(name="t", dim=1))
     table = store._table("t")
     for lsn, ids in enumerate((np.arange(3000), np.arange(50_000), np.arange(7))):
         store.apply("t", ids, np.ones((len(ids), 1)), lsn=stamps(lsn + 1))
-        assert table._held == int((table.masks + 1).sum())
+        assert table._allocated_slots == int((table.index_masks + 1).sum())
     kept = store.snapshot(1)
     for change in (lambda: store.drop(1), lambda: store.install(1, kept), lambda: store.drop(0)):
         change()
-        assert table._held == int((table.masks + 1).sum())
+        assert table._allocated_slots == int((table.index_masks + 1).sum())

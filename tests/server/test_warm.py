@@ -17,9 +17,9 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.server import Servers, kernels
-from echelon.server.kernels.jit_cache import kept_in
-from echelon.server.kernels.jit_warmup import _alone, work
-from echelon.server.local_servers import Child
+from echelon.server.kernels.jit_cache import cache_folder
+from echelon.server.kernels.jit_warmup import _warmup_lock, warm_up_client
+from echelon.server.local_servers import ChildProcess
 
 
 def _copy(folder: Path, text: str) -> Any:
@@ -37,8 +37,8 @@ def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "from echelon.server.kernels.jit_cache import compiling\n@compiling()\ndef one():\n    return 1\n"
     first, same = _copy(tmp_path / "a", text), _copy(tmp_path / "b", text)
-    assert kept_in(first) == kept_in(same)
-    assert kept_in(first) != kept_in(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
+    assert cache_folder(first) == cache_folder(same)
+    assert cache_folder(first) != cache_folder(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
 
 
 @pytest.mark.slow
@@ -70,11 +70,11 @@ def test_who_waits_for_the_compiling_process_hears_that_it_lives(tmp_path: Path)
     known = threading.Event()
 
     def wait() -> None:
-        with _alone(tmp_path, lambda share: (heard.append(share), known.set())[0]) as told:  # type: ignore[func-returns-value]
+        with _warmup_lock(tmp_path, lambda share: (heard.append(share), known.set())[0]) as told:  # type: ignore[func-returns-value]
             assert told is None
 
     waiter = threading.Thread(target=wait)
-    with _alone(tmp_path, lambda share: None) as told:
+    with _warmup_lock(tmp_path, lambda share: None) as told:
         assert told is not None
         waiter.start()
         told(0.5)
@@ -84,8 +84,8 @@ def test_who_waits_for_the_compiling_process_hears_that_it_lives(tmp_path: Path)
 
 
 def test_a_worker_has_its_loops_before_it_joins() -> None:
-    work()
-    kinds = {signature[0].dtype.name for signature in kernels.add_up.signatures}
+    warm_up_client()
+    kinds = {signature[0].dtype.name for signature in kernels.segment_sum.signatures}
     assert kinds >= {"float32", "float64"}
 
 
@@ -95,7 +95,7 @@ def test_compiling_is_no_silence_and_what_lacks_is_told_in_words(tmp_path: Path)
     with Servers(1, replicas=1, shards=4, folder=tmp_path) as servers:
         # One that never joins: nobody listens where it looks for the controller.
         lost = {"role": "server", "secret": servers.secret.hex(), "controller": "127.0.0.1:9", "name": "lost"}
-        servers.servers["lost"] = Child(lost, tmp_path / "lost.log")
+        servers.servers["lost"] = ChildProcess(lost, tmp_path / "lost.log")
 
         def compile_slowly() -> None:
             nonlocal signs
@@ -108,7 +108,7 @@ def test_compiling_is_no_silence_and_what_lacks_is_told_in_words(tmp_path: Path)
         thread = threading.Thread(target=compile_slowly)
         thread.start()
         with pytest.raises(LaunchError, match="lost of 2 did not join the controller") as told:
-            servers.wait(patience=0.5)
+            servers.wait_until_ready(timeout=0.5)
         assert signs == 0
         thread.join()
     assert "unplaced" not in str(told.value)

@@ -28,7 +28,7 @@ metas = st.dictionaries(
 
 def same(frame: wire.Frame, kind: int, request: int, meta: dict, sent: list[np.ndarray]) -> None:
     """A frame is what was sent."""
-    assert (frame.kind, frame.request, frame.meta) == (kind, request, meta)
+    assert (frame.kind, frame.request_id, frame.meta) == (kind, request, meta)
     assert len(frame.arrays) == len(sent)
     for got, want in zip(frame.arrays, sent, strict=True):
         assert got.dtype == want.dtype
@@ -42,7 +42,7 @@ def same(frame: wire.Frame, kind: int, request: int, meta: dict, sent: list[np.n
 def test_any_stream(meta: dict, sent: list[np.ndarray], drawn: random.Random) -> None:
     """Two frames in any cuts of the stream."""
     stream = b"".join(wire.encode(wire.PUSH, 7, meta, sent)) + b"".join(wire.encode(wire.ACK, 2**60, {}))
-    decoder, frames = wire.Decoder(), []
+    decoder, frames = wire.FrameDecoder(), []
     at = 0
     while at < len(stream):
         count = drawn.randint(1, 100)
@@ -59,7 +59,7 @@ def test_large_frames_keep_their_bytes() -> None:
     stream = b""
     for number in range(3):
         stream += b"".join(wire.encode(wire.PUSH, number, {"n": number}, [np.full(9, number, "u2"), large + number]))
-    decoder, frames = wire.Decoder(), []
+    decoder, frames = wire.FrameDecoder(), []
     for at in range(0, len(stream), 70_001):
         frames += decoder.feed(stream[at : at + 70_001])
     for number, frame in enumerate(frames):
@@ -70,9 +70,9 @@ def test_large_frames_keep_their_bytes() -> None:
 def test_inside_another() -> None:
     """A frame's bytes travel as an array of another frame, and its arrays are aligned there too."""
     inner = wire.parse(
-        wire.joined(wire.encode(wire.PUSH, 5, {"seq": 1}, [np.arange(3, dtype="u2"), np.ones((4, 8), "f8")]))
+        wire.join_buffers(wire.encode(wire.PUSH, 5, {"seq": 1}, [np.arange(3, dtype="u2"), np.ones((4, 8), "f8")]))
     )
-    outer = wire.parse(wire.joined(wire.encode(wire.ENTRY, 6, {"link": 1}, [inner.raw])))
+    outer = wire.parse(wire.join_buffers(wire.encode(wire.LOG_ENTRY, 6, {"link": 1}, [inner.raw])))
     again = wire.parse(outer.arrays[0])
     same(again, wire.PUSH, 5, {"seq": 1}, inner.arrays)
 
@@ -81,11 +81,11 @@ def test_limits() -> None:
     """What is too large is refused by its header alone."""
     header = wire.HEADER.pack(wire.MAGIC, wire.PUSH, 0, 1, 2, 0, 0, 1 << 40)
     with pytest.raises(wire.WireError, match="at most"):
-        wire.Decoder().feed(header)
+        wire.FrameDecoder().feed(header)
     with pytest.raises(wire.WireError, match="at most 4096"):
-        wire.Decoder(limit=4096).feed(wire.HEADER.pack(wire.MAGIC, wire.PUSH, 0, 1, 2, 0, 0, 4096))
+        wire.FrameDecoder(limit=4096).feed(wire.HEADER.pack(wire.MAGIC, wire.PUSH, 0, 1, 2, 0, 0, 4096))
     with pytest.raises(wire.WireError, match="bytes of JSON"):
-        wire.Decoder().feed(wire.HEADER.pack(wire.MAGIC, wire.PUSH, 0, 1, 1 << 21, 0, 0, 1 << 22))
+        wire.FrameDecoder().feed(wire.HEADER.pack(wire.MAGIC, wire.PUSH, 0, 1, 1 << 21, 0, 0, 1 << 22))
     with pytest.raises(wire.WireError, match="JSON"):
         wire.encode(wire.PUSH, 1, {"x": "y" * (1 << 20)})
     with pytest.raises(wire.WireError, match="cannot be sent"):
@@ -104,7 +104,7 @@ def test_garbage() -> None:
         for _ in range(drawn.randint(1, 4)):
             bad[drawn.randrange(len(bad) if drawn.random() < 0.3 else 80)] = drawn.randrange(256)
         try:
-            wire.Decoder(limit=1 << 20).feed(bad)
+            wire.FrameDecoder(limit=1 << 20).feed(bad)
         except wire.WireError:
             refused += 1
     assert refused > 1000

@@ -7,11 +7,20 @@ from itertools import chain
 
 from hypothesis import strategies as st
 
-from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
+from echelon.plan.cluster import Cluster, CollectiveTiming, Device, Node, RateCurve, RatePoint
 from echelon.plan.mesh import Mesh
-from echelon.plan.placement import Placement, Slice
+from echelon.plan.placement import Placement, TensorSlice
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule, Visit
+from echelon.plan.profile import (
+    Amount,
+    MemorySnapshot,
+    ModuleProfile,
+    Operator,
+    OptimizerProfile,
+    ParameterProfile,
+    PipelineUnit,
+    Profile,
+)
 from echelon.plan.stages import find_stages
 
 
@@ -19,7 +28,7 @@ def make_profile(
     *, blocks: int = 4, width: int = 256, batch: int = 16, length: int = 32, samples: int = 0, clip: bool = False
 ) -> Profile:
     """A stack of square linear layers, as the profiler would describe it."""
-    parameters = tuple(Parameter(name=f"blocks.{i}.weight", shape=(width, width)) for i in range(blocks))
+    parameters = tuple(ParameterProfile(name=f"blocks.{i}.weight", shape=(width, width)) for i in range(blocks))
     size = width * width * 4
     rows = Amount(0.0, float(length))
     product = Amount(0.0, 2.0 * length * width * width)
@@ -39,7 +48,7 @@ def make_profile(
         precision="fp32",
         device="cpu",
         parameters=parameters,
-        modules=(Module(path="blocks.*", kind="Linear", count=blocks, parameters=size, flops=product, kept=kept * (1 / blocks)),),
+        modules=(ModuleProfile(path="blocks.*", kind="Linear", count=blocks, parameters=size, flops=product, saved=kept * (1 / blocks)),),
         operators=(
             operator("addmm:nt", "forward", blocks),
             operator("mm:nn", "backward", blocks),
@@ -47,18 +56,18 @@ def make_profile(
             Operator(name="relu", kind="stream", phase="forward", module="", count=blocks, moved=Amount(0.0, 8.0 * length * width)),
         ),
         moments=(
-            Moment(where="loss", phase="backward", alive=kept * 1.25, kept=kept, gradients=0.0, blocks=blocks),
-            Moment(
-                where="blocks.*", phase="backward", alive=kept * (1 / blocks) + Amount(float(size)), kept=kept * (1 / blocks),
+            MemorySnapshot(module="loss", phase="backward", alive=kept * 1.25, saved=kept, gradients=0.0, blocks=blocks),
+            MemorySnapshot(
+                module="blocks.*", phase="backward", alive=kept * (1 / blocks) + Amount(float(size)), saved=kept * (1 / blocks),
                 gradients=float(size * (blocks - 1)), blocks=2,
             ),
         ),
-        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True, fused_sharded=True),),
-        units=tuple(f"blocks.{i}" for i in range(blocks)),
-        unit_bytes=(size,) * blocks,
+        optimizers=(OptimizerProfile(name="AdamW", state_bytes=2 * size * blocks, temporary_bytes=size, trainable_elements=width * width * blocks, fused=True, fused_sharded=True),),
+        fsdp_units=tuple(f"blocks.{i}" for i in range(blocks)),
+        fsdp_unit_bytes=(size,) * blocks,
         input_bytes=4 * length,
         samples=samples,
-        clip=clip,
+        clips_gradients=clip,
     )  # fmt: skip
 
 
@@ -67,16 +76,18 @@ def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: in
     inner, size = 4 * width, 4 * length
     names = {"up": (inner, width), "down": (width, inner)}
     parameters = tuple(
-        Parameter(name=f"blocks.{i}.{name}.weight", shape=shape) for i in range(blocks) for name, shape in names.items()
+        ParameterProfile(name=f"blocks.{i}.{name}.weight", shape=shape)
+        for i in range(blocks)
+        for name, shape in names.items()
     )
     bytes_in = 2 * 4 * width * inner
     product = Amount(0.0, 2.0 * length * width * inner)
     elements = sum(parameter.elements for parameter in parameters)
     kept = Amount(0.0, float(size * (width + 2 * inner)))
 
-    def module(path: str, kind: str, parts: int, keeps: float, gives: int) -> Module:
-        return Module(
-            path=path, kind=kind, count=blocks, parameters=parts, kept=Amount(0.0, size * keeps), output=Amount(0.0, float(size * gives)),
+    def module(path: str, kind: str, parts: int, keeps: float, gives: int) -> ModuleProfile:
+        return ModuleProfile(
+            path=path, kind=kind, count=blocks, parameters=parts, saved=Amount(0.0, size * keeps), output=Amount(0.0, float(size * gives)),
         )  # fmt: skip
 
     def operator(name: str, phase: str, layer: str) -> Operator:
@@ -96,11 +107,11 @@ def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: in
             module("blocks.*.down", "Linear", bytes_in // 2, inner, width),
         ),
         operators=tuple(operator(name, phase, layer) for name, phase in calls for layer in names),
-        moments=(Moment(where="loss", phase="backward", alive=kept * blocks, kept=kept * blocks, gradients=0.0),),
-        optimizers=(Rule(name="AdamW", state=8 * elements, temporary=0, elements=elements, fused=True, fused_sharded=True),),
-        units=tuple(f"blocks.{i}" for i in range(blocks)),
-        unit_bytes=(bytes_in,) * blocks,
-        visits=tuple(Visit(path=f"blocks.{i}", work=1.0, crossing=Amount(0.0, float(size * width) * (i > 0))) for i in range(blocks)),
+        moments=(MemorySnapshot(module="loss", phase="backward", alive=kept * blocks, saved=kept * blocks, gradients=0.0),),
+        optimizers=(OptimizerProfile(name="AdamW", state_bytes=8 * elements, temporary_bytes=0, trainable_elements=elements, fused=True, fused_sharded=True),),
+        fsdp_units=tuple(f"blocks.{i}" for i in range(blocks)),
+        fsdp_unit_bytes=(bytes_in,) * blocks,
+        pipeline_units=tuple(PipelineUnit(path=f"blocks.{i}", cost=1.0, boundary_bytes=Amount(0.0, float(size * width) * (i > 0))) for i in range(blocks)),
         input_bytes=size,
     )  # fmt: skip
 
@@ -118,8 +129,8 @@ def make_language(
     """A language model in 2-byte numbers: a table, blocks with norms of so many operators, and a head whose logits are large."""
     plain = make_stack(blocks=blocks, width=width, batch=batch, length=length)
     size, logits = 2.0 * length * width, 2.0 * length * vocab
-    table = Parameter(name="embed.weight", shape=(vocab, width), aliases=("head.weight",) if tied else ())
-    head = () if tied else (Parameter(name="head.weight", shape=(vocab, width)),)
+    table = ParameterProfile(name="embed.weight", shape=(vocab, width), aliases=("head.weight",) if tied else ())
+    head = () if tied else (ParameterProfile(name="head.weight", shape=(vocab, width)),)
     product = Amount(0.0, 2.0 * length * width * vocab)
     dims = (Amount(1.0), Amount(0.0, float(length)), Amount(float(vocab)), Amount(float(width)))
 
@@ -155,22 +166,24 @@ def make_language(
     parameters = (table, *plain.parameters, *head)
     elements = sum(each.elements for each in parameters)
     modules = (
-        Module(path="embed", kind="Embedding", output=Amount(0.0, size)),
+        ModuleProfile(path="embed", kind="Embedding", output=Amount(0.0, size)),
         *plain.modules,
-        Module(path="blocks.*.norm", kind="Norm", count=blocks, kept=Amount(0.0, size), output=Amount(0.0, size)),
-        Module(path="head", kind="Linear", kept=Amount(0.0, size), output=Amount(0.0, logits)),
+        ModuleProfile(
+            path="blocks.*.norm", kind="Norm", count=blocks, saved=Amount(0.0, size), output=Amount(0.0, size)
+        ),
+        ModuleProfile(path="head", kind="Linear", saved=Amount(0.0, size), output=Amount(0.0, logits)),
     )
     crossing = Amount(0.0, size)
-    inner = [replace(visit, work=3.0, crossing=crossing) for visit in plain.visits]
+    inner = [replace(visit, cost=3.0, boundary_bytes=crossing) for visit in plain.pipeline_units]
     return replace(
         plain,
         name="Language",
         parameters=tuple(replace(each, dtype="bfloat16") for each in parameters),
         operators=tuple(replace(each, dtype="bfloat16") for each in operators),
         modules=modules,
-        moments=(replace(moment, alive=moment.alive * 0.5 + Amount(0.0, 7 * logits), kept=moment.kept * 0.5),),
-        optimizers=(Rule(name="AdamW", state=4 * elements, temporary=0, elements=elements, fused=True, fused_sharded=True),),
-        visits=(Visit(path="embed", work=1.0), *inner, Visit(path="head", work=2.0, crossing=crossing)),
+        moments=(replace(moment, alive=moment.alive * 0.5 + Amount(0.0, 7 * logits), saved=moment.saved * 0.5),),
+        optimizers=(OptimizerProfile(name="AdamW", state_bytes=4 * elements, temporary_bytes=0, trainable_elements=elements, fused=True, fused_sharded=True),),
+        pipeline_units=(PipelineUnit(path="embed", cost=1.0), *inner, PipelineUnit(path="head", cost=2.0, boundary_bytes=crossing)),
     )  # fmt: skip
 
 
@@ -178,15 +191,15 @@ def cut(plan: Plan, profile: Profile) -> Plan:
     """`plan` completed for a model of `make_stack`."""
     pairs = [
         (
-            Placement(path=f"{unit}.up", cut="column", slices=(Slice("weight", 0), Slice("bias", 0)), source="pair"),
-            Placement(path=f"{unit}.down", cut="row", slices=(Slice("weight", 1),), source="pair"),
+            Placement(path=f"{unit}.up", cut="column", slices=(TensorSlice("weight", 0), TensorSlice("bias", 0)), source="pair"),
+            Placement(path=f"{unit}.down", cut="row", slices=(TensorSlice("weight", 1),), source="pair"),
         )
-        for unit in profile.units
+        for unit in profile.fsdp_units
     ]  # fmt: skip
     if plan.mesh.tp > 1:
         plan = replace(plan, placements=tuple(chain.from_iterable(pairs)))
     if plan.mesh.pp > 1:
-        plan = replace(plan, stages=find_stages(plan, profile.visits) or ())
+        plan = replace(plan, stages=find_stages(plan, profile.pipeline_units) or ())
     return plan
 
 
@@ -202,20 +215,27 @@ def make_cluster(
         threads = cores // ranks
         for name in ("mm:nn", "addmm:nt", "mm:tn"):
             points = tuple(
-                Point((float(s), float(s), float(s)), flops * threads * share)
+                RatePoint((float(s), float(s), float(s)), flops * threads * share)
                 for s, share in ((64, 0.3), (512, 0.8), (2048, 1.0))
             )
-            curves.append(Curve(operation=name, ranks=ranks, threads=threads, points=points))
+            curves.append(RateCurve(operation=name, ranks=ranks, threads=threads, points=points))
         for name in ("add", "copy_", "add_", "mul"):
             curves.append(
-                Curve(operation=name, ranks=ranks, threads=threads, points=(Point((2.0**20,), bandwidth / ranks),))
+                RateCurve(
+                    operation=name, ranks=ranks, threads=threads, points=(RatePoint((2.0**20,), bandwidth / ranks),)
+                )
             )
         for name in ("AdamW:fused", "AdamW"):
             curves.append(
-                Curve(operation=name, ranks=ranks, threads=threads, points=(Point((2.0**22,), bandwidth / 28 / ranks),))
+                RateCurve(
+                    operation=name,
+                    ranks=ranks,
+                    threads=threads,
+                    points=(RatePoint((2.0**22,), bandwidth / 28 / ranks),),
+                )
             )
     links = tuple(
-        Link(
+        CollectiveTiming(
             operation=operation, backend="gloo", ranks=ranks, points=((4096.0, 1e-4), (2.0**25, 1e-4 + 2**25 / link)), overlap=overlap
         )
         for operation in ("all_reduce", "reduce_scatter", "all_gather")
@@ -223,7 +243,7 @@ def make_cluster(
     )  # fmt: skip
     device = Device(
         kind="cpu", name="test", memory=int(memory), cores=cores, curves=tuple(curves), overhead=1e-5, framework=int(3e8),
-        grain=2.0**21, retained=0.3,
+        block_padding=2.0**21, retained=0.3,
     )  # fmt: skip
     node = Node(name="here", cores=cores, memory=int(memory), devices=(device,), links=links)
     return Cluster(name="test", nodes=(node,), versions={})

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.cluster import Cluster, Curve, Point
+from echelon.plan.cluster import Cluster, RateCurve, RatePoint
 from echelon.plan.profile import Amount, Operator
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
 from echelon.simulator.cost.curves import operator_seconds
-from echelon.simulator.launch_bound import held_up
-from echelon.simulator.node_load import load_of
+from echelon.simulator.launch_bound import host_stall_seconds
+from echelon.simulator.node_load import compute_node_load
 from tests.simulator.cases import make_cluster, make_profile
 
 _SECONDS = st.integers(0, 100).map(float)
@@ -26,13 +26,13 @@ def test_a_device_waits_for_what_was_not_issued(stretches: list[tuple[float, flo
     for host, device in stretches:
         issued += host
         done = max(done + device, issued)
-    assert held_up(stretches) == done - sum(device for _, device in stretches)
+    assert host_stall_seconds(stretches) == done - sum(device for _, device in stretches)
 
 
 def _gpu(**seconds: float) -> Cluster:
     cluster = make_cluster()
     curves = tuple(
-        Curve(operation=f"host {name.replace('_', ' ')}", points=(Point((1.0,), 1 / each),))
+        RateCurve(operation=f"host {name.replace('_', ' ')}", points=(RatePoint((1.0,), 1 / each),))
         for name, each in seconds.items()
     )
     device = replace(cluster.nodes[0].devices[0], kind="cuda", overhead=1e-9)
@@ -63,13 +63,17 @@ def test_blocks_that_are_computed_again_cost_the_host_what_that_was_measured_at(
 
 @pytest.mark.parametrize(("by", "rate"), [(1, 1e9), (3, 4e9)])
 def test_a_norm_goes_by_what_it_was_measured_by(by: int, rate: float) -> None:
-    points = (Point((1e6,), 1e9),) if by == 1 else (Point((64.0, 49.0, 32.0), 1e9), Point((256.0, 49.0, 32.0), 4e9))
+    points = (
+        (RatePoint((1e6,), 1e9),)
+        if by == 1
+        else (RatePoint((64.0, 49.0, 32.0), 1e9), RatePoint((256.0, 49.0, 32.0), 4e9))
+    )
     cluster = make_cluster()
-    device = replace(cluster.nodes[0].devices[0], curves=(Curve(operation="native_batch_norm", points=points),))
+    device = replace(cluster.nodes[0].devices[0], curves=(RateCurve(operation="native_batch_norm", points=points),))
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], devices=(device,)),))
     norm = Operator(
         name="native_batch_norm", kind="stream", phase="forward", module="", moved=Amount(8e9),
         dims=(Amount(256.0), Amount(49.0), Amount(0.0, 32.0)),
     )  # fmt: skip
-    load = replace(load_of(make_profile(), cluster, from_text("dp=1")), threads=1)
+    load = replace(compute_node_load(make_profile(), cluster, from_text("dp=1")), threads=1)
     assert operator_seconds(norm, 1, load, "fp32") == pytest.approx(8e9 / rate)

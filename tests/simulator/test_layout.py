@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
-from echelon.plan.forecast import Time
+from echelon.plan.forecast import TimeForecast
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, Rule, Visit
+from echelon.plan.profile import OptimizerProfile, PipelineUnit, Profile
 from echelon.plan.text import from_text
-from echelon.simulator import Stack, simulate
-from echelon.simulator.calibration import fitted
-from echelon.simulator.plan_layout import Layout, lay_out
-from echelon.simulator.plan_pricer import Quotes
-from echelon.simulator.sheet_memory import held_by_ranks, put_together
-from echelon.simulator.step import laid_out
-from echelon.simulator.summarize_profile import distil
+from echelon.simulator import TrainingStack, simulate
+from echelon.simulator.calibration import load_constants
+from echelon.simulator.plan_layout import PlanLayout, lay_out_plan
+from echelon.simulator.plan_pricer import PlanPricer
+from echelon.simulator.sheet_memory import rank_memories, with_overheads
+from echelon.simulator.step import place_plan
+from echelon.simulator.summarize_profile import summarize_profile
 from tests.simulator.cases import cut, make_language, make_stack
 
-A100 = catalogue.cluster("2x8xA100-80GB")
+A100 = catalogue.parse_cluster("2x8xA100-80GB")
 
 
-def layout(profile: Profile, text: str | Plan, cluster: Cluster = A100) -> Layout:
+def layout(profile: Profile, text: str | Plan, cluster: Cluster = A100) -> PlanLayout:
     plan = from_text(text) if isinstance(text, str) else text
-    (found,) = laid_out(profile, cluster, plan)
+    (found,) = place_plan(profile, cluster, plan)
     return found.layout
 
 
@@ -49,17 +49,17 @@ def without_blocks() -> Profile:
         parameters=tuple(replace(each, name=renamed(each.name)) for each in plain.parameters),
         operators=tuple(replace(each, module=renamed(each.module)) for each in plain.operators),
         modules=tuple(replace(each, path=renamed(each.path), count=1) for each in plain.modules if each.path != "blocks.*"),
-        units=(),
-        unit_bytes=(),
-        visits=(Visit(path="encoder", work=3.0), Visit(path="decoder", work=1.0)),
+        fsdp_units=(),
+        fsdp_unit_bytes=(),
+        pipeline_units=(PipelineUnit(path="encoder", cost=3.0), PipelineUnit(path="decoder", cost=1.0)),
     )  # fmt: skip
 
 
 def in_a_sequence() -> Profile:
     """Children of the model itself, of which every second is a block: numbers alone do not make one."""
     plain = make_stack(blocks=6, width=256)
-    inner = [Visit(path=visit.path.replace("blocks.", "layers."), work=1.0) for visit in plain.visits]
-    norms = [Visit(path=f"layers.{10 + place}", work=0.01) for place in range(6)]
+    inner = [PipelineUnit(path=visit.path.replace("blocks.", "layers."), cost=1.0) for visit in plain.pipeline_units]
+    norms = [PipelineUnit(path=f"layers.{10 + place}", cost=0.01) for place in range(6)]
 
     def renamed(path: str) -> str:
         return path.replace("blocks.", "layers.")
@@ -69,8 +69,8 @@ def in_a_sequence() -> Profile:
         parameters=tuple(replace(each, name=renamed(each.name)) for each in plain.parameters),
         operators=tuple(replace(each, module=renamed(each.module)) for each in plain.operators),
         modules=tuple(replace(each, path=renamed(each.path)) for each in plain.modules),
-        units=tuple(map(renamed, plain.units)),
-        visits=tuple(each for pair in zip(inner, norms, strict=True) for each in pair),
+        fsdp_units=tuple(map(renamed, plain.fsdp_units)),
+        pipeline_units=tuple(each for pair in zip(inner, norms, strict=True) for each in pair),
     )  # fmt: skip
 
 
@@ -84,10 +84,10 @@ def in_a_sequence() -> Profile:
 def test_stages_together_are_the_whole_model(profile: Profile, begins: tuple[int, ...]) -> None:
     whole = layout(profile, "")
     parted = layout(profile, replace(from_text(f"pp={len(begins) + 1} micro=1"), stages=begins))
-    assert sum(parted.stages) == pytest.approx(sum(whole.stages))
-    held = [parted.elements(rank) for rank in range(parted.plan.mesh.pp)]
+    assert sum(parted.stage_blocks) == pytest.approx(sum(whole.stage_blocks))
+    held = [parted.rank_elements(rank) for rank in range(parted.plan.mesh.pp)]
     assert sum(held) == pytest.approx(profile.elements)
-    assert whole.elements(0) == pytest.approx(profile.elements)
+    assert whole.rank_elements(0) == pytest.approx(profile.elements)
     assert held[0] > 0
 
 
@@ -106,7 +106,12 @@ def test_a_model_without_blocks_is_not_free_in_a_pipeline() -> None:
 
 def test_what_crosses_to_a_stage_is_what_its_place_says() -> None:
     profile = make_language(blocks=4, width=1024, length=512)
-    wide = replace(profile, visits=tuple(replace(each, crossing=each.crossing * 100) for each in profile.visits))
+    wide = replace(
+        profile,
+        pipeline_units=tuple(
+            replace(each, boundary_bytes=each.boundary_bytes * 100) for each in profile.pipeline_units
+        ),
+    )
     plan = replace(from_text("pp=2 micro=1"), stages=(3,))
     assert simulate(wide, A100, plan).time.exchange > 2 * simulate(profile, A100, plan).time.exchange
 
@@ -115,36 +120,36 @@ def test_few_micro_batches_run_and_wait_as_the_engine_runs_them() -> None:
     profile = make_stack(blocks=8, batch=2)
     few = layout(profile, "pp=4 micro=1")
     assert few.schedule == "gpipe"
-    assert [few.in_flight(rank) for rank in range(4)] == [2.0] * 4
+    assert [few.in_flight_micro_batches(rank) for rank in range(4)] == [2.0] * 4
     left = layout(make_stack(blocks=8, batch=6), "pp=4 micro=1 schedule=zero-bubble")
     assert (left.schedule, left.chunks) == ("gpipe", 2)
     named = replace(from_text("pp=4 micro=1 schedule=zero-bubble"), stages=tuple(range(1, 8)))
     for batch in (6, 8, 12):
         model = make_stack(blocks=8, batch=batch)
         assert simulate(model, A100, named).time == simulate(model, A100, replace(named, stages=())).time
-    others = lay_out(distil(profile), 2, A100, from_text("pp=2 micro=1"), Stack(chunks=2))
+    others = lay_out_plan(summarize_profile(profile), 2, A100, from_text("pp=2 micro=1"), TrainingStack(chunks=2))
     assert others.schedule == "interleaved"
 
 
 def test_what_fits_goes_by_the_rank_that_may_need_most() -> None:
     """The last rank has the larger forecast (logits), the first one more that is unsure (micro-batches under way)."""
-    constants = replace(fitted(), slack=0.0, spread=0.3)
+    constants = replace(load_constants(), slack=0.0, spread=0.3)
     for vocab in range(2_000, 60_000, 2_000):
         profile = make_language(blocks=16, width=1024, length=512, vocab=vocab, batch=64)
         found = layout(profile, replace(from_text("pp=4 micro=4"), stages=(5, 9, 13)))
-        held = [put_together(each, constants) for each in held_by_ranks(found)]
+        held = [with_overheads(each, constants) for each in rank_memories(found)]
         unsure = max(held, key=lambda each: each.high)
         if max(each.peak for each in held) > unsure.peak:
             break
     else:
         pytest.fail("no model in which they differ")
-    quotes = Quotes(profile, A100)
-    forecast = quotes.forecast(quotes.placed(found.plan))
-    assert forecast.memory.needed == quotes.peak(quotes.placed(found.plan))
+    quotes = PlanPricer(profile, A100)
+    forecast = quotes.forecast(quotes.place(found.plan))
+    assert forecast.memory.required == quotes.peak_memory(quotes.place(found.plan))
 
 
-def exchange(profile: Profile, text: str) -> Time:
-    return simulate(profile, A100, from_text(text), stack=Stack(overlap=False)).time
+def exchange(profile: Profile, text: str) -> TimeForecast:
+    return simulate(profile, A100, from_text(text), stack=TrainingStack(overlaps_data_parallel=False)).time
 
 
 def test_zero_2_exchanges_after_every_micro_batch_or_keeps_all_gradients() -> None:
@@ -196,16 +201,18 @@ def test_what_tp_says_outside_of_blocks_is_exchange_and_not_compute() -> None:
 def test_the_optimizer_is_the_jobs_own(state: int, master: bool, bytes_each: float) -> None:
     """Adam, Adam with a wide copy (and gradients widened for it), momentum, none."""
     profile = make_language(blocks=4)
-    rule = replace(profile.optimizers[0], state=state * profile.elements)
-    held = simulate(replace(profile, optimizers=(rule,)), A100, from_text(""), stack=Stack(master=master))
+    rule = replace(profile.optimizers[0], state_bytes=state * profile.elements)
+    held = simulate(
+        replace(profile, optimizers=(rule,)), A100, from_text(""), stack=TrainingStack(master_weights=master)
+    )
     assert held.memory.optimizer == pytest.approx(bytes_each * profile.elements)
     assert held.memory.gradients == pytest.approx(2 * profile.elements)
 
 
 def test_updates_go_by_the_bytes_of_the_optimizer_and_clipping_costs() -> None:
     profile = make_language(blocks=4)
-    plain = replace(profile, optimizers=(replace(profile.optimizers[0], state=0),))
-    clipped = replace(plain, clip=True)
+    plain = replace(profile, optimizers=(replace(profile.optimizers[0], state_bytes=0),))
+    clipped = replace(plain, clips_gradients=True)
     none, adam, clip = (simulate(each, A100, from_text("")).time.optimizer for each in (plain, profile, clipped))
     # A gradient and a parameter both ways are 6 bytes, two states of 2 bytes both ways 8 more, clipping 6.
     assert adam / none == pytest.approx(14 / 6)
@@ -214,7 +221,9 @@ def test_updates_go_by_the_bytes_of_the_optimizer_and_clipping_costs() -> None:
 
 def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
     profile = make_language(blocks=4)
-    rule: Rule = replace(profile.optimizers[0], elements=profile.elements // 4, state=profile.elements)
+    rule: OptimizerProfile = replace(
+        profile.optimizers[0], trainable_elements=profile.elements // 4, state_bytes=profile.elements
+    )
     held = simulate(replace(profile, optimizers=(rule,)), A100, from_text("")).memory
     assert held.gradients == pytest.approx(2 * profile.elements / 4)
     assert held.optimizer == pytest.approx(profile.elements)
@@ -222,7 +231,7 @@ def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
 
 def test_precisions_of_plan_and_job_are_priced() -> None:
     profile = make_stack(blocks=8, width=4096, batch=16, length=512)
-    cluster = catalogue.cluster("A100-80GB")
+    cluster = catalogue.parse_cluster("A100-80GB")
     full, tf32, half = (
         simulate(profile, cluster, from_text(text)) for text in ("", "precision=tf32", "precision=bf16")
     )
@@ -249,7 +258,7 @@ def test_cuts_that_a_plan_names_are_those_that_are_priced() -> None:
 
 
 def test_every_kind_of_device_is_priced_by_itself() -> None:
-    fast, slow = catalogue.cluster("2x8xH100-80GB"), catalogue.cluster("2x8xA100-40GB")
+    fast, slow = catalogue.parse_cluster("2x8xH100-80GB"), catalogue.parse_cluster("2x8xA100-40GB")
     mixed = replace(fast, nodes=(fast.nodes[0], slow.nodes[0]), network=slow.network)
     for width in (512, 1024, 4096):
         profile = make_stack(blocks=4, width=width, batch=32, length=256)

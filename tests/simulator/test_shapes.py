@@ -9,27 +9,33 @@ import pytest
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Parameter, Profile
+from echelon.plan.profile import Amount, ParameterProfile, Profile
 from echelon.plan.text import from_text
-from echelon.simulator import Stack, simulate
-from echelon.simulator.calibration import fitted
-from echelon.simulator.cost.roofline import lines_of, precision_of, product_seconds
-from echelon.simulator.plan_layout import lay_out
-from echelon.simulator.sheet_memory import held_by_ranks
-from echelon.simulator.summarize_profile import distil
+from echelon.simulator import TrainingStack, simulate
+from echelon.simulator.calibration import load_constants
+from echelon.simulator.cost.roofline import compute_precision, operand_line_sizes, product_seconds
+from echelon.simulator.plan_layout import lay_out_plan
+from echelon.simulator.sheet_memory import rank_memories
+from echelon.simulator.summarize_profile import summarize_profile
 from tests.simulator.cases import make_language, make_stack
 from tests.simulator.test_sheets import with_experts
 
-A100, H200 = catalogue.cluster("8xA100-80GB"), catalogue.cluster("8xH200-141GB")
+A100, H200 = catalogue.parse_cluster("8xA100-80GB"), catalogue.parse_cluster("8xH200-141GB")
 CONV = (Amount(0.0, 1.0), Amount(64.0), Amount(64.0), Amount(9.0), Amount(1024.0), Amount(1.0))
 
 
 def seconds(lies: str, m: float, n: float, k: float, precision: str = "bf16", name: str = "H200-141GB") -> float:
-    sheet = catalogue.device(name).sheet
+    sheet = catalogue.catalogue_device(name).sheet
     assert sheet is not None
     dims = (1.0, m, n, k)
     return product_seconds(
-        sheet, fitted(), precision, dims, 2 * m * n * k, 2 * (m * n + n * k + m * k), lines_of(lies, dims)
+        sheet,
+        load_constants(),
+        precision,
+        dims,
+        2 * m * n * k,
+        2 * (m * n + n * k + m * k),
+        operand_line_sizes(lies, dims),
     )
 
 
@@ -51,12 +57,14 @@ def test_products_are_slow_where_lines_of_a_factor_are_not_aligned(
 
 def test_many_products_in_one_call_miss_the_matrix_units_where_lines_are_not_aligned() -> None:
     """256 of 1024 x 1024 x 64: 197 TFLOP/s on an H200, 52 and 77 with one side of 1023."""
-    sheet = catalogue.device("H200-141GB").sheet
+    sheet = catalogue.catalogue_device("H200-141GB").sheet
     assert sheet is not None
     rates = []
     for columns in (1024.0, 1023.0):
         dims, flops = (256.0, 1024.0, columns, 64.0), 2 * 256 * 1024 * columns * 64
-        rates.append(flops / product_seconds(sheet, fitted(), "bf16", dims, flops, 1.0, lines_of("nt", dims)))
+        rates.append(
+            flops / product_seconds(sheet, load_constants(), "bf16", dims, flops, 1.0, operand_line_sizes("nt", dims))
+        )
     assert 40e12 < rates[1] < 80e12 < 180e12 < rates[0]
 
 
@@ -71,8 +79,8 @@ def test_odd_vocabularies_cost_a_few_times_and_no_more() -> None:
 
 
 def test_devices_without_bf16_compute_it_as_slowly_as_they_must() -> None:
-    assert precision_of("bfloat16", "bf16") == precision_of("bfloat16", "fp32") == "bf16"
-    assert precision_of("bfloat16", "fp16") == precision_of("float16", "fp16") == "half"
+    assert compute_precision("bfloat16", "bf16") == compute_precision("bfloat16", "fp32") == "bf16"
+    assert compute_precision("bfloat16", "fp16") == compute_precision("float16", "fp16") == "half"
     assert seconds("nt", 4096, 4096, 4096, "bf16", "V100-32GB") > 4 * seconds(
         "nt", 4096, 4096, 4096, "half", "V100-32GB"
     )
@@ -81,7 +89,8 @@ def test_devices_without_bf16_compute_it_as_slowly_as_they_must() -> None:
 def test_a_model_that_is_one_unit_is_gathered_as_a_whole_and_hides_nothing() -> None:
     profile = make_language(blocks=8, width=2048, length=4096)
     parts, whole = (
-        simulate(profile, A100, replace(from_text("dp=8 zero=3 micro=1"), whole=whole)) for whole in (False, True)
+        simulate(profile, A100, replace(from_text("dp=8 zero=3 micro=1"), shard_as_one=whole))
+        for whole in (False, True)
     )
     assert whole.memory.buckets > 3 * parts.memory.buckets
     assert whole.memory.buckets > 2 * profile.elements
@@ -97,12 +106,12 @@ def convolutions(blocks: int = 8) -> Profile:
 
 
 def test_selective_and_compiled_keep_what_convolutions_give() -> None:
-    assert distil(convolutions()).kept.products >= 64 * 1024 * 4
+    assert summarize_profile(convolutions()).saved.products >= 64 * 1024 * 4
     block, selective, none = (
         simulate(convolutions(), A100, from_text(f"dp=8 micro=1 recompute={each}")).memory.activations
         for each in ("block", "selective", "none")
     )
-    assert selective == pytest.approx(block + 8 * distil(convolutions()).kept.products)
+    assert selective == pytest.approx(block + 8 * summarize_profile(convolutions()).saved.products)
     del none
 
 
@@ -120,7 +129,7 @@ def stacked(count: int) -> Profile:
     """The same experts with one weight of three dims for each layer of all of them."""
     plain = make_stack(blocks=4, width=1024, batch=64, length=512)
     parameters = [
-        Parameter(name=each.name.replace(".weight", ""), shape=(count, *each.shape)) for each in plain.parameters
+        ParameterProfile(name=each.name.replace(".weight", ""), shape=(count, *each.shape)) for each in plain.parameters
     ]
     operators = [
         replace(
@@ -135,11 +144,11 @@ def stacked(count: int) -> Profile:
 
 
 def test_experts_see_few_rows_each_and_layers_in_a_row_see_all() -> None:
-    assert distil(with_experts(16)).number == 16
-    assert distil(in_a_row(16)).number == 0
-    work = distil(stacked(8))
-    assert (work.number, work.experts) == (8, 8 * 2 * 4 * 1024 * 1024)
-    cluster = catalogue.cluster("2x8xH100-80GB")
+    assert summarize_profile(with_experts(16)).expert_count == 16
+    assert summarize_profile(in_a_row(16)).expert_count == 0
+    work = summarize_profile(stacked(8))
+    assert (work.expert_count, work.expert_elements) == (8, 8 * 2 * 4 * 1024 * 1024)
+    cluster = catalogue.parse_cluster("2x8xH100-80GB")
     with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
         simulate(in_a_row(16), cluster, from_text("dp=16 ep=2"))
     with pytest.raises(PlanError, match="ep=16: 8 experts of a block cannot be parted so"):
@@ -149,36 +158,42 @@ def test_experts_see_few_rows_each_and_layers_in_a_row_see_all() -> None:
 @pytest.mark.parametrize("profile", [with_experts(64), stacked(64)], ids=["listed", "stacked"])
 def test_ranks_of_ep_compute_fewer_experts_with_more_rows_each(profile: Profile) -> None:
     """Small products are slow: the same work in larger ones takes less."""
-    cluster = catalogue.cluster("8x8xH100-80GB")
+    cluster = catalogue.parse_cluster("8x8xH100-80GB")
     forward = [simulate(profile, cluster, from_text(f"dp=64 ep={ep}")).time.forward for ep in (1, 8, 64)]
     assert forward[0] > 1.2 * forward[2]
     assert forward[0] >= forward[1] >= forward[2]
 
 
 def test_a_scope_divides_experts_over_those_that_have_the_same() -> None:
-    work = distil(with_experts(16))
-    cluster = catalogue.cluster("2x8xH100-80GB")
+    work = summarize_profile(with_experts(16))
+    cluster = catalogue.parse_cluster("2x8xH100-80GB")
     plan = from_text("dp=16 ep=4 zero=3")
-    shards = [lay_out(work, 64, cluster, plan, Stack(scope=scope)).shard(0) for scope in (None, 4)]
+    shards = [
+        lay_out_plan(work, 64, cluster, plan, TrainingStack(shard_group_size=scope)).shard_elements(0)
+        for scope in (None, 4)
+    ]
     assert shards[0] == pytest.approx(16 * shards[1] / 16)
     # Four ranks have the same four experts each, and no scope is smaller than that.
-    assert shards[1] == pytest.approx(work.experts * 4 / 4 / 4)
-    axes = [held_by_ranks(lay_out(work, 64, cluster, from_text(f"dp=16 ep={ep}"), Stack()))[0].axes for ep in (1, 4)]
+    assert shards[1] == pytest.approx(work.expert_elements * 4 / 4 / 4)
+    axes = [
+        rank_memories(lay_out_plan(work, 64, cluster, from_text(f"dp=16 ep={ep}"), TrainingStack()))[0].axes
+        for ep in (1, 4)
+    ]
     assert axes == [1, 2]
 
 
-def held(text: str, stack: Stack) -> tuple[float, float]:
+def held(text: str, stack: TrainingStack) -> tuple[float, float]:
     memory = simulate(make_language(blocks=4), A100, from_text(text), stack=stack).memory
     return memory.parameters, memory.optimizer
 
 
 def test_zero_of_one_rank_holds_what_no_zero_holds() -> None:
-    for stack in (Stack(master=True), Stack()):
+    for stack in (TrainingStack(master_weights=True), TrainingStack()):
         assert held("zero=0", stack) == held("zero=1", stack)
 
 
 def test_shards_lie_beside_what_was_gathered_from_them() -> None:
-    apart, beside = (held("dp=2 zero=1", Stack(beside=each))[0] for each in (False, True))
+    apart, beside = (held("dp=2 zero=1", TrainingStack(keeps_shards=each))[0] for each in (False, True))
     assert beside == pytest.approx(1.5 * apart)
 
 

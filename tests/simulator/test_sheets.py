@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 from echelon import planner, simulator
 from echelon.errors import DocumentError, PlanError
 from echelon.plan import catalogue
-from echelon.plan.cluster import Cluster, Sheet, Wire
+from echelon.plan.cluster import Cluster, DataSheet, Interconnect
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
-from echelon.simulator import Stack, simulate
-from echelon.simulator.calibration import bounds, fitted, written
-from echelon.simulator.cost.network import wires_of
+from echelon.simulator import TrainingStack, simulate
+from echelon.simulator.calibration import constant_bounds, format_constants_file, load_constants
+from echelon.simulator.cost.network import cluster_network
 from echelon.simulator.cost.roofline import product_seconds
-from echelon.simulator.pipeline_order import B, F, W, in_flight, least, length, order, walk
+from echelon.simulator.pipeline_order import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT_BACKWARD,
+    in_flight_micro_batches,
+    makespan,
+    makespan_lower_bound,
+    schedule_actions,
+    timed_actions,
+)
 from tests.simulator.cases import make_cluster, make_stack
 
 times = st.floats(0.1, 5.0)
@@ -31,21 +40,21 @@ def test_equal_stages_take_the_closed_form_of_1f1b_and_gpipe(
     ranks: int, count: int, forward: float, backward: float
 ) -> None:
     for schedule in ("1f1b", "gpipe"):
-        found = length(schedule, [forward] * ranks, [backward] * ranks, ranks=ranks, count=count)
+        found = makespan(schedule, [forward] * ranks, [backward] * ranks, ranks=ranks, micro_batch_count=count)
         assert found == pytest.approx((count + ranks - 1) * (forward + backward))
 
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), times)
 def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, rounds: int, chunks: int, work: float) -> None:
     stages = [work / chunks] * (ranks * chunks)
-    found = length("interleaved", stages, stages, ranks=ranks, count=rounds * ranks)
+    found = makespan("interleaved", stages, stages, ranks=ranks, micro_batch_count=rounds * ranks)
     assert found == pytest.approx(2 * work * (rounds * ranks + (ranks - 1) / chunks))
 
 
 @given(st.integers(2, 8), st.integers(2, 4))
 def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, rounds: int) -> None:
     count = rounds * ranks
-    found = length("zero-bubble", [1.0] * ranks, [2.0] * ranks, ranks=ranks, count=count)
+    found = makespan("zero-bubble", [1.0] * ranks, [2.0] * ranks, ranks=ranks, micro_batch_count=count)
     assert found == pytest.approx(3 * count + (ranks - 1))
 
 
@@ -65,7 +74,7 @@ def pipelines(draw: st.DrawFn, most: int = 30) -> tuple[str, list[float], list[f
 @settings(deadline=None)
 def test_every_rank_does_all_of_its_work(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
     schedule, forward, backward, ranks, count = pipeline
-    events = walk(schedule, forward, backward, ranks=ranks, count=count)
+    events = timed_actions(schedule, forward, backward, ranks=ranks, micro_batch_count=count)
     for stage in range(len(forward)):
         busy = sum(end - begin for _, _, at, _, begin, end in events if at == stage)
         assert busy == pytest.approx(count * (forward[stage] + backward[stage]))
@@ -77,8 +86,10 @@ def test_steps_of_which_the_end_is_reckoned_are_as_long_as_those_that_are_walked
     pipeline: tuple[str, list[float], list[float], int, int],
 ) -> None:
     schedule, forward, backward, ranks, count = pipeline
-    walked = max(end for *_, end in walk(schedule, forward, backward, ranks=ranks, count=count))
-    assert length(schedule, forward, backward, ranks=ranks, count=count) == pytest.approx(walked, rel=1e-6)
+    walked = max(end for *_, end in timed_actions(schedule, forward, backward, ranks=ranks, micro_batch_count=count))
+    assert makespan(schedule, forward, backward, ranks=ranks, micro_batch_count=count) == pytest.approx(
+        walked, rel=1e-6
+    )
 
 
 @given(pipelines(most=120), st.integers(0, 11))
@@ -88,7 +99,9 @@ def test_a_faster_stage_never_makes_the_pipeline_slower(
 ) -> None:
     schedule, forward, backward, ranks, count = pipeline
     faster = [[t / 2 if at == which % len(side) else t for at, t in enumerate(side)] for side in (forward, backward)]
-    slow, fast = (length(schedule, *each, ranks=ranks, count=count) for each in ((forward, backward), faster))
+    slow, fast = (
+        makespan(schedule, *each, ranks=ranks, micro_batch_count=count) for each in ((forward, backward), faster)
+    )
     assert fast <= slow * (1 + 1e-6)
 
 
@@ -97,11 +110,11 @@ def test_a_faster_stage_never_makes_the_pipeline_slower(
 def test_in_flight_is_what_the_order_keeps(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
     schedule, forward, _, ranks, count = pipeline
     chunks = len(forward) // ranks
-    steps = order(schedule, ranks, chunks, count)
+    steps = schedule_actions(schedule, ranks, chunks, count)
     for rank in range(ranks):
-        ends = W if any(kind == W for kind, _, _ in steps[rank]) else B
-        held = list(accumulate((kind == F) - (kind == ends) for kind, _, _ in steps[rank]))
-        assert in_flight(schedule, ranks, chunks, count, rank) == pytest.approx(max(held) / chunks)
+        ends = WEIGHT_BACKWARD if any(kind == WEIGHT_BACKWARD for kind, _, _ in steps[rank]) else BACKWARD
+        held = list(accumulate((kind == FORWARD) - (kind == ends) for kind, _, _ in steps[rank]))
+        assert in_flight_micro_batches(schedule, ranks, chunks, count, rank) == pytest.approx(max(held) / chunks)
 
 
 def changed(
@@ -135,7 +148,7 @@ PLANS = ["dp=16", "dp=16 zero=1", "dp=16 zero=3 micro=1", "dp=4 tp=4", "dp=2 tp=
 )
 def test_better_devices_and_links_never_make_a_step_slower(text: str, what: str, times: float, name: str) -> None:
     profile = make_stack(blocks=8, width=1024, batch=32, length=512)
-    cluster = catalogue.cluster(f"2x8x{name}")
+    cluster = catalogue.parse_cluster(f"2x8x{name}")
     before = simulate(profile, cluster, from_text(text))
     after = simulate(profile, changed(cluster, **{what: times}), from_text(text))
     assert after.time.step <= before.time.step * (1 + 1e-9)
@@ -148,18 +161,20 @@ def big() -> Profile:
 
 def test_memory_of_zero_3_falls_with_dp_and_a_smaller_scope_holds_more() -> None:
     held = [
-        simulate(big(), catalogue.cluster("2x8xA100-80GB"), from_text(f"dp={dp} zero=3 micro=1")).memory.peak
+        simulate(big(), catalogue.parse_cluster("2x8xA100-80GB"), from_text(f"dp={dp} zero=3 micro=1")).memory.peak
         for dp in (2, 4, 8, 16)
     ]
     assert held == sorted(held, reverse=True)
     plan = from_text("dp=16 zero=3 micro=1")
-    node = simulate(big(), catalogue.cluster("2x8xA100-80GB"), plan, stack=Stack(scope=8)).memory.peak
+    node = simulate(
+        big(), catalogue.parse_cluster("2x8xA100-80GB"), plan, stack=TrainingStack(shard_group_size=8)
+    ).memory.peak
     assert held[-1] < node == pytest.approx(held[2], rel=0.01)
 
 
 def test_each_stage_of_zero_holds_less() -> None:
     held = [
-        simulate(big(), catalogue.cluster("8xA100-80GB"), from_text(f"dp=8 micro=1 zero={zero}")).memory
+        simulate(big(), catalogue.parse_cluster("8xA100-80GB"), from_text(f"dp=8 micro=1 zero={zero}")).memory
         for zero in range(4)
     ]
     assert [each.peak for each in held] == sorted((each.peak for each in held), reverse=True)
@@ -167,7 +182,7 @@ def test_each_stage_of_zero_holds_less() -> None:
 
 
 def test_recomputing_takes_time_and_saves_memory() -> None:
-    cluster, profile = catalogue.cluster("8xA100-80GB"), make_stack(blocks=16, width=2048, batch=64, length=2048)
+    cluster, profile = catalogue.parse_cluster("8xA100-80GB"), make_stack(blocks=16, width=2048, batch=64, length=2048)
     none, block = (
         simulate(profile, cluster, from_text(f"dp=8 micro=4 recompute={each}")) for each in ("none", "block")
     )
@@ -176,7 +191,7 @@ def test_recomputing_takes_time_and_saves_memory() -> None:
 
 
 def test_stages_that_a_plan_names_are_those_that_are_priced() -> None:
-    profile, cluster = make_stack(blocks=8, width=1024, batch=16, length=512), catalogue.cluster("2xA100-80GB")
+    profile, cluster = make_stack(blocks=8, width=1024, batch=16, length=512), catalogue.parse_cluster("2xA100-80GB")
     plan = from_text("pp=2 micro=1")
     even, uneven = (simulate(profile, cluster, replace(plan, stages=(at,))) for at in (4, 2))
     assert even.time == simulate(profile, cluster, plan).time
@@ -186,13 +201,13 @@ def test_stages_that_a_plan_names_are_those_that_are_priced() -> None:
 def test_links_inside_nodes_are_faster_than_between_them() -> None:
     profile = big()
     plan = from_text("tp=8")
-    near = simulate(profile, catalogue.cluster("8xV100-32GB"), plan).time
-    far = simulate(profile, catalogue.cluster("8x1xV100-32GB"), plan).time
+    near = simulate(profile, catalogue.parse_cluster("8xV100-32GB"), plan).time
+    far = simulate(profile, catalogue.parse_cluster("8x1xV100-32GB"), plan).time
     assert far.exchange > near.exchange > 0
 
 
 def test_products_too_small_or_not_aligned_are_slow() -> None:
-    device = catalogue.device("A100-80GB")
+    device = catalogue.catalogue_device("A100-80GB")
     assert device.sheet is not None
 
     def share(m: float, n: float, k: float) -> float:
@@ -202,7 +217,7 @@ def test_products_too_small_or_not_aligned_are_slow() -> None:
             flops
             / device.sheet.peaks["half"]
             / product_seconds(
-                device.sheet, fitted(), "half", (1.0, m, n, k), flops, 2 * (m * n + m * k + n * k), (n, k)
+                device.sheet, load_constants(), "half", (1.0, m, n, k), flops, 2 * (m * n + m * k + n * k), (n, k)
             )
         )
 
@@ -212,18 +227,25 @@ def test_products_too_small_or_not_aligned_are_slow() -> None:
 
 
 def test_links_that_ranks_need_must_be_described() -> None:
-    cluster = catalogue.cluster("2x8xH100-80GB")
+    cluster = catalogue.parse_cluster("2x8xH100-80GB")
     with pytest.raises(PlanError, match=r"no link between nodes is described"):
         simulate(big(), replace(cluster, network=None), from_text("dp=16"))
     without = replace(cluster, nodes=(replace(cluster.nodes[0], wire=None),) * 2)
     with pytest.raises(PlanError, match=r"\[inside\]"):
         simulate(big(), without, from_text("dp=16"))
     with pytest.raises(DocumentError, match=r"2 nodes and no link between them"):
-        catalogue.build("x", catalogue.device("H100-80GB"), 8, 2, inside=Wire(kind="nvswitch", rate=1e9), between=None)
+        catalogue.build_cluster(
+            "x",
+            catalogue.catalogue_device("H100-80GB"),
+            8,
+            2,
+            intra_node=Interconnect(kind="nvswitch", rate=1e9),
+            inter_node=None,
+        )
 
 
 def test_ranks_with_the_same_work_wait_for_the_slowest_device() -> None:
-    fast, slow = catalogue.cluster("2x8xH100-80GB"), catalogue.cluster("2x8xA100-40GB")
+    fast, slow = catalogue.parse_cluster("2x8xH100-80GB"), catalogue.parse_cluster("2x8xA100-40GB")
     mixed = replace(fast, nodes=(fast.nodes[0], slow.nodes[0]), network=slow.network)
     plan = from_text("dp=16 zero=1 micro=1")
     found = simulate(big(), mixed, plan)
@@ -233,7 +255,7 @@ def test_ranks_with_the_same_work_wait_for_the_slowest_device() -> None:
 
 
 def test_nodes_of_unequal_size_use_what_all_of_them_have() -> None:
-    cluster, small = catalogue.cluster("2x8xA100-80GB"), catalogue.cluster("4xA100-40GB")
+    cluster, small = catalogue.parse_cluster("2x8xA100-80GB"), catalogue.parse_cluster("4xA100-40GB")
     mixed = replace(cluster, nodes=(cluster.nodes[0], small.nodes[0]))
     assert any(
         "4 devices of larger nodes are not used" in note for note in simulate(big(), mixed, from_text("dp=8")).notes
@@ -261,7 +283,7 @@ def with_experts(count: int) -> Profile:
 
 
 def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
-    cluster, profile = catalogue.cluster("2x8xH100-80GB"), with_experts(16)
+    cluster, profile = catalogue.parse_cluster("2x8xH100-80GB"), with_experts(16)
     alone, shared = (simulate(profile, cluster, from_text(f"dp=16 ep={ep}")) for ep in (1, 16))
     assert shared.memory.parameters == pytest.approx(alone.memory.parameters / 16)
     # Gradients of experts that no other rank has are not exchanged; tokens are, and small ones take less.
@@ -275,7 +297,7 @@ def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
 
 
 def test_samples_that_take_longer_to_come_than_to_compute_are_waited_for() -> None:
-    cluster, profile = catalogue.cluster("8xH100-80GB"), big()
+    cluster, profile = catalogue.parse_cluster("8xH100-80GB"), big()
     assert simulate(profile, cluster, from_text("dp=8")).time.input == 0
     heavy = simulate(replace(profile, input_bytes=10**10), cluster, from_text("dp=8"))
     assert heavy.time.input > 0
@@ -283,7 +305,7 @@ def test_samples_that_take_longer_to_come_than_to_compute_are_waited_for() -> No
 
 
 def test_networks_that_were_measured_reach_what_was_measured() -> None:
-    cluster = catalogue.cluster("2x8xA100-80GB")
+    cluster = catalogue.parse_cluster("2x8xA100-80GB")
     assert cluster.network is not None
     slow = replace(cluster, network=replace(cluster.network, share=0.34))
     plan = from_text("dp=16 zero=1")
@@ -298,56 +320,67 @@ def test_the_bound_of_a_pipeline_is_never_above_its_length(
     pipeline: tuple[str, list[float], list[float], int, int],
 ) -> None:
     schedule, forward, backward, ranks, count = pipeline
-    bound, path = (way(schedule, forward, backward, ranks=ranks, count=count) for way in (least, length))
+    bound, path = (
+        way(schedule, forward, backward, ranks=ranks, micro_batch_count=count)
+        for way in (makespan_lower_bound, makespan)
+    )
     assert bound <= path * (1 + 1e-12)
 
 
 def test_a_plan_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(PlanError, match="needs 16 devices, 8xH100-80GB has 8"):
-        simulate(big(), catalogue.cluster("8xH100-80GB"), from_text("dp=16"))
+        simulate(big(), catalogue.parse_cluster("8xH100-80GB"), from_text("dp=16"))
 
 
 def test_what_was_measured_is_priced_by_its_curves() -> None:
     profile, plan = make_stack(), from_text("dp=2")
     measured = make_cluster()
     node = measured.nodes[0]
-    sheet = Sheet(peaks={"fp32": 1e30}, vector=1e30, bandwidth=1e30, units=1)
+    sheet = DataSheet(peaks={"fp32": 1e30}, vector=1e30, bandwidth=1e30, units=1)
     both = replace(measured, nodes=(replace(node, devices=(replace(node.devices[0], sheet=sheet),)),))
     assert simulate(profile, both, plan) == simulate(profile, measured, plan)
 
 
 def test_every_constant_lies_in_a_range_that_is_accounted_for() -> None:
-    plain = json.loads(written(fitted()))
+    plain = json.loads(format_constants_file(load_constants()))
     assert len(plain) <= 25
-    for name, (low, high) in bounds().items():
-        assert low <= getattr(fitted(), name) <= high, name
+    for name, (low, high) in constant_bounds().items():
+        assert low <= getattr(load_constants(), name) <= high, name
         assert {"unit", "meaning", "range"} <= set(plain[name]), name
-    assert json.loads(written(replace(fitted(), step=0.125)))["step"] == plain["step"] | {"value": 0.125}
+    assert json.loads(format_constants_file(replace(load_constants(), step=0.125)))["step"] == plain["step"] | {
+        "value": 0.125
+    }
 
 
 @pytest.mark.parametrize(("near", "share"), [(2, 1 / 7), (4, 3 / 7), (8, 1.0)])
 def test_in_a_mesh_few_devices_reach_few_links(near: int, share: float) -> None:
     mesh, switch = (
-        wires_of(
+        cluster_network(
             replace(
-                catalogue.cluster("8xMI300X-192GB"),
-                nodes=(replace(catalogue.cluster("8xMI300X-192GB").nodes[0], wire=Wire(kind=kind, rate=448e9)),),
+                catalogue.parse_cluster("8xMI300X-192GB"),
+                nodes=(
+                    replace(
+                        catalogue.parse_cluster("8xMI300X-192GB").nodes[0], wire=Interconnect(kind=kind, rate=448e9)
+                    ),
+                ),
             ),
             8,
-            fitted(),
+            load_constants(),
         )
         for kind in ("xgmi-mesh", "nvswitch")
     )
     size = 1e12
-    slow, fast = (each.gather(size, each.group(near, 1)) for each in (mesh, switch))
+    slow, fast = (each.gather_seconds(size, each.group(near, 1)) for each in (mesh, switch))
     assert fast / slow == pytest.approx(share, rel=1e-3)
 
 
 def test_sums_over_many_nodes_take_a_tree_and_gathers_a_ring() -> None:
-    wires = wires_of(catalogue.cluster("64x1xA100-80GB"), 64, fitted())
-    group, hop = wires.group(64, 1), fitted().latency_between
-    assert wires.gather(1.0, group) == pytest.approx(fitted().latency_inside + 63 * hop, rel=1e-3)
-    assert wires.reduce(1.0, group) == pytest.approx(2 * (fitted().latency_inside + 6 * hop), rel=1e-3)
+    wires = cluster_network(catalogue.parse_cluster("64x1xA100-80GB"), 64, load_constants())
+    group, hop = wires.group(64, 1), load_constants().latency_between
+    assert wires.gather_seconds(1.0, group) == pytest.approx(load_constants().latency_inside + 63 * hop, rel=1e-3)
+    assert wires.all_reduce_seconds(1.0, group) == pytest.approx(
+        2 * (load_constants().latency_inside + 6 * hop), rel=1e-3
+    )
 
 
 def test_the_public_names_are_these() -> None:

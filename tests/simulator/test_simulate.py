@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import PlanError
-from echelon.plan.cluster import Cluster, Curve, Point, rounded
+from echelon.plan.cluster import Cluster, RateCurve, RatePoint, allocated_bytes
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import search
 from echelon.simulator import simulate
-from echelon.simulator.collectives import buckets
+from echelon.simulator.collectives import gradient_bucket_bytes
 from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
 
 
@@ -96,7 +96,7 @@ def test_fits_only_when_the_upper_end_fits() -> None:
     memory = simulate(profile, make_cluster(), plan()).memory
     between = (memory.peak + memory.high) / 2 + memory.framework
     assert not simulate(profile, make_cluster(memory=between / 0.95), plan()).fits
-    assert simulate(profile, make_cluster(memory=memory.needed / 0.95 + 1e6), plan()).fits
+    assert simulate(profile, make_cluster(memory=memory.required / 0.95 + 1e6), plan()).fits
 
 
 def test_exchange_hides_only_as_far_as_the_link_overlaps() -> None:
@@ -113,7 +113,7 @@ def test_an_optimizer_without_a_kernel_for_shards_is_priced_unfused_under_zero()
     node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
     # Fused kernels four times as fast as plain ones.
     curves = tuple(
-        replace(curve, points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        replace(curve, points=tuple(RatePoint(point.dims, 4 * point.rate) for point in curve.points))
         if curve.operation.endswith(":fused")
         else curve
         for curve in device.curves
@@ -137,7 +137,7 @@ def test_a_model_sharded_whole_is_one_message_each_way() -> None:
 
 def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
     profile = make_profile(blocks=12, width=1024)  # 4 MB each
-    sizes = buckets(profile, plan(bucket=8))
+    sizes = gradient_bucket_bytes(profile, plan(bucket=8))
     assert sum(sizes) == profile.gradient_bytes
     assert sizes[0] == 4 * 2**20
     assert max(sizes) <= 8 * 2**20
@@ -197,14 +197,14 @@ def test_an_impossible_link_is_named(changes: dict[str, Any], message: str) -> N
     ("changes", "message"),
     [
         ({"points": ()}, "at least one point"),
-        ({"points": (Point((1.0,), math.inf),)}, "above 0 and finite"),
-        ({"points": (Point((1.0,), 1.0), Point((1.0, 2.0), 1.0))}, "as many dims"),
+        ({"points": (RatePoint((1.0,), math.inf),)}, "above 0 and finite"),
+        ({"points": (RatePoint((1.0,), 1.0), RatePoint((1.0, 2.0), 1.0))}, "as many dims"),
         ({"ranks": 0}, "ranks=0"),
         ({"threads": 0}, "threads=0"),
     ],
 )
 def test_an_impossible_curve_is_named(changes: dict[str, Any], message: str) -> None:
-    curve = Curve(operation="add", points=(Point((1.0,), 1.0),))
+    curve = RateCurve(operation="add", points=(RatePoint((1.0,), 1.0),))
     with pytest.raises(ValueError, match=f"add: .*{message}"):
         replace(curve, **changes)
 
@@ -220,7 +220,7 @@ def test_a_plan_without_a_precision_is_forecast_in_the_jobs() -> None:
     profile, cluster = replace(make_profile(), precision="tf32"), make_cluster()
     node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
     fast = tuple(
-        replace(curve, dtype="tf32", points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        replace(curve, dtype="tf32", points=tuple(RatePoint(point.dims, 4 * point.rate) for point in curve.points))
         for curve in device.curves
         if "mm" in curve.operation
     )
@@ -233,18 +233,18 @@ def test_a_plan_without_a_precision_is_forecast_in_the_jobs() -> None:
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e6, 1e12)), min_size=1, max_size=8), st.floats(0.1, 1e6))
 def test_a_curve_stays_within_its_points(points: list[tuple[float, float]], at: float) -> None:
-    curve = Curve(operation="add", points=tuple(Point((dim,), rate) for dim, rate in points))
+    curve = RateCurve(operation="add", points=tuple(RatePoint((dim,), rate) for dim, rate in points))
     rates = [rate for _, rate in points]
-    assert min(rates) * (1 - 1e-9) <= curve.rate((at,)) <= max(rates) * (1 + 1e-9)
+    assert min(rates) * (1 - 1e-9) <= curve.rate_at((at,)) <= max(rates) * (1 + 1e-9)
 
 
 def test_a_curve_answers_its_own_points() -> None:
-    curve = Curve(operation="mm", points=(Point((64.0, 64.0), 1e9), Point((512.0, 512.0), 8e9)))
-    assert curve.rate((64, 64)) == 1e9
-    assert 1e9 < curve.rate((128, 256)) < 8e9
-    assert curve.rate((4096, 4096)) == 8e9
+    curve = RateCurve(operation="mm", points=(RatePoint((64.0, 64.0), 1e9), RatePoint((512.0, 512.0), 8e9)))
+    assert curve.rate_at((64, 64)) == 1e9
+    assert 1e9 < curve.rate_at((128, 256)) < 8e9
+    assert curve.rate_at((4096, 4096)) == 8e9
 
 
 def test_allocators_round_large_blocks_up() -> None:
-    assert rounded(64e6, 1, 2**21) == 64e6 + 2**21
-    assert rounded(1e6, 50, 2**21) < 1.2e6
+    assert allocated_bytes(64e6, 1, 2**21) == 64e6 + 2**21
+    assert allocated_bytes(1e6, 50, 2**21) < 1.2e6

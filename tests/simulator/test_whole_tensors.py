@@ -8,19 +8,21 @@ import pytest
 
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
-from echelon.plan.profile import Profile, Reads
+from echelon.plan.profile import Profile, UpdateScope
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
 from tests.simulator.cases import make_cluster, make_language, make_profile
 
 CASES = [
     (make_profile(blocks=8, width=1024), make_cluster(cores=4)),
-    (make_language(blocks=8, width=2048, length=1024), catalogue.cluster("8xA100-80GB")),
+    (make_language(blocks=8, width=2048, length=1024), catalogue.parse_cluster("8xA100-80GB")),
 ]
 
 
-def _reading(profile: Profile, reads: Reads, *, draws: bool = False) -> Profile:
-    return replace(profile, optimizers=tuple(replace(each, reads=reads, draws=draws) for each in profile.optimizers))
+def _reading(profile: Profile, reads: UpdateScope, *, draws: bool = False) -> Profile:
+    return replace(
+        profile, optimizers=tuple(replace(each, update_scope=reads, uses_rng=draws) for each in profile.optimizers)
+    )
 
 
 @pytest.mark.parametrize(("profile", "cluster"), CASES, ids=["measured", "sheet"])
@@ -41,6 +43,6 @@ def test_owners_exchange_and_hold_whole_tensors(profile: Profile, cluster: Clust
 
 @pytest.mark.parametrize(("profile", "cluster"), CASES, ids=["measured", "sheet"])
 @pytest.mark.parametrize("reads", ["tensor", "model"])
-def test_replicas_cost_nothing_more(profile: Profile, cluster: Cluster, reads: Reads) -> None:
+def test_replicas_cost_nothing_more(profile: Profile, cluster: Cluster, reads: UpdateScope) -> None:
     plan = from_text("dp=4")
     assert simulate(_reading(profile, reads), cluster, plan) == simulate(profile, cluster, plan)

@@ -13,7 +13,7 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.events import Event
-from echelon.testing.fault_schedule import steps_done, stop_at
+from echelon.testing.fault_schedule import last_logged_step, run_until_step
 
 # A training in small: a parent with a child in another session, which logs a step every 10 ms.
 TRAINING = """
@@ -57,31 +57,33 @@ def gone(pid: int) -> bool:
 
 def test_kill_reaches_processes_in_other_sessions(training: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    stopped = stop_at(
+    stopped = run_until_step(
         [sys.executable, str(training), str(events), "1000"], events=events, step=5, environment=ENVIRONMENT
     )
-    assert stopped.code == -signal.SIGKILL
+    assert stopped.exit_code == -signal.SIGKILL
     assert gone(int(events.with_suffix(".pid").read_text()))
-    assert 5 <= stopped.step <= steps_done(events) < 1000
+    assert 5 <= stopped.step <= last_logged_step(events) < 1000
 
 
 def test_interrupt_leaves_the_command_time_to_speak(training: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     command = [sys.executable, str(training), str(events), "1000"]
-    stopped = stop_at(command, events=events, step=5, with_signal=signal.SIGINT, environment=ENVIRONMENT)
-    assert stopped.code == 7
+    stopped = run_until_step(command, events=events, step=5, stop_signal=signal.SIGINT, environment=ENVIRONMENT)
+    assert stopped.exit_code == 7
     assert "interrupted by hand" in stopped.output
 
 
 def test_a_line_that_was_cut_short_is_not_counted(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    assert steps_done(events) == 0
+    assert last_logged_step(events) == 0
     whole = [Event(kind="step", step=step).to_line() for step in (1, 2, 3)]
     events.write_text(f"{whole[0]}\n{whole[2][:9]}\n{whole[1]}\n{whole[2][:-1]}")
-    assert steps_done(events) == 2
+    assert last_logged_step(events) == 2
 
 
 def test_a_command_that_ends_before_the_step_is_an_error(training: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     with pytest.raises(LaunchError, match="ended with 0 before step 50"):
-        stop_at([sys.executable, str(training), str(events), "3"], events=events, step=50, environment=ENVIRONMENT)
+        run_until_step(
+            [sys.executable, str(training), str(events), "3"], events=events, step=50, environment=ENVIRONMENT
+        )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import DataError
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from echelon.world import World, read_world
 
 
@@ -58,7 +58,7 @@ def doubled(world: World, tensor: torch.Tensor, *, times: int) -> torch.Tensor:
     return tensor * times + world.rank
 
 
-def test_ranks_are_reused_and_meet_in_worlds_of_any_size(ranks: Pool) -> None:
+def test_ranks_are_reused_and_meet_in_worlds_of_any_size(ranks: RankPool) -> None:
     first = ranks.run(2, total, 1.0)
     second = ranks.run(2, "tests.testing.test_ranks:total", 2.0)
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
@@ -67,23 +67,23 @@ def test_ranks_are_reused_and_meet_in_worlds_of_any_size(ranks: Pool) -> None:
     assert [value for _, value in ranks.run(3, total, 1.0)] == [6.0] * 3
 
 
-def test_arguments_and_results_may_be_tensors(ranks: Pool) -> None:
+def test_arguments_and_results_may_be_tensors(ranks: RankPool) -> None:
     first, second = ranks.run(2, doubled, torch.ones(3), times=2)
     assert torch.equal(first, torch.full((3,), 2.0))
     assert torch.equal(second, torch.full((3,), 3.0))
 
 
-def test_a_run_starts_clean(ranks: Pool) -> None:
+def test_a_run_starts_clean(ranks: RankPool) -> None:
     for size in (2, 1, 2):
         results = ranks.run(size, state)
         for rank, (world, grouped, threads, dtype, drawn) in enumerate(results):
             assert (world.rank, world.size, grouped, threads) == (rank, size, size > 1, 1)
             assert dtype == torch.float64
             assert drawn == results[0][4]
-    assert not any(grouped for _, grouped, *_ in ranks.run(2, state, group=False))
+    assert not any(grouped for _, grouped, *_ in ranks.run(2, state, init_process_group=False))
 
 
-def test_the_first_to_fail_is_blamed_with_its_traceback(ranks: Pool) -> None:
+def test_the_first_to_fail_is_blamed_with_its_traceback(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed:[\s\S]*sample 1 is bad") as caught:
         ranks.run(2, refuse, 1)
     assert caught.value.rank == 1
@@ -91,7 +91,7 @@ def test_the_first_to_fail_is_blamed_with_its_traceback(ranks: Pool) -> None:
     assert [value for _, value in ranks.run(2, total, 1.0)] == [3.0, 3.0]
 
 
-def test_ranks_that_all_refuse_are_kept(ranks: Pool) -> None:
+def test_ranks_that_all_refuse_are_kept(ranks: RankPool) -> None:
     before = {pid for pid, _ in ranks.run(2, total, 1.0)}
     with pytest.raises(RankError, match=r"rank [01] of 2"):
         ranks.run(2, refuse_everywhere)
@@ -100,14 +100,14 @@ def test_ranks_that_all_refuse_are_kept(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "words"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
-def test_a_rank_that_dies_is_blamed_with_its_output(ranks: Pool, code: int, words: str) -> None:
+def test_a_rank_that_dies_is_blamed_with_its_output(ranks: RankPool, code: int, words: str) -> None:
     with pytest.raises(RankError, match=rf"rank 1 of 2 {words}[\s\S]*the last words"):
         ranks.run(2, leave, 1, code)
     assert [value for _, value in ranks.run(2, total, 1.0)] == [3.0, 3.0]
 
 
 @pytest.mark.slow
-def test_a_hang_ends_with_the_timeout(ranks: Pool) -> None:
+def test_a_hang_ends_with_the_timeout(ranks: RankPool) -> None:
     ranks.run(2, total, 1.0)
     began = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 did not finish within 1 s"):

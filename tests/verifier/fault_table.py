@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from tests.verifier import proofs
 
 
@@ -63,7 +63,7 @@ CAUGHT = [
 QUIET = sorted({(model, case.plan) for case in CAUGHT for model in case.models})
 
 
-def certify(ranks: Pool, model: str, text: str, fault: str = "") -> Certificate:
+def certify(ranks: RankPool, model: str, text: str, fault: str = "") -> Certificate:
     """The proof of a model under a plan, with a fault in the run or without."""
     plan = proofs.plan_for(model, text)
     count = Plan.from_json(plan).ranks

@@ -124,7 +124,7 @@ def make(name: str) -> Job:
         loss=losses[name]() if name in losses else plain.get(name, lambda output, batch: F.cross_entropy(output, batch[-1])),
         inputs=Inputs() if name == "inputs" else lambda batch: ((batch[1],), {}),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
-        data=DATA, batch=8, epochs=4,
+        data=DATA, batch_size=8, epochs=4,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from echelon.partition.complete_plan import complete
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.fault_catalogue import injected
+from echelon.testing.fault_catalogue import inject_fault
 from echelon.testing.models import GPT, MLP
 from echelon.verifier.verify import verify
 from echelon.world import World
@@ -160,39 +160,39 @@ def make_job(name: str, **changes: Any) -> Job:
     tokens = {"data": TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:]), "loss": token_loss}
     vectors = {"data": TensorDataset(X, Y), "loss": lambda output, batch: F.cross_entropy(output, batch[1])}
     mean = lambda output, batch: F.binary_cross_entropy_with_logits(output, batch[-1])  # noqa: E731
-    clicks = {"data": TensorDataset(CLICKS, CLICKED), "loss": mean, "batch": 15}
+    clicks = {"data": TensorDataset(CLICKS, CLICKED), "loss": mean, "batch_size": 15}
     jobs: dict[str, dict[str, Any]] = {
         "gpt": tokens
         | {
             "model": lambda: GPT(vocab=32, context=8, width=16, layers=2, heads=2, dropout=0.1, tied=True),
             "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3),
-            "clip": 0.5,
+            "clip_norm": 0.5,
         },
         "norm": vectors
         | {
             "model": lambda: MLP(width=16, layers=3, inputs=8, classes=4, norm=True),
             "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            "batch": 12,  # of 33: the last has 9, which are two samples and more for each of four ranks
+            "batch_size": 12,  # of 33: the last has 9, which are two samples and more for each of four ranks
         },
         "gated": tokens | {"model": Gated, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
         "aside": vectors
         | {
             "model": Aside,
             "loss": lambda output, batch: F.cross_entropy(output.scores, batch[1]),
-            "batch": 12,
+            "batch_size": 12,
             "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
         },
-        "twice": vectors | {"model": Twice, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
-        "counts": vectors | {"model": Counting, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "twice": vectors | {"model": Twice, "batch_size": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "counts": vectors | {"model": Counting, "batch_size": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
         "users": clicks | {"model": lambda: Clicked(bags=False), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
         "clicks": clicks
         | {
             "model": Clicked,
             "loss": click_loss,
             "optimizer": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
-            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
+            "lr_schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
         },
-        "sparse": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart, "clip": 0.05},
+        "sparse": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart, "clip_norm": 0.05},
         "sparse-free": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart},
         "moved": clicks
         | {
@@ -203,7 +203,7 @@ def make_job(name: str, **changes: Any) -> Job:
                 lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
                 lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, weight_decay=0.1),
             ),
-            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.9),
+            "lr_schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.9),
             "epochs": 8,
         },
         "mixed": clicks
@@ -215,7 +215,7 @@ def make_job(name: str, **changes: Any) -> Job:
                 lambda p: torch.optim.Adagrad(p, lr=0.1),
                 lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
             ),
-            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
+            "lr_schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
         },
         "moved-too": clicks
         | {
@@ -225,13 +225,13 @@ def make_job(name: str, **changes: Any) -> Job:
                 lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2),
                 lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
             ),
-            "schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 24),
-            "clip": 0.5,
+            "lr_schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 24),
+            "clip_norm": 0.5,
             "epochs": 8,
         },
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
-    return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)
+    return Job(**{"batch_size": 8, "epochs": 2} | jobs[name] | changes)
 
 
 #: A job's name, a fault's name (empty: none), and what the plan has beside dp.
@@ -243,7 +243,7 @@ def prove(world: World, proofs: list[Proof]) -> list[str]:
     texts = []
     for name, fault, plan in proofs:
         made = Plan(mesh=Mesh(dp=world.size), **{"threads": 1} | plan)
-        with injected(fault) if fault else nullcontext():
+        with inject_fault(fault) if fault else nullcontext():
             texts.append(verify(make_job(name), made, world=world).to_json())
     return texts
 
@@ -251,8 +251,8 @@ def prove(world: World, proofs: list[Proof]) -> list[str]:
 def any_job(name: str, fault: str = "") -> Job:
     """One of the above or of the zoo, with what a fault needs to show."""
     job = ZOO[name]() if name in ZOO else make_job(name)
-    if "learning rate" in fault and job.schedule is None:
-        return dataclasses.replace(job, schedule=torch.optim.lr_scheduler.CosineAnnealingLR)
+    if "learning rate" in fault and job.lr_schedule is None:
+        return dataclasses.replace(job, lr_schedule=torch.optim.lr_scheduler.CosineAnnealingLR)
     return job
 
 
@@ -263,5 +263,5 @@ def plan_for(name: str, text: str) -> str:
 
 def prove_broken(world: World, name: str, plan: str, fault: str, **options: Any) -> str:
     """The certificate of a job under a plan document while a fault of the catalogue is in the run (empty: none)."""
-    with injected(fault) if fault else nullcontext():
+    with inject_fault(fault) if fault else nullcontext():
         return verify(any_job(name, fault), Plan.from_json(plan), world=world, **options).to_json()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.verifier.batch_collation import Unjoinable, joined
+from echelon.verifier.batch_collation import UnjoinableError, join_batches
 
 
 def test_rows_of_samples_are_joined() -> None:
-    found = joined([(torch.zeros(2, 3), torch.ones(2)), (torch.ones(1, 3), torch.zeros(1))], [2, 1])
+    found = join_batches([(torch.zeros(2, 3), torch.ones(2)), (torch.ones(1, 3), torch.zeros(1))], [2, 1])
     assert found[0].shape == (3, 3)
     assert found[1].tolist() == [1, 1, 0]
 
@@ -17,5 +17,5 @@ def test_rows_of_samples_are_joined() -> None:
 def test_bags_and_their_offsets_are_not() -> None:
     """Offsets count rows of their own part: joined, they would name rows of another sample."""
     bags = [(torch.arange(5), torch.tensor([0, 2])), (torch.arange(3), torch.tensor([0, 1]))]
-    with pytest.raises(Unjoinable):
-        joined(bags, [2, 2])
+    with pytest.raises(UnjoinableError):
+        join_batches(bags, [2, 2])

@@ -15,7 +15,7 @@ from echelon.engine.run import Run
 from echelon.errors import DivergenceError
 from echelon.job import Job
 from echelon.plan.text import from_text
-from echelon.verifier.spot_check import FIRST, SpotChecks
+from echelon.verifier.spot_check import FIRST_CHECKED_STEP, SpotChecks
 from echelon.world import World
 from tests.engine.jobs import classes, numbers
 from tests.verifier import unusual
@@ -84,7 +84,7 @@ def test_a_doubtful_step_is_compared_before_its_update(name: str) -> None:
     wrong = job(*WRONG[name])
     with Run(wrong, from_text("dp=1 micro=4"), World()) as run:
         checks = SpotChecks(wrong, run, None, None, entropy=ENTROPY)
-        assert not checks.due(LATE)
+        assert not checks.is_due(LATE)
         batches = run.batches()
         for _ in range(LATE):
             checks.step(next(batches))
@@ -92,7 +92,7 @@ def test_a_doubtful_step_is_compared_before_its_update(name: str) -> None:
         with pytest.raises(DivergenceError, match=f"step {LATE + 1}: .* off what one device computes"):
             checks.step(next(batches))
         assert all(map(torch.equal, before, run.model.parameters()))
-        assert compared == sum(checks.due(step) for step in range(LATE))
+        assert compared == sum(checks.is_due(step) for step in range(LATE))
 
 
 def test_the_first_step_that_is_weighed_is_compared() -> None:
@@ -103,10 +103,10 @@ def test_the_first_step_that_is_weighed_is_compared() -> None:
         for batch in run.batches():
             checks.step(batch)
             counts.append(checks.count)
-        due = [step for step in range(STEPS) if checks.due(step)]
+        due = [step for step in range(STEPS) if checks.is_due(step)]
         assert LATE not in due
         assert counts == [sum(each <= step for each in [*due, LATE]) for step in range(STEPS)]
-        assert checks.agreed == STEPS
+        assert checks.last_agreed_step == STEPS
 
 
 def test_doubtful_steps_are_compared_less_and_less_often() -> None:
@@ -119,9 +119,9 @@ def test_doubtful_steps_are_compared_less_and_less_often() -> None:
         for batch in run.batches():
             before = checks.count
             checks.step(batch)
-            if checks.count > before and not checks.due(batch.step):
+            if checks.count > before and not checks.is_due(batch.step):
                 compared.append(batch.step)
-        doubted = [step for step in range(FIRST - 1, steps) if not checks.due(step)]
+        doubted = [step for step in range(FIRST_CHECKED_STEP - 1, steps) if not checks.is_due(step)]
         assert compared == [doubted[number - 1] for number in (1, 2, 4, 8, 16)]
         (warning,) = warnings
         assert warning.startswith(

@@ -118,7 +118,7 @@ class Pointer(IterableDataset[Any]):
 @pytest.mark.parametrize("stream", [Once, Pointer])
 def test_a_stream_that_can_be_read_once_is_not_used_up(stream: Any) -> None:
     def job() -> Job:
-        return mlp(data=stream(), steps=4, epochs=None, evaluation=None, metrics={})
+        return mlp(data=stream(), steps=4, epochs=None, eval_data=None, metrics={})
 
     assert trained(job(), proved=True) == trained(job(), proved=False)
 
@@ -145,7 +145,7 @@ class Normalised(Dataset[Any]):
 @pytest.mark.parametrize("edits", [False, True])
 def test_readings_for_a_proof_leave_no_trace_in_a_data_set(edits: bool) -> None:
     def job() -> Job:
-        return mlp(data=Normalised(edits=edits), evaluation=None, metrics={})
+        return mlp(data=Normalised(edits=edits), eval_data=None, metrics={})
 
     assert trained(job(), proved=True) == trained(job(), proved=False)
 

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from echelon.errors import VerificationError
 from echelon.plan.text import from_text
 from echelon.verifier.reference import Reference
-from echelon.verifier.reference_data import open_feed
-from echelon.verifier.regrouping_check import _Loss, require_separable_loss
+from echelon.verifier.reference_data import open_reference_data
+from echelon.verifier.regrouping_check import _RowLoss, require_separable_loss
 from tests.engine.jobs import classes, mlp, numbers
 
 
@@ -84,14 +84,14 @@ def reference(loss: Any, plan: str = "dp=2") -> Reference:
     job = mlp(
         data=InOrder(),
         loss=loss,
-        batch=8,
+        batch_size=8,
         steps=4,
         epochs=None,
-        evaluation=None,
+        eval_data=None,
         metrics={},
         inputs=lambda batch: ((batch[0],), {}),
     )
-    return Reference(job, from_text(plan), open_feed(job))
+    return Reference(job, from_text(plan), open_reference_data(job))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1 micro=4"])
@@ -104,21 +104,21 @@ def test_a_loss_that_looks_at_the_other_samples_is_found(loss: Any, plan: str) -
 @pytest.mark.parametrize("loss", [by_count, pair, clamped_pair, pairs])
 def test_parts_that_make_the_whole_in_every_order_agree(loss: Any) -> None:
     """Asked of the trial itself: an error in it would pass for a loss that cannot be tried."""
-    tried = _Loss(reference(loss), 0, 8)
+    tried = _RowLoss(reference(loss), 0, 8)
     for order in (torch.arange(8), torch.tensor([1, 3, 5, 0, 7, 2, 4, 6]), torch.tensor([7, 1, 2, 0, 3, 5, 6, 4])):
-        difference = tried._difference(order, [4, 4])
+        difference = tried._relative_difference(order, [4, 4])
         assert difference is not None
         assert difference < 1e-12
 
 
 @pytest.mark.parametrize("loss", [two_terms, Counting(), drawing])
 def test_losses_of_which_the_trial_can_say_nothing_pass(loss: Any) -> None:
-    assert _Loss(reference(loss), 0, 8).worst_difference([4, 4]) < 1e-7
+    assert _RowLoss(reference(loss), 0, 8).largest_difference([4, 4]) < 1e-7
 
 
 @pytest.mark.parametrize(("plan", "trials"), [("dp=1", 0), ("tp=2", 0), ("dp=2", 1)])
 def test_whole_batches_need_no_trial(monkeypatch: pytest.MonkeyPatch, plan: str, trials: int) -> None:
     tried = []
-    monkeypatch.setattr("echelon.verifier.regrouping_check._Loss", lambda *given: tried.append(given))
+    monkeypatch.setattr("echelon.verifier.regrouping_check._RowLoss", lambda *given: tried.append(given))
     require_separable_loss(reference(balanced, plan), 0)
     assert len(tried) == trials

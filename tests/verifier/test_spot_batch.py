@@ -12,25 +12,25 @@ from torch.utils.data import Dataset
 
 from echelon.engine.run import Run
 from echelon.plan.text import from_text
-from echelon.verifier.reference_data import Feed, open_feed
-from echelon.verifier.spot_check_batch import Part, collect_parts, misreading_rank
+from echelon.verifier.reference_data import ReferenceData, open_reference_data
+from echelon.verifier.spot_check_batch import MicroBatchReading, collect_readings, find_misreading_rank
 from echelon.world import World
 from tests.verifier import unusual
 
 BATCH = torch.arange(16.0).reshape(8, 2)
 
 
-class Flips(Feed):
+class Flips(ReferenceData):
     """One batch, of which the readings with these numbers (from 1) have the sign of a sample changed."""
 
     def __init__(self, *flipped: int, sample: int = 6) -> None:
-        self.batch, self.total, self.reads = len(BATCH), 1, 0
+        self.batch_size, self.total_steps, self.reads = len(BATCH), 1, 0
         self._flipped, self._sample = flipped, sample
 
-    def size(self, step: int) -> int:
-        return self.batch
+    def samples_in(self, step: int) -> int:
+        return self.batch_size
 
-    def take(self, step: int, positions: numpy.ndarray) -> Any:
+    def read(self, step: int, positions: numpy.ndarray) -> Any:
         self.reads += 1
         return _flipped(BATCH, self._sample if self.reads in self._flipped else None)[positions]
 
@@ -41,10 +41,10 @@ def _flipped(batch: Tensor, *samples: int | None) -> Tensor:
     return batch
 
 
-def parts(*samples: int, steady: bool | None = None) -> list[Part]:
+def parts(*samples: int, steady: bool | None = None) -> list[MicroBatchReading]:
     """Two ranks' parts, of which these samples are flipped."""
     read = _flipped(BATCH, *samples)
-    return [Part(0, read[:4], 4, steady), Part(1, read[4:], 4, steady)]
+    return [MicroBatchReading(0, read[:4], 4, steady), MicroBatchReading(1, read[4:], 4, steady)]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def parts(*samples: int, steady: bool | None = None) -> list[Part]:
     ],
 )  # fmt: skip
 def test_a_rank_misreads_where_its_samples_differ_again_and_again(
-    read: list[Part], feed: Flips, rank: int | None
+    read: list[MicroBatchReading], feed: Flips, rank: int | None
 ) -> None:
-    assert misreading_rank(0, read, feed) == rank
+    assert find_misreading_rank(0, read, feed) == rank
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
@@ -90,7 +90,7 @@ def test_a_part_is_steady_where_it_is_read_the_same_many_times() -> None:
     job = unusual.job(data=data)
     with Run(job, from_text("dp=1 micro=4"), World()) as run:
         batch = next(run.batches())
-        assert [part.steady for part in collect_parts(run, batch, open_feed(job))] == [True, True]
-        assert [part.steady for part in collect_parts(run, batch)] == [None, None]
+        assert [part.is_steady for part in collect_readings(run, batch, open_reference_data(job))] == [True, True]
+        assert [part.is_steady for part in collect_readings(run, batch)] == [None, None]
         data.armed = True  # the thirtieth reading is of the first part, of four samples
-        assert [part.steady for part in collect_parts(run, batch, open_feed(job))] == [False, True]
+        assert [part.is_steady for part in collect_readings(run, batch, open_reference_data(job))] == [False, True]

@@ -13,7 +13,7 @@ from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
 from echelon.testing.models import MLP
-from echelon.testing.rank_pool import Pool, RankError
+from echelon.testing.rank_pool import RankError, RankPool
 from echelon.verifier.spot_check import SpotChecks
 from echelon.world import World
 from tests.engine.jobs import mlp
@@ -29,14 +29,14 @@ def checked(world: World, plan: str, off: float) -> int:
             return usual(batch) + off
 
         run.backward = wrong  # type: ignore[method-assign]
-        checks.agreed = -1
-        checks.checked(next(iter(run.batches())))
-        return checks.agreed
+        checks.last_agreed_step = -1
+        checks.check_step(next(iter(run.batches())))
+        return checks.last_agreed_step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"])
-def test_a_loss_that_is_off_is_found(ranks: Pool, plan: str) -> None:
+def test_a_loss_that_is_off_is_found(ranks: RankPool, plan: str) -> None:
     assert ranks.run(2, checked, plan, 0.0)[0] == 1
     with pytest.raises(RankError, match="the first steps agreed: something that begins later"):
         ranks.run(2, checked, plan, 0.001)
@@ -60,10 +60,10 @@ def remembered(world: World, plan: str) -> int:
         checks, batches = SpotChecks(job, run, None, None, entropy=2), iter(run.batches())
         for _ in range(2):
             run.step(next(batches))
-        checks.checked(next(batches))
-        return checks.agreed
+        checks.check_step(next(batches))
+        return checks.last_agreed_step
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
-def test_one_device_gets_what_the_loss_keeps(ranks: Pool, plan: str) -> None:
+def test_one_device_gets_what_the_loss_keeps(ranks: RankPool, plan: str) -> None:
     assert ranks.run(2, remembered, plan)[0] == 3

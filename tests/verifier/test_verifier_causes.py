@@ -11,19 +11,19 @@ from torch import Tensor
 
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.verifier.compare import Bounds, compare
-from echelon.verifier.explain_failure import Evidence, likely, part_of_rank
-from echelon.verifier.first_divergence import Pair, first
-from echelon.verifier.known_bugs import Suspect
-from echelon.verifier.reference import Record
-from echelon.verifier.tolerances import Slack, differences
+from echelon.verifier.compare import Bounds, compare_tensors
+from echelon.verifier.explain_failure import Evidence, describe_wrong_shard, explain
+from echelon.verifier.first_divergence import TensorPair, find_first_divergence
+from echelon.verifier.known_bugs import KnownBug
+from echelon.verifier.reference import StepRecord
+from echelon.verifier.tolerances import ParameterTolerance, compare_records
 
 TRUE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 GRADIENTS: dict[str, Tensor | None] = {"a.weight": TRUE, "a.bias": TRUE * 3, "norm.weight": TRUE - 1, "z.weight": TRUE}
 ORDER = {"": 0, "a": 1, "norm": 2, "z": 3}
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> StepRecord:
     given: dict[str, Any] = {
         "step": 1,
         "loss": torch.tensor(2.0).double(),
@@ -33,17 +33,19 @@ def record(**changes: Any) -> Record:
         "buffers": {"mean": TRUE},
         "optimizer": {},
     }
-    return Record(**given | changes)
+    return StepRecord(**given | changes)
 
 
-def told(mine: Record, *, true: Record | None = None, mesh: Mesh | None = None, zero: int = 0, **known: Any) -> str:
+def told(
+    mine: StepRecord, *, true: StepRecord | None = None, mesh: Mesh | None = None, zero: int = 0, **known: Any
+) -> str:
     true = true or record()
-    made = differences(mine, true, Slack(true.parameters))
-    worst = first(made, Bounds(), ORDER)
+    made = compare_records(mine, true, ParameterTolerance(true.parameters))
+    worst = find_first_divergence(made, Bounds(), ORDER)
     assert worst is not None
     plan = Plan(mesh=mesh or Mesh(dp=2), micro=1, zero=zero)
     given: dict[str, Any] = {"turns": 4, "order": ORDER, "mine": mine, "true": true, "plan": plan, "bounds": Bounds()}
-    return likely(Evidence(worst=worst, differences=made, **given | known))
+    return explain(Evidence(divergence=worst, differences=made, **given | known))
 
 
 def grown(factor: float, *names: str) -> Mapping[str, Tensor | None]:
@@ -98,7 +100,7 @@ def test_what_the_tensors_have_in_common_is_told(names: tuple[str, ...], words: 
 
 def test_a_suspect_that_gives_the_same_numbers_is_named_and_no_other() -> None:
     mine = record(gradients=GRADIENTS | {"a.weight": TRUE + 1})
-    suspects = [Suspect(words="not this", value=TRUE), Suspect(words="this one", value=TRUE + 1)]
+    suspects = [KnownBug(description="not this", value=TRUE), KnownBug(description="this one", value=TRUE + 1)]
     assert told(mine, suspects=suspects).endswith("this one")
     assert "this" not in told(mine, suspects=suspects[:1])
 
@@ -184,13 +186,16 @@ def test_a_part_that_is_no_ranks_own_is_not_called_one() -> None:
     columns, corner = true.clone(), true.clone()
     columns[:, 2:] += 1
     corner[1:3, 1:3] += 1
-    assert part_of_rank(Pair(plan=columns, true=true), plan) == "what rank 1 of tp holds (2 to 3 of 4 along dim 1)"
-    assert part_of_rank(Pair(plan=corner, true=true), plan) is None
-    assert part_of_rank(Pair(plan=true * 2, true=true), plan) is None
+    assert (
+        describe_wrong_shard(TensorPair(actual=columns, expected=true), plan)
+        == "what rank 1 of tp holds (2 to 3 of 4 along dim 1)"
+    )
+    assert describe_wrong_shard(TensorPair(actual=corner, expected=true), plan) is None
+    assert describe_wrong_shard(TensorPair(actual=true * 2, expected=true), plan) is None
 
 
 def test_what_has_no_number_is_not_explained() -> None:
-    made = compare("buffer", {}, {"mean": TRUE}, step=1)
+    made = compare_tensors("buffer", {}, {"mean": TRUE}, step=1)
     plan, mine = Plan(), record(buffers={})
     known: dict[str, Any] = {
         "turns": 1,
@@ -200,4 +205,4 @@ def test_what_has_no_number_is_not_explained() -> None:
         "plan": plan,
         "bounds": Bounds(),
     }
-    assert likely(Evidence(worst=made[0], differences=made, **known)) == ""
+    assert explain(Evidence(divergence=made[0], differences=made, **known)) == ""

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.verifier.compare import BROKEN, FLOOR, Bounds, compare, findings, relative
+from echelon.verifier.compare import (
+    NOT_COMPARABLE,
+    RELATIVE_FLOOR,
+    Bounds,
+    compare_tensors,
+    relative_difference,
+    summarize_differences,
+)
 
 BOUNDS = Bounds()
 QUICK = settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
@@ -20,7 +27,7 @@ vectors = st.lists(numbers, min_size=1, max_size=8).map(lambda values: torch.ten
 
 
 def one(kind: str, mine: Tensor | None, true: Tensor | None) -> float:
-    (difference,) = compare(kind, {"w": mine}, {"w": true}, step=0)
+    (difference,) = compare_tensors(kind, {"w": mine}, {"w": true}, step=0)
     return difference.value
 
 
@@ -30,21 +37,21 @@ def test_relative_is_the_definition(true: Tensor, shift: float) -> None:
     largest = 2e6
     mine = true + shift
     expected = float((mine - true).abs().max()) / max(float(true.abs().max()), 1e-6 * largest)
-    assert relative(mine, true, largest=largest) == pytest.approx(expected)
+    assert relative_difference(mine, true, largest=largest) == pytest.approx(expected)
 
 
 @QUICK
 @given(vectors)
 def test_equal_tensors_do_not_differ(true: Tensor) -> None:
-    assert relative(true.clone(), true, largest=0.0) == 0.0
+    assert relative_difference(true.clone(), true, largest=0.0) == 0.0
 
 
 @QUICK
 @given(vectors, st.floats(2.0, 100.0), st.floats(0.1, 10.0))
 def test_the_unit_of_measure_does_not_matter(true: Tensor, factor: float, unit: float) -> None:
     mine = true * factor
-    here = relative(mine, true, largest=float(true.abs().max()))
-    there = relative(mine * unit, true * unit, largest=float((true * unit).abs().max()))
+    here = relative_difference(mine, true, largest=float(true.abs().max()))
+    there = relative_difference(mine * unit, true * unit, largest=float((true * unit).abs().max()))
     assert there == pytest.approx(here, rel=1e-9)
 
 
@@ -53,33 +60,35 @@ def test_the_unit_of_measure_does_not_matter(true: Tensor, factor: float, unit: 
 def test_what_is_not_finite_never_passes(true: Tensor, bad: float, index: int) -> None:
     mine = true.clone()
     mine[index % len(mine)] = bad
-    assert relative(mine, true, largest=1.0) == BROKEN
-    assert not findings(compare("loss", {"w": mine}, {"w": true}, step=0), BOUNDS)[0].good
+    assert relative_difference(mine, true, largest=1.0) == NOT_COMPARABLE
+    assert not summarize_differences(compare_tensors("loss", {"w": mine}, {"w": true}, step=0), BOUNDS)[
+        0
+    ].is_within_bound
 
 
 def test_nan_on_both_sides_does_not_pass() -> None:
-    assert one("gradient", torch.tensor([math.nan]), torch.tensor([math.nan])) == BROKEN
+    assert one("gradient", torch.tensor([math.nan]), torch.tensor([math.nan])) == NOT_COMPARABLE
 
 
 def test_equal_infinities_are_equal() -> None:
     mask = torch.tensor([0.0, -math.inf])
     assert one("buffer", mask.clone(), mask) == 0.0
-    assert one("buffer", -mask, mask) == BROKEN
+    assert one("buffer", -mask, mask) == NOT_COMPARABLE
 
 
 def test_a_gradient_that_is_truly_zero_is_measured_against_the_largest() -> None:
     true = {"big": torch.tensor([1.0], dtype=torch.float64), "zero": torch.tensor([0.0], dtype=torch.float64)}
     noisy = {"big": true["big"], "zero": torch.tensor([1e-17], dtype=torch.float64)}
-    assert {each.name: each.value for each in compare("gradient", noisy, true, step=0)} == {
+    assert {each.name: each.value for each in compare_tensors("gradient", noisy, true, step=0)} == {
         "big": 0.0,
-        "zero": pytest.approx(1e-17 / FLOOR),
+        "zero": pytest.approx(1e-17 / RELATIVE_FLOOR),
     }
 
 
 def test_optimizer_states_of_another_meaning_do_not_raise_the_floor() -> None:
     true = {"0/w/step": torch.tensor(1e6), "0/w/exp_avg_sq": torch.tensor([1e-9], dtype=torch.float64)}
     wrong = true | {"0/w/exp_avg_sq": true["0/w/exp_avg_sq"] * 2}
-    assert max(each.value for each in compare("optimizer", wrong, true, step=0)) == pytest.approx(1.0)
+    assert max(each.value for each in compare_tensors("optimizer", wrong, true, step=0)) == pytest.approx(1.0)
 
 
 def test_whole_numbers_are_exact() -> None:
@@ -93,7 +102,7 @@ def test_a_gradient_that_is_none_reads_as_zero() -> None:
     assert one("gradient", torch.zeros(3), None) == 0.0
     assert one("gradient", None, None) == 0.0
     assert one("gradient", None, torch.ones(3)) == 1.0
-    assert one("gradient", torch.ones(3), None) == BROKEN
+    assert one("gradient", torch.ones(3), None) == NOT_COMPARABLE
 
 
 @pytest.mark.parametrize(
@@ -105,34 +114,39 @@ def test_a_gradient_that_is_none_reads_as_zero() -> None:
     ],
 )
 def test_what_does_not_match_is_found_by_name(mine: dict[str, Tensor], true: dict[str, Tensor], why: str) -> None:
-    (difference,) = compare("parameter", mine, true, step=1)
-    assert difference.value == BROKEN
+    (difference,) = compare_tensors("parameter", mine, true, step=1)
+    assert difference.value == NOT_COMPARABLE
     assert str(difference) == f"w (step 1, {why})"
 
 
 def test_findings_hold_the_worst_of_each_kind() -> None:
     made = [
-        *compare("gradient", {"a": torch.tensor(1.1), "b": torch.tensor(1.5)}, {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, step=0),
-        *compare("gradient", {"a": torch.tensor(1.2), "b": torch.tensor(1.0)}, {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, step=1),
-        *compare("loss", {"loss": torch.tensor(1.0)}, {"loss": torch.tensor(1.0)}, step=0),
+        *compare_tensors("gradient", {"a": torch.tensor(1.1), "b": torch.tensor(1.5)}, {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, step=0),
+        *compare_tensors("gradient", {"a": torch.tensor(1.2), "b": torch.tensor(1.0)}, {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, step=1),
+        *compare_tensors("loss", {"loss": torch.tensor(1.0)}, {"loss": torch.tensor(1.0)}, step=0),
     ]  # fmt: skip
-    gradient, loss = findings(made, BOUNDS)
-    assert (gradient.kind, gradient.tensors, gradient.where, gradient.good) == ("gradient", 2, "b (step 0)", False)
-    assert gradient.worst == pytest.approx(0.5)
-    assert (loss.kind, loss.worst, loss.good) == ("loss", 0.0, True)
+    gradient, loss = summarize_differences(made, BOUNDS)
+    assert (gradient.kind, gradient.tensors, gradient.where, gradient.is_within_bound) == (
+        "gradient",
+        2,
+        "b (step 0)",
+        False,
+    )
+    assert gradient.max_difference == pytest.approx(0.5)
+    assert (loss.kind, loss.max_difference, loss.is_within_bound) == ("loss", 0.0, True)
 
 
 def test_slack_is_granted_element_by_element() -> None:
     true = torch.zeros(2, dtype=torch.float64)
     mine, slack = torch.tensor([1e-3, 0.0]).double(), torch.tensor([1e-3, 0.0]).double()
-    assert relative(mine, true, largest=1.0, slack=slack) == 0.0
-    assert relative(mine.flip(0), true, largest=1.0, slack=slack) == pytest.approx(1e-3 / FLOOR)
+    assert relative_difference(mine, true, largest=1.0, tolerance=slack) == 0.0
+    assert relative_difference(mine.flip(0), true, largest=1.0, tolerance=slack) == pytest.approx(1e-3 / RELATIVE_FLOOR)
 
 
 def test_a_tensor_with_a_bound_of_its_own_is_judged_by_it() -> None:
     true = {"a": torch.tensor(1.0).double(), "b": torch.tensor(1.0).double()}
-    made = compare("gradient", {"a": true["a"] + 1e-7, "b": true["b"] + 1e-10}, true, step=0)
-    (finding,) = findings(made, Bounds(tensors={("gradient", "a"): 1e-5}))
-    assert (finding.where, finding.bound, finding.good) == ("b (step 0)", 1e-9, True)
-    (finding,) = findings(made, Bounds(tensors={("gradient", "a"): 1e-8}))
-    assert (finding.where, finding.bound, finding.good) == ("a (step 0)", 1e-8, False)
+    made = compare_tensors("gradient", {"a": true["a"] + 1e-7, "b": true["b"] + 1e-10}, true, step=0)
+    (finding,) = summarize_differences(made, Bounds(by_tensor={("gradient", "a"): 1e-5}))
+    assert (finding.where, finding.bound, finding.is_within_bound) == ("b (step 0)", 1e-9, True)
+    (finding,) = summarize_differences(made, Bounds(by_tensor={("gradient", "a"): 1e-8}))
+    assert (finding.where, finding.bound, finding.is_within_bound) == ("a (step 0)", 1e-8, False)

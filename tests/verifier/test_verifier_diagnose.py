@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.verifier.compare import Bounds, Difference, compare
-from echelon.verifier.first_divergence import Pair, describe, explains, first, place, proportion, ratio
-from echelon.verifier.tolerances import Slack
+from echelon.verifier.compare import Bounds, Difference, compare_tensors
+from echelon.verifier.first_divergence import (
+    TensorPair,
+    describe,
+    equals_candidate_tensor,
+    exact_ratio,
+    find_first_divergence,
+    forward_position,
+    scalar_multiple,
+)
+from echelon.verifier.tolerances import ParameterTolerance
 
 ORDER = {"": 0, "stem": 1, "blocks.0": 2, "blocks.0.up": 3, "blocks.1": 4}
 TRUE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -19,8 +27,8 @@ def off(kind: str, name: str, step: int = 0) -> Difference:
 
 def test_a_tensor_stands_where_forward_enters_its_module() -> None:
     names = ["stem.weight", "blocks.0.up.bias", "blocks.0.unknown.deep.weight", "token", "blocks.1.x"]
-    assert [place(name, ORDER) for name in names] == [1, 3, 2, 0, 4]
-    assert place("loss", {}) == 0
+    assert [forward_position(name, ORDER) for name in names] == [1, 3, 2, 0, 4]
+    assert forward_position("loss", {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -34,10 +42,10 @@ def test_a_tensor_stands_where_forward_enters_its_module() -> None:
     ],
 )
 def test_the_first_is_by_step_then_kind_then_forward_order(differences: list[Difference], name: str) -> None:
-    found = first(differences, Bounds(), ORDER)
+    found = find_first_divergence(differences, Bounds(), ORDER)
     assert found is not None
     assert found.name == name
-    assert first(differences, Bounds(least=0.5), ORDER) is None
+    assert find_first_divergence(differences, Bounds(default=0.5), ORDER) is None
 
 
 @pytest.mark.parametrize(
@@ -56,34 +64,34 @@ def test_what_is_off_is_told_with_its_place_and_size(kind: str, name: str, words
 
 
 def test_what_has_no_number_says_why() -> None:
-    made = compare("buffer", {}, {"mean": TRUE}, step=3)
+    made = compare_tensors("buffer", {}, {"mean": TRUE}, step=3)
     assert describe(made[0], Bounds()) == "buffer of mean at step 3: missing from the plan's run"
 
 
 def test_another_value_explains_a_tensor_only_if_the_reference_does_not() -> None:
-    assert explains(TRUE * 3, Pair(plan=TRUE * 3, true=TRUE))
-    assert not explains(TRUE, Pair(plan=TRUE, true=TRUE))
-    assert not explains(TRUE * 2.9, Pair(plan=TRUE * 3, true=TRUE))
-    assert not explains(TRUE * torch.nan, Pair(plan=TRUE * 3, true=TRUE))
+    assert equals_candidate_tensor(TRUE * 3, TensorPair(actual=TRUE * 3, expected=TRUE))
+    assert not equals_candidate_tensor(TRUE, TensorPair(actual=TRUE, expected=TRUE))
+    assert not equals_candidate_tensor(TRUE * 2.9, TensorPair(actual=TRUE * 3, expected=TRUE))
+    assert not equals_candidate_tensor(TRUE * torch.nan, TensorPair(actual=TRUE * 3, expected=TRUE))
 
 
 def test_a_proportion_may_be_one() -> None:
-    assert proportion(TRUE, TRUE) == pytest.approx(1.0)
-    assert proportion(TRUE + 1, TRUE) is None
+    assert scalar_multiple(TRUE, TRUE) == pytest.approx(1.0)
+    assert scalar_multiple(TRUE + 1, TRUE) is None
 
 
 def test_no_ratio_where_there_is_none() -> None:
-    assert ratio(Pair(plan=TRUE, true=TRUE * 0)) is None
-    assert ratio(Pair(plan=TRUE * torch.nan, true=TRUE)) is None
-    assert ratio(Pair(plan=TRUE[:2], true=TRUE)) is None
+    assert exact_ratio(TensorPair(actual=TRUE, expected=TRUE * 0)) is None
+    assert exact_ratio(TensorPair(actual=TRUE * torch.nan, expected=TRUE)) is None
+    assert exact_ratio(TensorPair(actual=TRUE[:2], expected=TRUE)) is None
     little = TRUE * (1 + 1e-7 * torch.arange(TRUE.numel(), dtype=TRUE.dtype).view_as(TRUE))
-    assert ratio(Pair(plan=little, true=TRUE)) is None
-    assert ratio(Pair(plan=TRUE * (1 + 1e-7), true=TRUE)) == pytest.approx(1 + 1e-7, rel=1e-9)
+    assert exact_ratio(TensorPair(actual=little, expected=TRUE)) is None
+    assert exact_ratio(TensorPair(actual=TRUE * (1 + 1e-7), expected=TRUE)) == pytest.approx(1 + 1e-7, rel=1e-9)
 
 
 def test_slack_follows_the_error_of_the_gradient_element_by_element() -> None:
-    slack = Slack({"w": torch.zeros(4)})
-    slack.note({"w": torch.tensor([1.0, 1.0 + 1e-3, 1e-17, 0.0])}, {"w": torch.tensor([1.0, 1.0, 0.0, 0.0])})
-    slack.note({"w": torch.ones(4)}, {"w": torch.ones(4)})
-    granted = slack.grant({"w": torch.tensor([0.0, 0.5, 0.0, 0.0])}, {})["w"]
+    slack = ParameterTolerance({"w": torch.zeros(4)})
+    slack.add_gradients({"w": torch.tensor([1.0, 1.0 + 1e-3, 1e-17, 0.0])}, {"w": torch.tensor([1.0, 1.0, 0.0, 0.0])})
+    slack.add_gradients({"w": torch.ones(4)}, {"w": torch.ones(4)})
+    granted = slack.compute_tolerances({"w": torch.tensor([0.0, 0.5, 0.0, 0.0])}, {})["w"]
     torch.testing.assert_close(granted, torch.tensor([0.0, 4e-3, 2.0, 0.0]).double() * 0.5, rtol=1e-3, atol=0.0)

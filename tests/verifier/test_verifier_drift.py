@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.cli.verify import _show
+from echelon.cli.verify import _print_certificate
 from echelon.engine import grad_clip
 from echelon.engine.run import Run
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.verifier.precision_drift import ALLOWED, GROSS, factor
-from echelon.verifier.reference import Record
+from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION, common_gradient_factor
+from echelon.verifier.reference import StepRecord
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -27,15 +27,15 @@ def alone(**plan: Any) -> Certificate:
     return verify(proofs.make_job("keys"), Plan(**plan), world=World())
 
 
-def record(gradients: dict[str, Tensor | None]) -> Record:
+def record(gradients: dict[str, Tensor | None]) -> StepRecord:
     empty: Any = {}
-    return Record(
+    return StepRecord(
         step=0, loss=torch.zeros(()), norm=None, gradients=gradients, parameters=empty, buffers=empty, optimizer=empty
     )
 
 
 def found(plan: dict[str, Any], true: dict[str, Any] = TRUE) -> float | None:
-    return factor(record(plan), record(true))
+    return common_gradient_factor(record(plan), record(true))
 
 
 def noisy(size: float) -> dict[str, Tensor]:
@@ -51,8 +51,8 @@ def test_one_factor_over_all_gradients_is_found_through_the_noise_of_half_precis
 def test_rounding_is_no_factor_however_large_it_is() -> None:
     for size in (0.0, 0.1, 1.0, 10.0):
         assert found(noisy(size)) is None
-    assert max(ALLOWED.values()) * 4 < GROSS
-    assert found({name: value * (1 + max(ALLOWED.values())) for name, value in TRUE.items()}) is None
+    assert max(DRIFT_BOUNDS.values()) * 4 < MIN_FACTOR_DEVIATION
+    assert found({name: value * (1 + max(DRIFT_BOUNDS.values())) for name, value in TRUE.items()}) is None
 
 
 def test_what_some_tensors_have_is_no_common_factor() -> None:
@@ -73,29 +73,29 @@ def test_a_few_numbers_or_none_that_are_finite_tell_nothing() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so
 def test_a_factor_that_only_the_trained_precision_has_is_a_no(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Run._finish
+    finish = Run._normalize_gradients
 
     def left_in(self: Run, *args: Any) -> Tensor:
         loss = finish(self, *args)
-        if self.assembly.parameters[0].dtype is not torch.float64:  # not the proof itself
-            grad_clip.scale(grad_clip.gradients(self.assembly.parameters), 1024.0)
+        if self.rank_model.parameters[0].dtype is not torch.float64:  # not the proof itself
+            grad_clip.scale_gradients(grad_clip.gradients(self.rank_model.parameters), 1024.0)
         return loss
 
     assert alone(precision=precision).verified
-    monkeypatch.setattr(Run, "_finish", left_in)
+    monkeypatch.setattr(Run, "_normalize_gradients", left_in)
     certificate = alone(precision=precision)
     assert not certificate.verified
     assert certificate.divergent.startswith(f"gradients in {precision} at step 0: 1")
     assert "times the reference, and in float64 they agree: looks like a loss scale" in certificate.divergent
-    (bad,) = (each for each in certificate.findings if not each.good)
+    (bad,) = (each for each in certificate.findings if not each.is_within_bound)
     assert bad.kind == "drift"
 
 
 def test_the_drift_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     certificate = alone()
-    _show(certificate, "certificate.json")
+    _print_certificate(certificate, "certificate.json")
     text = capsys.readouterr().out
     below = text[text.index("drift") :]
     for finding in certificate.drift:
-        assert f"{finding.worst:.1e}" in below
+        assert f"{finding.max_difference:.1e}" in below
         assert finding.kind in below

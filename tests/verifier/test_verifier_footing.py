@@ -14,8 +14,8 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import profile, sample_coupling
-from echelon.testing.rank_pool import Pool, RankError
-from echelon.verifier.choose_reference import asked, choose, needed, surely_fits
+from echelon.testing.rank_pool import RankError, RankPool
+from echelon.verifier.choose_reference import choose_reference, fits_easily, float64_memory, parse_reference
 from echelon.verifier.fingerprints import model_hash
 from echelon.verifier.verify import verify
 from echelon.world import World
@@ -27,21 +27,21 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.slow
 def test_what_a_reference_needs_grows_with_the_model_and_with_the_batch() -> None:
     job = proofs.make_job("gpt")
-    small, long = needed(profile(job)), needed(profile(proofs.make_job("gpt", batch=16)))
+    small, long = float64_memory(profile(job)), float64_memory(profile(proofs.make_job("gpt", batch_size=16)))
     elements = sum(value.numel() for value in job.model().parameters())
     assert small > 32 * elements, "parameter, gradient and AdamW's two states, eight bytes each"
     assert long > small
-    assert surely_fits(job, 4 * 32 * elements)
-    assert not surely_fits(job, 4 * 32 * elements - 1)
+    assert fits_easily(job, 4 * 32 * elements)
+    assert not fits_easily(job, 4 * 32 * elements - 1)
 
 
 def test_the_strongest_reference_that_fits_is_taken() -> None:
     job, plan = proofs.make_job("gpt"), Plan(mesh=Mesh(dp=2))
     known = profile(job)
-    size = int(needed(known)) + 1
+    size = int(float64_memory(known)) + 1
 
     def chosen(device: torch.device, memory: int, host: int) -> str:
-        return choose(plan, job, known, device=device, memory=memory, host=host).kind
+        return choose_reference(plan, job, known, device=device, memory=memory, host_memory=host).kind
 
     assert chosen(CUDA, size, 0) == "device"
     assert chosen(CUDA, size // 2, size) == "host"
@@ -55,7 +55,7 @@ def test_the_strongest_reference_that_fits_is_taken() -> None:
 )
 def test_the_other_plan_is_never_the_same_one(text: str, other: str) -> None:
     job = proofs.make_job("gpt")
-    footing = choose(complete(from_text(text), job), job, profile(job), device=CPU, memory=1, host=1)
+    footing = choose_reference(complete(from_text(text), job), job, profile(job), device=CPU, memory=1, host_memory=1)
     assert str(footing.plan) == other
     assert f"reference: {other}, as the model needs" in footing.note
     assert footing.note.endswith("an error that both plans share is not seen")
@@ -67,17 +67,17 @@ def test_the_other_plan_is_never_the_same_one(text: str, other: str) -> None:
 )
 def test_where_samples_may_see_each_other_one_of_two_plans_has_whole_batches(text: str, other: str) -> None:
     job = proofs.make_job("gpt")
-    unknown = dataclasses.replace(profile(job), coupled=None, uncompared="it is too large")
-    footing = choose(complete(from_text(text), job), job, unknown, device=CPU, memory=1, host=1)
+    unknown = dataclasses.replace(profile(job), samples_coupled=None, coupling_unknown_reason="it is too large")
+    footing = choose_reference(complete(from_text(text), job), job, unknown, device=CPU, memory=1, host_memory=1)
     assert str(footing.plan) == other
     with pytest.raises(
         VerificationError, match=r"not known whether samples see each other, because it is too large; give"
     ):
-        asked("dp=2 zero=3", Plan(mesh=Mesh(dp=2)), job, unknown)
+        parse_reference("dp=2 zero=3", Plan(mesh=Mesh(dp=2)), job, unknown)
 
 
 def test_a_proof_that_tells_what_was_not_known_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10)
+    monkeypatch.setattr(sample_coupling, "MAX_PARAMETERS", 10)
     certificate = verify(proofs.make_job("keys"), Plan(micro=3), world=World())
     assert certificate.verified
     assert any(
@@ -89,24 +89,24 @@ def test_a_proof_that_tells_what_was_not_known_says_so(monkeypatch: pytest.Monke
 def test_what_cannot_be_compared_is_refused() -> None:
     norm, gpt = proofs.make_job("norm"), proofs.make_job("gpt")
     with pytest.raises(VerificationError, match="its samples see each other"):
-        choose(Plan(mesh=Mesh(dp=2)), norm, profile(norm), device=CPU, memory=1, host=1)
+        choose_reference(Plan(mesh=Mesh(dp=2)), norm, profile(norm), device=CPU, memory=1, host_memory=1)
     with pytest.raises(VerificationError, match="one rank has no other plan; take a smaller batch"):
-        choose(Plan(micro=2), gpt, profile(gpt), device=CPU, memory=1, host=1)
+        choose_reference(Plan(micro=2), gpt, profile(gpt), device=CPU, memory=1, host_memory=1)
     with pytest.raises(VerificationError, match="needs 4 ranks, and the plan has 2"):
-        asked("dp=4", Plan(mesh=Mesh(dp=2)), gpt)
+        parse_reference("dp=4", Plan(mesh=Mesh(dp=2)), gpt)
     with pytest.raises(VerificationError, match="compared with itself proves nothing"):
-        asked("dp=2", Plan(mesh=Mesh(dp=2)), gpt)
+        parse_reference("dp=2", Plan(mesh=Mesh(dp=2)), gpt)
 
 
 def test_a_reference_on_the_host_is_as_strong_and_is_told() -> None:
     certificate = verify(proofs.make_job("keys"), Plan(micro=3), world=World(), reference="host")
     assert certificate.verified
     assert certificate.reference == "host"
-    assert certificate.weakness == ""
+    assert certificate.limitation == ""
     assert "reference: one process on the host's CPU, as was asked for" in certificate.notes
 
 
-def certify(ranks: Pool, plan: str, fault: str = "") -> Certificate:
+def certify(ranks: RankPool, plan: str, fault: str = "") -> Certificate:
     document = proofs.plan_for("gpt", plan)
     texts = ranks.run(2, proofs.prove_broken, "gpt", document, fault, memory=10_000, timeout=150)
     assert texts[0] == texts[1]
@@ -115,15 +115,15 @@ def certify(ranks: Pool, plan: str, fault: str = "") -> Certificate:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
-def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, plan: str) -> None:
+def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: RankPool, plan: str) -> None:
     certificate = certify(ranks, plan)
     assert certificate.verified, certificate.divergent
     assert certificate.reference == "plan"
-    assert certificate.peer is not None
-    assert certificate.peer.mesh == Mesh(dp=2)
-    assert certificate.peer.zero == 3
+    assert certificate.reference_plan is not None
+    assert certificate.reference_plan.mesh == Mesh(dp=2)
+    assert certificate.reference_plan.zero == 3
     assert certificate.model == model_hash(proofs.make_job("gpt").model())
-    assert "an error that both share is not seen" in certificate.weakness
+    assert "an error that both share is not seen" in certificate.limitation
     assert certificate.notes[0].startswith("reference: dp=2 zero=3")
     assert "one device has 10.0 kB: an error that both plans share is not seen" in certificate.notes[0]
     kinds = {each.kind: each.tensors for each in certificate.findings}
@@ -133,7 +133,7 @@ def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, pl
 
 
 @pytest.mark.slow
-def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
+def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: RankPool) -> None:
     certificate = certify(ranks, "tp=2", "loss times tp")
     assert not certificate.verified
     assert certificate.divergent.startswith("gradient of tokens.weight at step 0")
@@ -141,10 +141,10 @@ def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_that_both_plans_share_is_not_seen_as_the_certificate_says(ranks: Pool) -> None:
+def test_a_fault_that_both_plans_share_is_not_seen_as_the_certificate_says(ranks: RankPool) -> None:
     assert certify(ranks, "dp=2 zero=1", "loss times dp").verified
 
 
-def test_a_limit_is_told_to_every_rank_or_refused_on_every_rank(ranks: Pool) -> None:
+def test_a_limit_is_told_to_every_rank_or_refused_on_every_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="its samples see each other"):
         ranks.run(2, proofs.prove_broken, "norm", proofs.plan_for("norm", "dp=2"), "", memory=10_000, timeout=60)

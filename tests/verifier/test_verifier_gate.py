@@ -15,7 +15,7 @@ from echelon.plan.document_cache import installed_versions
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.verifier.fingerprints import job_hash, model_hash, versions
-from echelon.verifier.require_certificate import require
+from echelon.verifier.require_certificate import require_certificate
 
 PLAN = Plan(mesh=Mesh(dp=2), zero=1)
 NOW: dict[str, Any] = {
@@ -24,13 +24,13 @@ NOW: dict[str, Any] = {
     "model": "b" * 64,
     "versions": {"torch": "2.13.0", "echelon": "0.1.0"},
 }
-FINDING = Finding(kind="loss", tensors=1, worst=1e-15, where="loss", bound=1e-9)
+FINDING = Finding(kind="loss", tensors=1, max_difference=1e-15, where="loss", bound=1e-9)
 GOOD = Certificate(**NOW, batch=8, steps=2, verified=True, findings=(FINDING,))
 
 
 def test_a_certificate_that_covers_the_run_is_given_back(tmp_path: Path) -> None:
     GOOD.save(tmp_path / "certificate.json")
-    assert require(tmp_path / "certificate.json", **NOW) == GOOD
+    assert require_certificate(tmp_path / "certificate.json", **NOW) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -46,36 +46,36 @@ def test_a_certificate_that_covers_the_run_is_given_back(tmp_path: Path) -> None
 def test_a_stale_certificate_names_both_sides(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     GOOD.save(tmp_path / "certificate.json")
     with pytest.raises(VerificationError) as caught:
-        require(tmp_path / "certificate.json", **NOW | changes)
+        require_certificate(tmp_path / "certificate.json", **NOW | changes)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_weaker_certificate_opens_the_gate_and_says_that_it_is_weaker(tmp_path: Path) -> None:
-    weaker = dataclasses.replace(GOOD, reference="plan", peer=Plan(mesh=Mesh(dp=2), zero=3))
+    weaker = dataclasses.replace(GOOD, reference="plan", reference_plan=Plan(mesh=Mesh(dp=2), zero=3))
     weaker.save(tmp_path / "certificate.json")
-    found = require(tmp_path / "certificate.json", **NOW)
-    assert found.against == 'the plan "dp=2 zero=3"'
-    assert found.weakness.endswith("an error that both share is not seen")
-    assert GOOD.weakness == dataclasses.replace(GOOD, reference="host").weakness == ""
+    found = require_certificate(tmp_path / "certificate.json", **NOW)
+    assert found.reference_description == 'the plan "dp=2 zero=3"'
+    assert found.limitation.endswith("an error that both share is not seen")
+    assert GOOD.limitation == dataclasses.replace(GOOD, reference="host").limitation == ""
     with pytest.raises(ValueError, match="the peer is the plan"):
         dataclasses.replace(GOOD, reference="plan")
 
 
 def test_every_reason_is_named(tmp_path: Path) -> None:
-    off = dataclasses.replace(FINDING, worst=1.0)
+    off = dataclasses.replace(FINDING, max_difference=1.0)
     failed = dataclasses.replace(GOOD, verified=False, findings=(off,), divergent="loss at step 0")
     failed.save(tmp_path / "certificate.json")
     with pytest.raises(VerificationError, match=r"(?s)job file changed.*parameters.*the verification failed"):
-        require(tmp_path / "certificate.json", **NOW | {"job": "c" * 64, "model": "d" * 64})
+        require_certificate(tmp_path / "certificate.json", **NOW | {"job": "c" * 64, "model": "d" * 64})
 
 
 def test_no_certificate_and_one_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="no certificate there; `echelon verify` writes one"):
-        require(tmp_path / "certificate.json", **NOW)
+        require_certificate(tmp_path / "certificate.json", **NOW)
     (tmp_path / "certificate.json").write_text(GOOD.to_json().replace('"steps": 2', '"steps": 3'))
     with pytest.raises(DocumentError, match="edited by hand or damaged"):
-        require(tmp_path / "certificate.json", **NOW)
+        require_certificate(tmp_path / "certificate.json", **NOW)
 
 
 def test_a_job_is_known_by_its_files_text_and_its_name(tmp_path: Path) -> None:

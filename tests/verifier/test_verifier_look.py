@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.engine.build_model import Assembly
+from echelon.engine.build_model import RankModel
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.testing.fault_catalogue import injected
+from echelon.testing.fault_catalogue import inject_fault
 from echelon.verifier import explain_failure
-from echelon.verifier.diagnose_failure import Watch
+from echelon.verifier.diagnose_failure import ModuleOutputRecorder
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -32,14 +32,14 @@ def output(certificate: Certificate) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["tokens", "value", "head"])
 def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = Assembly._build
+    build = RankModel._build
 
-    def wrong(self: Assembly, warn: Any) -> nn.Module:
+    def wrong(self: RankModel, warn: Any) -> nn.Module:
         model = build(self, warn)
         model.get_submodule(path).register_forward_hook(lambda _, __, value: value * 1.01)
         return model
 
-    monkeypatch.setattr(Assembly, "_build", wrong)
+    monkeypatch.setattr(RankModel, "_build", wrong)
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert (
         f"forward is wrong: the first output that is off is that of {path}, which is off by 1.0e-02"
@@ -51,7 +51,7 @@ def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: p
 
 
 def test_a_forward_that_is_right_is_said_to_look_so() -> None:
-    with injected("gradients times micro-batches"):
+    with inject_fault("gradients times micro-batches"):
         certificate = alone(proofs.make_job("keys"), micro=4)
     assert "forward looks right: the outputs of 6 modules agree on data rank 0" in certificate.divergent
     assert output(certificate).good
@@ -72,9 +72,9 @@ def test_what_lies_deep_in_an_output_is_marked_as_the_proof_compares_it() -> Non
             return Outer(Inner(x), x + 1)
 
     model = Model()
-    with Watch(model) as watch:
+    with ModuleOutputRecorder(model) as watch:
         model(torch.ones(2))
-    assert len(watch.outputs[0].marks) == 2
+    assert len(watch.outputs[0].checksums) == 2
 
 
 class Island(proofs.Attention):
@@ -89,15 +89,15 @@ class Island(proofs.Attention):
 
 
 def test_rounding_of_parts_in_float32_is_not_taken_for_a_wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = Assembly._build
+    build = RankModel._build
 
-    def wrong(self: Assembly, warn: Any) -> nn.Module:
+    def wrong(self: RankModel, warn: Any) -> nn.Module:
         model = build(self, warn)
         for path, factor in (("tokens", 1 + 1e-8), ("head", 1.01)):  # a rounding, a mistake
             model.get_submodule(path).register_forward_hook(lambda _, __, value, factor=factor: value * factor)
         return model
 
-    monkeypatch.setattr(Assembly, "_build", wrong)
+    monkeypatch.setattr(RankModel, "_build", wrong)
     certificate = alone(proofs.make_job("keys", model=Island), micro=4)
     assert any("computed below float64 all the same" in note for note in certificate.notes)
     assert "forward is wrong: the first output that is off is that of head" in certificate.divergent
@@ -105,7 +105,7 @@ def test_rounding_of_parts_in_float32_is_not_taken_for_a_wrong_forward(monkeypat
 
 
 def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watch, "__enter__", lambda self: pytest.fail("a second look"))
+    monkeypatch.setattr(ModuleOutputRecorder, "__enter__", lambda self: pytest.fail("a second look"))
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert certificate.verified
     assert output(certificate).good
@@ -115,8 +115,8 @@ def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.Mo
     def fails(evidence: explain_failure.Evidence) -> str:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(explain_failure, "likely", fails)
-    with injected("gradients times micro-batches"):
+    monkeypatch.setattr(explain_failure, "explain", fails)
+    with inject_fault("gradients times micro-batches"):
         certificate = alone(proofs.make_job("keys"), micro=4)
     assert not certificate.verified
     assert certificate.divergent.endswith("what it looks like could not be found out: RuntimeError: no such luck")
@@ -143,9 +143,9 @@ def test_samples_that_differ_by_themselves_are_not_blamed_on_a_rank() -> None:
 
 def test_outputs_are_noted_in_the_order_in_which_they_are_ready() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    with Watch(model) as watch:
+    with ModuleOutputRecorder(model) as watch:
         model(torch.ones(1, 2))
         model[0](torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert [(each.path, each.call) for each in watch.outputs] == [("0", 1), ("1.0", 1), ("1", 1), ("", 1), ("0", 2)]
-    assert watch.outputs[0].marks == watch.outputs[4].marks
+    assert watch.outputs[0].checksums == watch.outputs[4].checksums

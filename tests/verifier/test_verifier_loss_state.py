@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.testing.rank_pool import Pool
+from echelon.testing.rank_pool import RankPool
 from echelon.world import World
 from tests.verifier.loss_memory import proved
 
@@ -21,7 +21,7 @@ APART = "data ranks hold different values"
         ("inputs", "dp=2", "seen of inputs="),
     ],
 )
-def test_memory_of_samples_that_ranks_hold_apart_is_refused(ranks: Pool, name: str, plan: str, place: str) -> None:
+def test_memory_of_samples_that_ranks_hold_apart_is_refused(ranks: RankPool, name: str, plan: str, place: str) -> None:
     """The first steps agree: every rank reads what it wrote itself until the next epoch."""
     (found, other) = ranks.run(2, proved, name, plan)
     assert found == other
@@ -32,7 +32,7 @@ def test_memory_of_samples_that_ranks_hold_apart_is_refused(ranks: Pool, name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 shares=3:1", "dp=2 zero=2 whole", "pp=2 micro=2"])
 @pytest.mark.parametrize("name", ["log", "mask", "features"])
-def test_state_that_no_call_reads_from_another_rank_is_no_reason(ranks: Pool, name: str, plan: str) -> None:
+def test_state_that_no_call_reads_from_another_rank_is_no_reason(ranks: RankPool, name: str, plan: str) -> None:
     if name != "log" and plan.startswith("pp"):
         pytest.skip("stages are found with other sizes, and the loss reads features of another stage")
     assert ranks.run(2, proved, name, plan) == ["", ""]

@@ -15,11 +15,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.job import Job
-from echelon.plan.batch_split import split
+from echelon.plan.batch_split import split_batch
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.verifier.reference import Reference
-from echelon.verifier.reference_data import Feed, open_feed
+from echelon.verifier.reference_data import ReferenceData, open_reference_data
 from echelon.world import World
 
 X = torch.randn(21, 4, generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def counted(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
 def job(**changes: Any) -> Job:
     settings: dict[str, Any] = {
         "model": net, "loss": mean, "optimizer": lambda p: torch.optim.AdamW(p, lr=0.1), "data": TensorDataset(X, Y),
-        "batch": 8, "epochs": 2, "seed": 3,
+        "batch_size": 8, "epochs": 2, "seed": 3,
     }  # fmt: skip
     return Job(**settings | changes)
 
@@ -62,8 +62,8 @@ def start(made: Job) -> nn.Module:
     return made.model().double()  # type: ignore[operator]
 
 
-def whole(feed: Feed, step: int) -> tuple[Tensor, Tensor]:
-    x, y = feed.take(step, np.arange(feed.size(step)))
+def whole(feed: ReferenceData, step: int) -> tuple[Tensor, Tensor]:
+    x, y = feed.read(step, np.arange(feed.samples_in(step)))
     return x.double(), y
 
 
@@ -74,11 +74,11 @@ def require_same(reference: Reference, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_mean_loss_with_clipping_over_an_uneven_last_batch(clip: float | None) -> None:
-    made = job(clip=clip)
-    feed = open_feed(made)
+    made = job(clip_norm=clip)
+    feed = open_reference_data(made)
     reference, model = Reference(made, plan(dp=3, micro=2), feed), start(made)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    assert [feed.size(step) for step in range(4)] == [8, 8, 5, 8]
+    assert [feed.samples_in(step) for step in range(4)] == [8, 8, 5, 8]
     for step in range(4):
         record = reference.step(step)
         x, y = whole(feed, step)
@@ -102,11 +102,11 @@ def test_a_mean_loss_with_clipping_over_an_uneven_last_batch(clip: float | None)
 def test_a_sum_and_count_loss_is_divided_by_the_count_of_the_whole_batch() -> None:
     labels = torch.where(KEEP, Y, -100)
     made = job(model=norm_net, loss=counted, data=TensorDataset(X, labels))
-    feed = open_feed(made)
+    feed = open_reference_data(made)
     reference, model = Reference(made, plan(dp=2, micro=2), feed), start(made)
     record = reference.step(0)
     x, y = whole(feed, 0)
-    shares = [part for share in split(8, 2, 2) for part in share]
+    shares = [part for share in split_batch(8, 2, 2) for part in share]
     sums = [F.cross_entropy(model(x[s.start : s.stop]), y[s.start : s.stop], reduction="sum") for s in shares]
     assert len({int((y[s.start : s.stop] != -100).sum()) for s in shares}) > 1, "equal counts would prove nothing"
     loss = torch.stack(sums).sum() / (y != -100).sum()
@@ -118,14 +118,14 @@ def test_a_sum_and_count_loss_is_divided_by_the_count_of_the_whole_batch() -> No
 
 def test_local_batch_norm_runs_the_micro_batches_one_after_another() -> None:
     made = job(model=norm_net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    feed = open_feed(made)
+    feed = open_reference_data(made)
     reference, model = Reference(made, plan(dp=2, micro=3), feed), start(made)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in (0, 2):  # 2 is short
         reference.step(step)
         x, y = whole(feed, step)
         optimizer.zero_grad()
-        for share in split(len(x), 2, 3):
+        for share in split_batch(len(x), 2, 3):
             for part in share:
                 loss = F.cross_entropy(model(x[part.start : part.stop]), y[part.start : part.stop])
                 (loss * part.size / len(x)).backward()
@@ -135,7 +135,7 @@ def test_local_batch_norm_runs_the_micro_batches_one_after_another() -> None:
 
 def test_synchronised_batch_norm_runs_each_round_of_all_ranks_together() -> None:
     made = job(model=norm_net)
-    feed = open_feed(made)
+    feed = open_reference_data(made)
     reference, model = Reference(made, plan(dp=2, micro=2, batchnorm="sync"), feed), start(made)
     record = reference.step(0)
     x, y = whole(feed, 0)
@@ -151,15 +151,17 @@ def test_frozen_batch_norm_leaves_the_batch_whole() -> None:
     frozen = norm_net()
     frozen[1].train = lambda mode=True: frozen[1]  # type: ignore[index, method-assign]
     frozen[1].training = False  # type: ignore[index]
-    reference = Reference(job(model=frozen), plan(dp=2, micro=2), open_feed(job()))
-    assert [len(piece) for piece in reference.pieces(8)] == [8]
+    reference = Reference(job(model=frozen), plan(dp=2, micro=2), open_reference_data(job()))
+    assert [len(piece) for piece in reference.position_groups(8)] == [8]
 
 
 @pytest.mark.parametrize("made", [job(), job(model=norm_net)], ids=["whole", "norm"])
 def test_a_twin_has_the_same_samples_together_and_parameters_off_by_a_rounding(made: Job) -> None:
-    feed, size = open_feed(made), 2.0**-52
-    twin, plain = Reference(made, plan(dp=2), feed, shake=size), Reference(made, plan(dp=2), feed)
-    assert [piece.tolist() for piece in twin.pieces(5)] == [piece.tolist() for piece in plain.pieces(5)]
+    feed, size = open_reference_data(made), 2.0**-52
+    twin, plain = Reference(made, plan(dp=2), feed, perturbation=size), Reference(made, plan(dp=2), feed)
+    assert [piece.tolist() for piece in twin.position_groups(5)] == [
+        piece.tolist() for piece in plain.position_groups(5)
+    ]
     for mine, true in zip(twin.model.parameters(), plain.model.parameters(), strict=True):
         apart = (mine - true).abs()
         assert apart.any() == true.any()
@@ -173,7 +175,7 @@ def test_a_module_is_copied_and_left_alone() -> None:
     module = net()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     made = job(model=module)
-    Reference(made, plan(), open_feed(made)).step(0)
+    Reference(made, plan(), open_reference_data(made)).step(0)
     for name, value in module.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, before[name])
@@ -183,7 +185,7 @@ def test_random_state_is_left_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     made = job()
-    Reference(made, plan(), open_feed(made)).step(0)
+    Reference(made, plan(), open_reference_data(made)).step(0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -192,8 +194,8 @@ def test_schedules_step_once_per_step_and_are_told_the_total() -> None:
         optimizer.param_groups[0]["total"] = steps
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
-    made = job(model=norm_net, schedule=schedule)
-    reference = Reference(made, plan(dp=2, micro=2), open_feed(made))
+    made = job(model=norm_net, lr_schedule=schedule)
+    reference = Reference(made, plan(dp=2, micro=2), open_reference_data(made))
     reference.step(0)
     assert reference.optimizers[0].param_groups[0]["total"] == 6
     assert reference.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
@@ -213,7 +215,7 @@ def test_several_optimizers_by_name_and_frozen_parameters() -> None:
         return model
 
     made = job(model=frozen, optimizer=two)
-    reference = Reference(made, plan(), open_feed(made))
+    reference = Reference(made, plan(), open_reference_data(made))
     start = reference.model[0].weight.clone()  # type: ignore[index]
     record = reference.step(0)
     assert torch.equal(record.parameters["0.weight"], start)
@@ -223,7 +225,7 @@ def test_several_optimizers_by_name_and_frozen_parameters() -> None:
 
 def test_an_optimizer_that_looks_at_parameters_gets_parameters() -> None:
     made = job(optimizer=lambda params: torch.optim.SGD([p for p in params if p.ndim > 1], lr=0.1, momentum=0.5))
-    reference = Reference(made, plan(), open_feed(made))
+    reference = Reference(made, plan(), open_reference_data(made))
     assert reference.step(0).optimizer.keys() == {"0/0.weight/momentum_buffer", "0/2.weight/momentum_buffer"}
 
 
@@ -238,7 +240,7 @@ def test_pretrained_weights_and_the_meta_device(tmp_path: Any) -> None:
             return net()
 
     made = job(model=empty, weights=file)
-    model = Reference(made, plan(), open_feed(made)).model
+    model = Reference(made, plan(), open_reference_data(made)).model
     assert torch.equal(model[0].weight, torch.full((5, 4), 0.25, dtype=torch.float64))  # type: ignore[index]
     assert model[2].weight.abs().sum() > 0  # type: ignore[index]
 
@@ -253,7 +255,7 @@ def test_weights_of_a_checkpoint_and_of_a_runs_last_one_are_read(tmp_path: Any) 
     (tmp_path / "checkpoints" / "step-00000003").mkdir()  # cut short
 
     def started(weights: Any) -> dict[str, Tensor]:
-        return Reference(job(weights=weights), plan(), open_feed(job())).model.state_dict()
+        return Reference(job(weights=weights), plan(), open_reference_data(job())).model.state_dict()
 
     for folder in (tmp_path, tmp_path / "checkpoints" / "step-00000002"):
         assert all(torch.equal(value, trained[name]) for name, value in started(folder).items())
@@ -272,7 +274,7 @@ def test_an_index_of_weights_stays_in_its_folder(tmp_path: Any) -> None:
     for name in ("../shard.safetensors", str(tmp_path / "shard.safetensors")):
         index.write_text(json.dumps({"weight_map": {"0.weight": name}}))
         with pytest.raises(JobError, match="leaves the folder"):
-            Reference(job(weights=index), plan(), open_feed(job()))
+            Reference(job(weights=index), plan(), open_reference_data(job()))
 
 
 def test_forward_order_is_that_of_the_calls() -> None:
@@ -285,16 +287,16 @@ def test_forward_order_is_that_of_the_calls() -> None:
             return self.last(self.first(x))
 
     made = job(model=Backwards)
-    reference = Reference(made, plan(), open_feed(made))
+    reference = Reference(made, plan(), open_reference_data(made))
     reference.step(0)
-    assert reference.order == {"": 0, "first": 1, "last": 2}
+    assert reference.forward_order == {"": 0, "first": 1, "last": 2}
 
 
 def test_the_short_last_batch_is_one_of_the_steps() -> None:
-    assert open_feed(job()).steps(2) == (0, 1, 2)
-    assert open_feed(job(batch=7)).steps(2) == (0, 1)
-    assert open_feed(job(epochs=None, steps=2)).steps(2) == (0, 1)
-    assert open_feed(job(epochs=None, steps=1)).steps(5) == (0,)
+    assert open_reference_data(job()).choose_steps(2) == (0, 1, 2)
+    assert open_reference_data(job(batch_size=7)).choose_steps(2) == (0, 1)
+    assert open_reference_data(job(epochs=None, steps=2)).choose_steps(2) == (0, 1)
+    assert open_reference_data(job(epochs=None, steps=1)).choose_steps(5) == (0,)
 
 
 class Stream(IterableDataset):
@@ -303,9 +305,9 @@ class Stream(IterableDataset):
 
 
 def test_a_stream_is_read_in_its_own_order_epoch_after_epoch() -> None:
-    feed = open_feed(job(data=Stream(), epochs=None, steps=5, batch=8))
-    assert [feed.size(step) for step in (3, 2, 0)] == [8, 5, 8]
-    assert torch.equal(feed.take(2, np.array([1, 0]))[0], X[[17, 16]])
-    assert torch.equal(feed.take(3, np.array([0]))[0], X[:1])
-    even = open_feed(job(data=Stream(), epochs=None, steps=5, batch=7))
-    assert torch.equal(even.take(3, np.array([0, 1]))[0], X[:2])
+    feed = open_reference_data(job(data=Stream(), epochs=None, steps=5, batch_size=8))
+    assert [feed.samples_in(step) for step in (3, 2, 0)] == [8, 5, 8]
+    assert torch.equal(feed.read(2, np.array([1, 0]))[0], X[[17, 16]])
+    assert torch.equal(feed.read(3, np.array([0]))[0], X[:1])
+    even = open_reference_data(job(data=Stream(), epochs=None, steps=5, batch_size=7))
+    assert torch.equal(even.read(3, np.array([0, 1]))[0], X[:2])

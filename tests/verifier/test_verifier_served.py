@@ -8,9 +8,9 @@ import pytest
 
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.text import from_text
-from echelon.testing.rank_pool import Pool
-from echelon.verifier.compare import BOUND
-from echelon.verifier.staleness import in_step, with_bound
+from echelon.testing.rank_pool import RankPool
+from echelon.verifier.compare import FLOAT64_BOUND
+from echelon.verifier.staleness import add_staleness_finding, synchronous_plan
 from tests.sampling import only_whole
 from tests.verifier import proofs
 from tests.verifier.fault_table import certify
@@ -19,12 +19,12 @@ pytest.importorskip("numba")
 
 
 @pytest.mark.slow
-def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
+def test_all_parameters_on_servers_within_a_bound(ranks: RankPool) -> None:
     certificate = certify(ranks, "sparse-free", "dp=2 exchange=server rows=40 dense=server staleness=1")
     assert certificate.verified, certificate.divergent
     found = {finding.kind: finding for finding in certificate.findings}
-    assert found["staleness"].worst <= found["staleness"].bound == 1
-    assert all(each.worst <= BOUND for kind, each in found.items() if kind != "staleness")
+    assert found["staleness"].max_difference <= found["staleness"].bound == 1
+    assert all(each.max_difference <= FLOAT64_BOUND for kind, each in found.items() if kind != "staleness")
     assert "numbers are proved with all ranks in step" in certificate.notes[0]
 
 
@@ -36,27 +36,27 @@ def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
         pytest.param("moved-too", "dp=2 exchange=server rows=40 dense=server", marks=only_whole),
     ],
 )
-def test_optimizers_that_move_every_row_at_every_step(ranks: Pool, job: str, plan: str) -> None:
+def test_optimizers_that_move_every_row_at_every_step(ranks: RankPool, job: str, plan: str) -> None:
     """Six rules, a table each, over several steps with schedules; most rows are read by no sample for many of them, some by none at all."""
     document = proofs.plan_for(job, plan)
     text, *_ = ranks.run(2, proofs.prove_broken, job, document, "", steps=8, timeout=150)
     certificate = Certificate.from_json(text)
     assert certificate.verified, certificate.divergent
-    assert all(each.worst <= BOUND for each in certificate.findings)
+    assert all(each.max_difference <= FLOAT64_BOUND for each in certificate.findings)
 
 
 def test_a_bound_that_is_not_kept_is_no_certificate() -> None:
     plan = from_text("dp=2 exchange=server staleness=2")
     good = Certificate(
-        plan=in_step(plan), job="", model="", versions={}, batch=8, steps=2, verified=True,
-        findings=(Finding(kind="loss", tensors=1, worst=0.0, where="loss", bound=BOUND),),
+        plan=synchronous_plan(plan), job="", model="", versions={}, batch=8, steps=2, verified=True,
+        findings=(Finding(kind="loss", tensors=1, max_difference=0.0, where="loss", bound=FLOAT64_BOUND),),
     )  # fmt: skip
-    assert with_bound(good, plan, (2, 9)).verified
-    broken = with_bound(good, plan, (3, 9))
+    assert add_staleness_finding(good, plan, (2, 9)).verified
+    broken = add_staleness_finding(good, plan, (3, 9))
     assert not broken.verified
     assert "rows read 3 steps ahead of the slowest rank: the bound is staleness=2" in broken.divergent
-    free = with_bound(
-        dataclasses.replace(good, plan=in_step(plan)), dataclasses.replace(plan, staleness=None), (30, 40)
+    free = add_staleness_finding(
+        dataclasses.replace(good, plan=synchronous_plan(plan)), dataclasses.replace(plan, staleness=None), (30, 40)
     )
     assert free.verified
     assert "up to 30 steps ahead of the slowest" in free.notes[0]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.trials.determinism import UPDATE, Stillness, silence
-from echelon.verifier.nondeterminism_scan import Survey
+from echelon.trials.determinism import OPTIMIZER_STEP_MODE, DeterministicMode, disable_randomness
+from echelon.verifier.nondeterminism_scan import NondeterminismScan
 
 X = torch.ones(3, 4, 4)
 
 
-def step(model: nn.Module, still: Stillness) -> Survey:
+def step(model: nn.Module, still: DeterministicMode) -> NondeterminismScan:
     model = model.double().train()
-    survey = Survey(model)
+    survey = NondeterminismScan(model)
     with still(), survey:
         model(X.double()).sum().backward()
     return survey
@@ -56,9 +56,9 @@ class Call(nn.Module):
 )  # fmt: skip
 def test_functions_that_draw_are_seen_and_held(function: Any) -> None:
     model = Call(function)
-    assert step(model, Stillness()).random
-    assert step(model, Stillness(random=True)).random == {}, "the generator is left alone"
-    with Stillness(random=True)():
+    assert step(model, DeterministicMode()).random_modules
+    assert step(model, DeterministicMode(fix_random=True)).random_modules == {}, "the generator is left alone"
+    with DeterministicMode(fix_random=True)():
         torch.manual_seed(1)
         one = model(X.double())
         torch.manual_seed(2)
@@ -66,8 +66,8 @@ def test_functions_that_draw_are_seen_and_held(function: Any) -> None:
 
 
 def test_what_cannot_be_held_is_still_seen() -> None:
-    survey = step(Call(lambda x: x * torch.empty_like(x).geometric_(0.5)), Stillness(random=True))
-    assert survey.random == {"the model itself": "aten.geometric_.default"}
+    survey = step(Call(lambda x: x * torch.empty_like(x).geometric_(0.5)), DeterministicMode(fix_random=True))
+    assert survey.random_modules == {"the model itself": "aten.geometric_.default"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_cannot_be_held_is_still_seen() -> None:
 )
 def test_the_middle_of_each_distribution(function: Any, middle: Tensor) -> None:
     state = torch.get_rng_state()
-    with Stillness(random=True)():
+    with DeterministicMode(fix_random=True)():
         made = function()
     torch.testing.assert_close(made, middle)
     assert torch.equal(torch.get_rng_state(), state)
@@ -104,8 +104,8 @@ def test_the_middle_of_each_distribution(function: Any, middle: Tensor) -> None:
 def test_a_model_that_draws_nothing_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True))
     model[1].register_forward_hook(lambda module, args, output: output[0])
-    survey = step(model, Stillness())
-    assert (survey.random, survey.narrow) == ({}, {})
+    survey = step(model, DeterministicMode())
+    assert (survey.random_modules, survey.low_precision_modules) == ({}, {})
 
 
 def test_silence_reaches_every_module_of_torch_that_drops() -> None:
@@ -113,8 +113,8 @@ def test_silence_reaches_every_module_of_torch_that_drops() -> None:
         nn.Dropout(0.5), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.Dropout(0.0),
         nn.LSTM(4, 4, num_layers=2, dropout=0.5), nn.TransformerEncoderLayer(4, 2, 8),
     )  # fmt: skip
-    assert silence(model) == ["0", "1", "2", "4", "5.self_attn", "5.dropout", "5.dropout1", "5.dropout2"]
-    assert silence(model) == []
+    assert disable_randomness(model) == ["0", "1", "2", "4", "5.self_attn", "5.dropout", "5.dropout1", "5.dropout2"]
+    assert disable_randomness(model) == []
 
 
 @pytest.mark.parametrize(
@@ -127,19 +127,19 @@ def test_silence_reaches_every_module_of_torch_that_drops() -> None:
 )  # fmt: skip
 def test_casts_are_seen_and_lifted(function: Any) -> None:
     model = Call(function)
-    assert step(model, Stillness()).narrow
-    assert step(model, Stillness(narrow=True)).narrow == {}
+    assert step(model, DeterministicMode()).low_precision_modules
+    assert step(model, DeterministicMode(widen_casts=True)).low_precision_modules == {}
 
 
 def test_an_island_that_no_cast_made_is_seen() -> None:
     table = torch.ones(4, dtype=torch.float32)
-    survey = step(Call(lambda x: x.to(table).double()), Stillness(narrow=True))
-    assert survey.narrow["the model itself"] == "aten._to_copy.default"
+    survey = step(Call(lambda x: x.to(table).double()), DeterministicMode(widen_casts=True))
+    assert survey.low_precision_modules["the model itself"] == "aten._to_copy.default"
 
 
 def test_slices_of_a_float32_table_are_no_island() -> None:
     table = torch.from_numpy(np.ones((8, 4), dtype=np.float32))
-    assert step(Call(lambda x: x * table[:4]), Stillness()).narrow == {}
+    assert step(Call(lambda x: x * table[:4]), DeterministicMode()).low_precision_modules == {}
 
 
 def test_everything_is_put_back() -> None:
@@ -150,16 +150,16 @@ def test_everything_is_put_back() -> None:
         assert torch.get_default_dtype() is before
         assert torch.ones(2).float().dtype is torch.float32
 
-    with unchanged(), Stillness(random=True, narrow=True)():
+    with unchanged(), DeterministicMode(fix_random=True, widen_casts=True)():
         assert torch.zeros(2).float().dtype is torch.float64
-    with unchanged(), pytest.raises(ValueError, match="on the way"), Stillness(narrow=True)():
+    with unchanged(), pytest.raises(ValueError, match="on the way"), DeterministicMode(widen_casts=True)():
         raise ValueError("on the way")
     model = Call(torch.sin)
-    step(model, Stillness())
+    step(model, DeterministicMode())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_step_counts_of_fused_optimizers_stay_as_the_kernels_read_them() -> None:
-    with UPDATE():
+    with OPTIMIZER_STEP_MODE():
         assert torch.zeros((), dtype=torch.float32).dtype == torch.float32
         assert torch.zeros((1,), dtype=torch.float32).dtype == torch.float64

@@ -12,35 +12,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.testing.fault_catalogue import injected
-from echelon.testing.rank_pool import Pool
-from echelon.verifier.candidate_run import Trial
-from echelon.verifier.choose_reference import Footing
-from echelon.verifier.context import Referee
-from echelon.verifier.diagnose_failure import look
-from echelon.verifier.reference_data import open_feed
-from echelon.verifier.single_device import Case
+from echelon.testing.fault_catalogue import inject_fault
+from echelon.testing.rank_pool import RankPool
+from echelon.verifier.candidate_run import CandidateRun
+from echelon.verifier.choose_reference import ReferenceChoice
+from echelon.verifier.context import Comparator
+from echelon.verifier.diagnose_failure import diagnose
+from echelon.verifier.reference_data import open_reference_data
+from echelon.verifier.single_device import SingleDeviceContext
 from echelon.verifier.spot_check import SpotChecks
-from echelon.verifier.verify import _beside, verify
+from echelon.verifier.verify import _run_side_by_side, verify
 from echelon.world import World
 from tests.verifier import unusual
 
 
-def judged(job: Job, plan: Plan) -> tuple[Referee, Case]:
+def judged(job: Job, plan: Plan) -> tuple[Comparator, SingleDeviceContext]:
     """The proof without a profile, which takes longer than all the rest."""
-    ranks, feed = Ranks(World(), None), open_feed(job)
+    ranks, feed = WorldCommunicator(World(), None), open_reference_data(job)
     try:
-        case = Case(job, plan, feed, feed.steps(2))
-        proof, _, _, read = _beside(job, plan, ranks, case.steps, case, case.still, Footing())
+        case = SingleDeviceContext(job, plan, feed, feed.choose_steps(2))
+        proof, _, _, read = _run_side_by_side(job, plan, ranks, case.steps, case, case.determinism, ReferenceChoice())
         assert proof is not None
         assert read is None, read
-        case.reconsider(proof)
+        case.widen_bounds_for_rounding(proof)
         return proof, case
     finally:
         ranks.close()
@@ -56,8 +56,8 @@ def test_a_right_plan_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("KERAS_BACKEND", "torch")
         pytest.importorskip("keras")
     proof, case = judged(unusual.JOBS[name](), Plan(micro=3))
-    assert proof.worst is None, proof.divergent
-    assert not case.bounds.tensors, "rounding is granted nothing: the job computes in float64"
+    assert proof.first_divergence is None, proof.divergence_text
+    assert not case.bounds.by_tensor, "rounding is granted nothing: the job computes in float64"
 
 
 #: Those whose ranks could come apart, or whose copies could be missed under sharding.
@@ -76,7 +76,7 @@ TWO_RANKS = [
 
 
 @pytest.mark.slow
-def test_right_plans_of_two_ranks_pass(ranks: Pool) -> None:
+def test_right_plans_of_two_ranks_pass(ranks: RankPool) -> None:
     texts = ranks.run(2, unusual.prove, TWO_RANKS, timeout=300)[0]
     answers = dict(zip(TWO_RANKS, texts, strict=True))
     found = {proof: Certificate.from_json(text) for proof, text in answers.items() if text.startswith("{")}
@@ -130,14 +130,14 @@ def test_a_penalty_reads_the_weights_that_are_trained() -> None:
         loss=lambda o, b: F.cross_entropy(o, b[-1]) + sum(p.square().sum() for p in module.parameters()),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
-    feed = open_feed(job)
-    case = Case(job, Plan(), feed, (0, 1))
-    reference, plain = case.reference(), unusual.net().double()
+    feed = open_reference_data(job)
+    case = SingleDeviceContext(job, Plan(), feed, (0, 1))
+    reference, plain = case.build_reference(), unusual.net().double()
     plain.load_state_dict(module.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in (0, 1):
         record = reference.step(step)
-        x, y = feed.take(step, torch.arange(8).numpy())
+        x, y = feed.read(step, torch.arange(8).numpy())
         optimizer.zero_grad()
         loss = F.cross_entropy(plain(x.double()), y) + sum(p.square().sum() for p in plain.parameters())
         loss.backward()
@@ -172,7 +172,7 @@ class _Spoiled(nn.Module):
 
 
 def test_held_random_numbers_hide_no_mistake() -> None:
-    assert judged(unusual.job(model=_Spoiled), Plan(micro=3))[0].worst is not None
+    assert judged(unusual.job(model=_Spoiled), Plan(micro=3))[0].first_divergence is not None
 
 
 # What is no plan's fault, or not the one that it looks like
@@ -208,7 +208,7 @@ def test_data_with_entropy_of_its_own_is_reported_as_such() -> None:
 
 
 def test_a_wrong_plan_of_a_deterministic_job_is_the_plans_fault() -> None:
-    with injected("gradients times micro-batches"):
+    with inject_fault("gradients times micro-batches"):
         certificate = verify(unusual.job(), Plan(micro=2), world=World())
     assert not certificate.verified
     assert certificate.deterministic
@@ -283,10 +283,10 @@ def test_samples_that_see_each_other_are_no_state() -> None:
         return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
     proof, case = judged(unusual.job(loss=contrastive), Plan(micro=4))
-    ranks = Ranks(World(), None)
+    ranks = WorldCommunicator(World(), None)
     try:
-        with Trial(case.job, case.plan, ranks, case.still, torch.float64) as trial:
-            found = look(trial, ranks, case.steps[:1], case, proof)
+        with CandidateRun(case.job, case.plan, ranks, case.determinism, torch.float64) as trial:
+            found = diagnose(trial, ranks, case.steps[:1], case, proof)
     finally:
         ranks.close()
     assert found is not None
@@ -323,7 +323,7 @@ def test_spot_checks_of_right_steps_find_nothing(name: str) -> None:
     with Run(job, Plan(), World()) as run:
         checks = SpotChecks(job, run, pristine, None)
         for batch in run.batches():
-            checks.checked(batch)
+            checks.check_step(batch)
         assert checks.count == run.step_number == 3
 
 
@@ -341,7 +341,7 @@ def test_a_spot_check_sees_a_gradient_that_is_off() -> None:
 
         run.backward = halved  # type: ignore[method-assign]
         with pytest.raises(DivergenceError, match=r"gradient of 0\.weight"):
-            checks.checked(next(run.batches()))
+            checks.check_step(next(run.batches()))
 
 
 def test_a_spot_check_against_zero_says_both_numbers() -> None:
@@ -351,7 +351,7 @@ def test_a_spot_check_against_zero_says_both_numbers() -> None:
         usual = run.backward
         run.backward = lambda batch: usual(batch) + 0.25  # type: ignore[method-assign]
         with pytest.raises(DivergenceError, match=r'the loss under "dp=1" is 0\.25, and 0 is what one device computes'):
-            checks.checked(next(run.batches()))
+            checks.check_step(next(run.batches()))
 
 
 class TiesLate(nn.Module):
@@ -375,5 +375,5 @@ def test_a_spot_check_names_the_parameter_that_changed_its_place() -> None:
         first, second, third = run.batches()
         run.step(first)
         run.step(second)
-        checks.checked(third)
-        assert "second.weight is the same parameter as first.weight since forward replaced it" in checks.left_out
+        checks.check_step(third)
+        assert "second.weight is the same parameter as first.weight since forward replaced it" in checks.stop_reason

@@ -18,12 +18,12 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import MLP
-from echelon.testing.rank_pool import Pool, RankError
-from echelon.verifier.compare import BOUND, Difference, compare
-from echelon.verifier.context import Referee
-from echelon.verifier.reference_data import open_feed
-from echelon.verifier.single_device import Case
-from echelon.verifier.tolerances import copied
+from echelon.testing.rank_pool import RankError, RankPool
+from echelon.verifier.compare import FLOAT64_BOUND, Difference, compare_tensors
+from echelon.verifier.context import Comparator
+from echelon.verifier.reference_data import open_reference_data
+from echelon.verifier.single_device import SingleDeviceContext
+from echelon.verifier.tolerances import copy_to_float64
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.sampling import only_whole
@@ -38,7 +38,7 @@ def require_verified(certificate: Certificate) -> None:
     assert certificate.verified, certificate.divergent
     assert certificate.divergent == ""
     for finding in certificate.findings:
-        assert finding.worst <= BOUND, finding
+        assert finding.max_difference <= FLOAT64_BOUND, finding
 
 
 STAGES: list[proofs.Proof] = [("gpt", "", {"zero": zero, "micro": 2}) for zero in range(4)]
@@ -49,7 +49,7 @@ NORMS: list[proofs.Proof] = [
 
 
 @pytest.mark.slow
-def test_unequal_shares_of_the_batch_are_verified(ranks: Pool) -> None:
+def test_unequal_shares_of_the_batch_are_verified(ranks: RankPool) -> None:
     cases: list[proofs.Proof] = [
         ("gpt", "", {"zero": 0, "micro": 2, "shares": (3, 1)}),
         ("gpt", "", {"zero": 3, "shares": (1, 4)}),
@@ -62,7 +62,7 @@ def test_unequal_shares_of_the_batch_are_verified(ranks: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=only_whole)])
-def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
+def test_every_zero_stage_is_verified(ranks: RankPool, size: int) -> None:
     cases = STAGES + NORMS
     answers = ranks.run(size, proofs.prove, cases, timeout=240)
     assert all(answer == answers[0] for answer in answers), "every rank has the same certificate"
@@ -79,10 +79,12 @@ def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
 @pytest.mark.slow
 def test_noise_that_adam_blows_up_is_no_difference() -> None:
     job = proofs.make_job("keys", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-30))
-    case = Case(job, Plan(micro=1), open_feed(job), (0,))
-    twin, true = case.reference(twin=True).step(0), case.reference().step(0)
+    case = SingleDeviceContext(job, Plan(micro=1), open_reference_data(job), (0,))
+    twin, true = case.build_reference(perturbed=True).step(0), case.build_reference().step(0)
     (bare,) = (
-        each for each in compare("parameter", twin.parameters, true.parameters, step=0) if each.name == "key.bias"
+        each
+        for each in compare_tensors("parameter", twin.parameters, true.parameters, step=0)
+        if each.name == "key.bias"
     )
     assert bare.value > 1e-2, "the job must show what this test is about"
     require_verified(alone(job, micro=1))
@@ -250,10 +252,10 @@ def test_a_part_in_float32_is_listed_and_bounded_by_the_references_own_rounding(
     certificate = alone(proofs.make_job("keys", model=lambda: Quirks(island=True)), micro=3)
     assert certificate.verified, certificate.divergent
     assert any("computed below float64 all the same" in note for note in certificate.notes)
-    assert all(BOUND < finding.bound <= 1e-4 for finding in certificate.findings)
+    assert all(FLOAT64_BOUND < finding.bound <= 1e-4 for finding in certificate.findings)
     if not torch.cuda.is_available():  # an H200 came to 3e-11
-        worst = max(finding.worst for finding in certificate.findings)
-        assert worst > BOUND, "else the wider bound would prove nothing"
+        worst = max(finding.max_difference for finding in certificate.findings)
+        assert worst > FLOAT64_BOUND, "else the wider bound would prove nothing"
 
 
 @pytest.mark.parametrize(("factor", "left"), [(1.0, ""), (1.0 + 1e-8, "gradient of 0.weight at step 0")])
@@ -261,24 +263,24 @@ def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left:
     """Nearly equal samples under a batch norm: the bias before it has a true gradient of zero, as a sum that cancels."""
     data = TensorDataset(proofs.X[:1] + 1e-2 * proofs.X, proofs.Y)
     job = proofs.make_job("norm", data=data, model=lambda: MLP(width=16, layers=2, inputs=8, classes=4, norm=True))
-    case = Case(job, Plan(), open_feed(job), (0,))
-    truth = case.take()
-    referee = Referee(case, copied(truth.start), truth.reference.order, exact=True)
-    other = case.reference()  # stands for a right run: it adds up the same samples in another order
-    pieces = other.pieces
-    other.pieces = lambda size: [piece[::-1].copy() for piece in pieces(size)]  # type: ignore[method-assign]
+    case = SingleDeviceContext(job, Plan(), open_reference_data(job), (0,))
+    truth = case.take_reference()
+    referee = Comparator(case, copy_to_float64(truth.start_values), truth.reference.forward_order, in_float64=True)
+    other = case.build_reference()  # stands for a right run: it adds up the same samples in another order
+    pieces = other.position_groups
+    other.position_groups = lambda size: [piece[::-1].copy() for piece in pieces(size)]  # type: ignore[method-assign]
     run = dataclasses.replace(other.step(0), outputs={})  # which come in that order as well
     weight = run.gradients["0.weight"]
     assert weight is not None
     weight.mul_(factor)
-    referee.judge(run, truth.step(0))
+    referee.compare_step(run, truth.step(0))
     (bias,) = (each for each in referee.differences if (each.kind, each.name) == ("gradient", "0.bias"))
-    assert bias.value > BOUND, "the job must show what this test is about"
-    case.reconsider(referee)
-    assert referee.divergent.startswith(left)
-    assert bool(referee.divergent) is bool(left)
+    assert bias.value > FLOAT64_BOUND, "the job must show what this test is about"
+    case.widen_bounds_for_rounding(referee)
+    assert referee.divergence_text.startswith(left)
+    assert bool(referee.divergence_text) is bool(left)
     assert any("ill-conditioned" in note and "gradient of 0.bias" in note for note in case.notes)
-    assert case.bounds.of(Difference(kind="gradient", name="0.weight", step=0, value=0.0)) == BOUND
+    assert case.bounds.bound_for(Difference(kind="gradient", name="0.weight", step=0, value=0.0)) == FLOAT64_BOUND
 
 
 WEAK = {
@@ -300,7 +302,7 @@ def test_samples_that_see_each_other_a_little_do_not_pass_for_rounding(kind: str
         return
     assert not certificate.verified
     assert "gradient of" in certificate.divergent
-    assert all(finding.bound == BOUND for finding in certificate.findings)
+    assert all(finding.bound == FLOAT64_BOUND for finding in certificate.findings)
 
 
 def test_a_choice_that_falls_the_other_way_widens_nothing() -> None:
@@ -315,12 +317,17 @@ def test_a_choice_that_falls_the_other_way_widens_nothing() -> None:
             self.gate = torch.nn.Parameter(torch.ones(5, 16))
 
     job = proofs.make_job("keys", model=Tied)
-    case = Case(job, Plan(), open_feed(job), (0,))
-    bounds = case._widened(BOUND)
-    apart = compare("gradient", case.reference(twin=True).step(0).gradients, case.reference().step(0).gradients, step=0)
+    case = SingleDeviceContext(job, Plan(), open_reference_data(job), (0,))
+    bounds = case._widen_bounds(FLOAT64_BOUND)
+    apart = compare_tensors(
+        "gradient",
+        case.build_reference(perturbed=True).step(0).gradients,
+        case.build_reference().step(0).gradients,
+        step=0,
+    )
     gate = next(each for each in apart if each.name == "gate")
     assert gate.value > 1e-4, "the job must show what this test is about"
-    assert bounds.of(gate) == BOUND
+    assert bounds.bound_for(gate) == FLOAT64_BOUND
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so
@@ -330,8 +337,8 @@ def test_drift_is_told_in_the_plans_own_precision() -> None:
         require_verified(certificate)
         (loss,) = (finding for finding in certificate.drift if finding.kind == "loss")
         (gradient,) = (finding for finding in certificate.drift if finding.kind == "gradient")
-        assert loss.worst < most
-        assert least < gradient.worst < most
+        assert loss.max_difference < most
+        assert least < gradient.max_difference < most
         assert "drift leaves out gradients that are zero in truth and rounding alone: key.bias" in certificate.notes
 
 
@@ -378,12 +385,12 @@ def test_a_plan_that_a_training_would_refuse_is_refused() -> None:
     require_verified(alone(job))
 
 
-def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: Pool) -> None:
+def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="the model could not be traced"):
         ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
 
 
-def test_copies_of_whole_numbers_are_compared(ranks: Pool) -> None:
+def test_copies_of_whole_numbers_are_compared(ranks: RankPool) -> None:
     (text,) = ranks.run(2, proofs.prove, [("counts", "", {})], timeout=120)[0]
     certificate = Certificate.from_json(text)
     assert certificate.divergent.startswith("seen after step 0: rank 1 holds other numbers than rank 0")

@@ -54,7 +54,7 @@ def cross_entropy(output: Tensor, batch: Any) -> Tensor:
 def job(**changes: Any) -> Job:
     settings: dict[str, Any] = {
         "model": net, "loss": cross_entropy, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2),
-        "data": TensorDataset(X, Y), "batch": 8, "epochs": 1,
+        "data": TensorDataset(X, Y), "batch_size": 8, "epochs": 1,
     }  # fmt: skip
     return Job(**settings | changes)
 

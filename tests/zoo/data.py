@@ -24,7 +24,7 @@ def whole(high: int, *shape: int, low: int = 0, seed: int = 0) -> Tensor:
 
 def train(**fields: Any) -> Job:
     """A job of two epochs in batches of 8 with AdamW, unless told otherwise."""
-    given: dict[str, Any] = {"batch": 8, "epochs": 2, "optimizer": adamw}
+    given: dict[str, Any] = {"batch_size": 8, "epochs": 2, "optimizer": adamw}
     return Job(**given | fields)
 
 

@@ -89,7 +89,7 @@ def flow() -> Job:
         data=TensorDataset(numbers(SAMPLES, 8, seed=51)),
         inputs=lambda batch: (batch, {}),
         loss=lambda output, batch: -output.mean(),
-        clip=10.0,
+        clip_norm=10.0,
     )
 
 

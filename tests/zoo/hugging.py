@@ -40,7 +40,7 @@ def gpt2() -> Job:
         )
 
     tokens = whole(64, SAMPLES, 12, low=3, seed=70)
-    return train(name="hf-gpt2", model=model, data=_rows(input_ids=tokens, labels=tokens), clip=1.0)
+    return train(name="hf-gpt2", model=model, data=_rows(input_ids=tokens, labels=tokens), clip_norm=1.0)
 
 
 def llama() -> Job:
@@ -55,7 +55,7 @@ def llama() -> Job:
             )
         )  # fmt: skip
 
-    return train(name="hf-llama", model=model, data=_rows(**_ragged(64, 12, seed=71)), clip=1.0)
+    return train(name="hf-llama", model=model, data=_rows(**_ragged(64, 12, seed=71)), clip_norm=1.0)
 
 
 def mixtral() -> Job:
@@ -126,7 +126,7 @@ def t5() -> Job:
         )  # fmt: skip
 
     rows = _ragged(64, 10, seed=80) | {"labels": _ragged(64, 7, seed=82)["labels"]}
-    return train(name="hf-t5", model=model, data=_rows(**rows), clip=1.0)
+    return train(name="hf-t5", model=model, data=_rows(**rows), clip_norm=1.0)
 
 
 def vit() -> Job:

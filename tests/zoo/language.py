@@ -92,7 +92,7 @@ def gpt_tied() -> Job:
         data=TensorDataset(text[:, :-1], text[:, 1:]),
         inputs=lambda batch: (batch, {}),
         loss=lambda output, batch: output[1],
-        clip=1.0,
+        clip_norm=1.0,
     )
 
 
@@ -122,8 +122,8 @@ def gpt_untied() -> Job:
         data=TensorDataset(text[:, :-1], text[:, 1:]),
         loss=loss,
         optimizer=_decayed,
-        schedule=lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
-        clip=0.5,
+        lr_schedule=lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
+        clip_norm=0.5,
     )
 
 
@@ -211,7 +211,7 @@ def llama() -> Job:
         model=Llama,
         data=TensorDataset(text[:, :-1], text[:, 1:]),
         loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
-        clip=1.0,
+        clip_norm=1.0,
     )
 
 
@@ -301,5 +301,5 @@ def mamba() -> Job:
         data=TensorDataset(numbers(SAMPLES, 12, 6, seed=7), numbers(SAMPLES, seed=8)),
         loss=lambda output, batch: F.huber_loss(output, batch[1]),
         optimizer=sgd,
-        clip=1.0,
+        clip_norm=1.0,
     )

@@ -28,7 +28,7 @@ def mlp_norm() -> Job:
         data=TensorDataset(numbers(33, 20, seed=90), whole(4, 33, seed=91)),
         loss=lambda output, batch: F.cross_entropy(output, batch[1], weight=None),
         optimizer=sgd,
-        batch=12,  # of 33: the last has 9, which are two samples and more for each of four ranks
+        batch_size=12,  # of 33: the last has 9, which are two samples and more for each of four ranks
     )
 
 
@@ -131,7 +131,7 @@ def siamese() -> Job:
             numbers(SAMPLES, 4, 16, seed=92), numbers(SAMPLES, 4, 16, seed=93), whole(2, SAMPLES, seed=94).float()
         ),
         loss=loss,
-        clip=2.0,
+        clip_norm=2.0,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon.engine.parallel.shard_layout import local
+from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
@@ -53,8 +53,8 @@ def prove_and_count(world: World, name: str, plan: str, known: str | None = None
         batch = next(iter(run.batches(1)))
         with Traffic() as traffic:
             run.step(batch)
-        whole = sum(_product(shape) for shape in run.shapes.values())
-        held = sum(local(each).numel() for each in run.model.parameters() if not each.is_meta)
+        whole = sum(_product(shape) for shape in run.full_shapes.values())
+        held = sum(to_local(each).numel() for each in run.model.parameters() if not each.is_meta)
         return Told(certificate, traffic.bytes, held / whole)
     finally:
         run.close()

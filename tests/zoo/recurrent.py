@@ -37,7 +37,7 @@ def lstm() -> Job:
         data=TensorDataset(text[:, :-1], text[:, 1:]),
         loss=lambda output, batch: F.nll_loss(output.reshape(-1, 80), batch[1].reshape(-1)),
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
-        clip=0.25,
+        clip_norm=0.25,
     )
 
 
@@ -71,7 +71,7 @@ def gru_translator() -> Job:
         model=GruTranslator,
         data=TensorDataset(source, target[:, :-1], target[:, 1:]),
         loss=lambda output, batch: F.cross_entropy(output.reshape(-1, 44), batch[2].reshape(-1)),
-        clip=1.0,
+        clip_norm=1.0,
     )
 
 

@@ -67,7 +67,7 @@ def graph() -> Job:
         data=graphs,
         collate=_join,
         loss=lambda output, batch: F.l1_loss(output, batch[-1]),
-        clip=1.0,
+        clip_norm=1.0,
     )
 
 
@@ -179,5 +179,5 @@ def tcn() -> Job:
         data=TensorDataset(numbers(SAMPLES, 4, 20, seed=67), numbers(SAMPLES, 1, seed=68)),
         loss=lambda output, batch: F.mse_loss(output, batch[1]),
         optimizer=sgd,
-        clip=0.5,
+        clip_norm=0.5,
     )

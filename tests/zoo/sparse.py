@@ -65,7 +65,7 @@ def moe() -> Job:
         model=ExpertText,
         data=_tokens(),
         loss=lambda output, batch: F.cross_entropy(output[0], batch[1]),
-        clip=1.0,
+        clip_norm=1.0,
     )
 
 

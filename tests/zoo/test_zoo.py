@@ -18,8 +18,8 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.testing.rank_pool import Pool, RankError
-from echelon.verifier.reference_data import open_feed
+from echelon.testing.rank_pool import RankError, RankPool
+from echelon.verifier.reference_data import open_reference_data
 from tests.sampling import WHOLE, drawing, only_whole, some
 from tests.zoo import ZOO, prove
 from tests.zoo.expected import UNPROVED, expected
@@ -61,7 +61,7 @@ def test_a_step(name: str) -> None:
     assert state.keys() == other.keys()
     assert all(torch.equal(state[key], other[key]) for key in state), "two builds from one seed differ"
     assert 20_000 <= sum(value.numel() for value in model.parameters()) < 2_000_000
-    batch = open_feed(job).take(0, np.arange(job.batch))
+    batch = open_reference_data(job).read(0, np.arange(job.batch_size))
     loss = call_loss(job, call_model(job, model, batch), batch, model)
     value = loss[0] / loss[1] if isinstance(loss, tuple) else loss
     value.backward()
@@ -79,19 +79,19 @@ def test_a_step(name: str) -> None:
 
 @pytest.mark.journey
 @pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 2))
-def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
+def test_proved_under_data_parallelism(ranks: RankPool, name: str) -> None:
     require_proved(ranks, name)
 
 
 @only_whole
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_limits(ranks: Pool, name: str) -> None:
+def test_known_limits(ranks: RankPool, name: str) -> None:
     """Whoever lifts one takes it out of KNOWN."""
     with pytest.raises((AssertionError, RankError), match=KNOWN[name]):
         require_proved(ranks, name)
 
 
-def require_proved(ranks: Pool, name: str) -> None:
+def require_proved(ranks: RankPool, name: str) -> None:
     need(name)
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
     assert certificate.verified, certificate.divergent
@@ -108,7 +108,7 @@ def sampled() -> list[tuple[str, str]]:
 
 @pytest.mark.journey
 @pytest.mark.parametrize(("name", "plan"), sampled())
-def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, plan: str) -> None:
+def test_proved_under_tensor_and_pipeline_parallelism(ranks: RankPool, name: str, plan: str) -> None:
     need(name)
     cell = table.judge(ranks, name, plan)
     assert cell.verdict == expected(name, plan), cell.why
@@ -159,7 +159,7 @@ def test_what_is_cut_at_rest_only_is_told_apart() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2"])
 @pytest.mark.parametrize("name", ["gpt-untied", "llama", "hf-gpt2", "resnet", "vgg", "transformer", "lstm"])
-def test_proved_on_one_gpu_that_ranks_share(ranks: Pool, name: str, plan: str) -> None:
+def test_proved_on_one_gpu_that_ranks_share(ranks: RankPool, name: str, plan: str) -> None:
     need(name)
     cell = table.judge(ranks, name, plan)
     assert cell.verdict == "verified", cell.why

@@ -93,7 +93,7 @@ class Vgg(nn.Module):
 
 
 def vgg() -> Job:
-    return train(name="vgg", model=Vgg, data=_images(16, 10, seed=32), loss=_classify, clip=1.0)
+    return train(name="vgg", model=Vgg, data=_images(16, 10, seed=32), loss=_classify, clip_norm=1.0)
 
 
 def channels_last() -> Job:
@@ -174,7 +174,7 @@ class ConvNext(nn.Module):
 
 
 def convnext() -> Job:
-    return train(name="convnext", model=ConvNext, data=_images(16, 10, seed=36), loss=_classify, clip=5.0)
+    return train(name="convnext", model=ConvNext, data=_images(16, 10, seed=36), loss=_classify, clip_norm=5.0)
 
 
 class MbConv(nn.Module):
@@ -256,7 +256,7 @@ class Mixer(nn.Module):
 
 
 def mixer() -> Job:
-    return train(name="mixer", model=Mixer, data=_images(16, 10, seed=40), loss=_classify, clip=1.0)
+    return train(name="mixer", model=Mixer, data=_images(16, 10, seed=40), loss=_classify, clip_norm=1.0)
 
 
 class WindowBlock(nn.Module):

@@ -224,7 +224,7 @@ def spectral_net() -> nn.Module:
 
 @job("spectral norm: power iteration once per forward", owner="cuts", refusable="micro pp tp")
 def spectral_norm() -> Spec:
-    return Spec(**plain(model=spectral_net, evaluation=None, metrics={}))
+    return Spec(**plain(model=spectral_net, eval_data=None, metrics={}))
 
 
 class Normed(nn.Module):
@@ -259,7 +259,7 @@ class Sometimes(Normed):
 
 @job("batch norm that the data decides to call: unequal calls per rank", refusable=PER_RANK + " pp tp recompute")
 def batch_norm_sometimes() -> Spec:
-    return Spec(**plain(model=net(block=Sometimes), evaluation=None, metrics={}), splits=True)
+    return Spec(**plain(model=net(block=Sometimes), eval_data=None, metrics={}), splits=True)
 
 
 class Teacher(Net):
@@ -282,7 +282,7 @@ class Teacher(Net):
     "mean teacher: a frozen parameter that forward replaces through .data", owner="watch", refusable="micro pp zero tp"
 )
 def mean_teacher() -> Spec:
-    return Spec(**plain(model=lambda: Teacher().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Teacher().double(), eval_data=None, metrics={}))
 
 
 class Clamped(Net):
@@ -296,7 +296,7 @@ class Clamped(Net):
 
 @job("weights clamped through .data in forward (WGAN)", refusable="pp")
 def clamped_weights() -> Spec:
-    return Spec(**plain(model=lambda: Clamped().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Clamped().double(), eval_data=None, metrics={}))
 
 
 @job("Embedding(max_norm=): forward rescales rows in place", owner="verifier", refusable="pp")
@@ -336,7 +336,7 @@ class ActNorm(Observed):
 
 @job("ActNorm: parameters set from the first batch, guarded by a Python flag", refusable=PER_RANK + " pp")
 def act_norm() -> Spec:
-    return Spec(**plain(model=lambda: ActNorm().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: ActNorm().double(), eval_data=None, metrics={}))
 
 
 class Averaged(Net):
@@ -383,7 +383,7 @@ class Noted(Net):
 
 @job("a Python counter in get_extra_state", owner="ckpt", refusable=PER_CALL)
 def extra_state() -> Spec:
-    return Spec(**plain(model=lambda: Noted().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Noted().double(), eval_data=None, metrics={}))
 
 
 class Plain(Net):
@@ -400,7 +400,7 @@ class Plain(Net):
 
 @job("a Python counter outside of every state", owner="verifier", refusable="micro pp resume")
 def python_counter() -> Spec:
-    return Spec(**plain(model=lambda: Plain().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Plain().double(), eval_data=None, metrics={}))
 
 
 class Lists(Net):

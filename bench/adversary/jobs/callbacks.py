@@ -67,7 +67,7 @@ def forward_counter() -> Spec:
         made.head.register_forward_hook(scale)
         return made
 
-    return Spec(**plain(model=model, evaluation=None, metrics={}))
+    return Spec(**plain(model=model, eval_data=None, metrics={}))
 
 
 @job("a parameter's gradient hook counts in its closure", owner="ckpt")
@@ -113,7 +113,7 @@ def counting_schedule() -> Spec:
 
         return LambdaLR(optimizer, rate)
 
-    return Spec(**plain(schedule=schedule))
+    return Spec(**plain(lr_schedule=schedule))
 
 
 @job("a schedule sets the weight of a term of the loss")
@@ -127,7 +127,7 @@ def annealed_loss() -> Spec:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return cross_entropy(output, batch) + weight["of the term"] * (output**2).mean()
 
-    return Spec(**plain(loss=loss, schedule=lambda optimizer: LambdaLR(optimizer, rate), evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, lr_schedule=lambda optimizer: LambdaLR(optimizer, rate), eval_data=None, metrics={}))
 
 
 @job("a schedule sets a temperature that forward reads")
@@ -143,7 +143,9 @@ def annealed_forward() -> Spec:
         made.head.register_forward_hook(lambda module, given, output: output / temperature["now"])
         return made
 
-    return Spec(**plain(model=model, schedule=lambda optimizer: LambdaLR(optimizer, rate), evaluation=None, metrics={}))
+    return Spec(
+        **plain(model=model, lr_schedule=lambda optimizer: LambdaLR(optimizer, rate), eval_data=None, metrics={})
+    )
 
 
 @job("an optimizer counts its steps in its class", owner="optim")
@@ -215,4 +217,4 @@ def curriculum() -> Spec:
             data.level *= 0.9
         return cross_entropy(output, batch)
 
-    return Spec(**plain(data=data, loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, loss=loss, eval_data=None, metrics={}))

@@ -133,7 +133,7 @@ class Balanced(Net):
 def balanced_experts() -> Spec:
     return Spec(
         **plain(
-            model=lambda: Balanced().double(), evaluation=None, metrics={},
+            model=lambda: Balanced().double(), eval_data=None, metrics={},
             loss=lambda output, batch: F.cross_entropy(output[0], batch[-1]) + 0.1 * output[1],
         )
     )  # fmt: skip
@@ -215,7 +215,7 @@ class EarlyExit(Net):
 
 @job("early exit by a mean over the batch", refusable="dp micro zero shares pp")
 def early_exit() -> Spec:
-    return Spec(**plain(model=lambda: EarlyExit().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: EarlyExit().double(), eval_data=None, metrics={}))
 
 
 class Unfreezing(Net):
@@ -236,7 +236,7 @@ class Unfreezing(Net):
 
 @job("gradual growth: a block more every third step", owner="cuts", refusable="micro pp")
 def growing() -> Spec:
-    return Spec(**plain(model=lambda: Unfreezing().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Unfreezing().double(), eval_data=None, metrics={}))
 
 
 class Thawing(Net):
@@ -260,7 +260,7 @@ class Thawing(Net):
     refusable="dp micro zero shares pp",
 )
 def thawing() -> Spec:
-    return Spec(**plain(model=lambda: Thawing().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Thawing().double(), eval_data=None, metrics={}))
 
 
 class Freezing(Net):
@@ -279,7 +279,7 @@ class Freezing(Net):
 
 @job("a block that forward freezes in its fifth call, once", refusable="micro zero pp")
 def freezing() -> Spec:
-    return Spec(**plain(model=lambda: Freezing().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Freezing().double(), eval_data=None, metrics={}))
 
 
 class LateGate(Net):
@@ -317,7 +317,7 @@ class MadeLate(Net):
 
 @job("a layer that forward makes: the optimizer never sees it", owner="watch")
 def layer_made_late() -> Spec:
-    return Spec(**plain(model=lambda: MadeLate().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: MadeLate().double(), eval_data=None, metrics={}))
 
 
 @job("LazyLinear: sizes follow from the first batch", owner="verifier")
@@ -423,7 +423,7 @@ class SecondOrder(Net):
 def gradient_penalty() -> Spec:
     return Spec(
         **plain(
-            model=lambda: SecondOrder().double(), evaluation=None, metrics={},
+            model=lambda: SecondOrder().double(), eval_data=None, metrics={},
             loss=lambda output, batch: F.cross_entropy(output[0], batch[-1]) + 0.1 * output[1].mean(),
         )
     )  # fmt: skip
@@ -589,7 +589,7 @@ def edits_input() -> Spec:
             x = x.mul_(0.9)
             return super().forward(x)
 
-    return Spec(**plain(model=lambda: Edits().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Edits().double(), eval_data=None, metrics={}))
 
 
 @job("kwargs and nested containers between blocks", owner="cuts")
@@ -623,7 +623,7 @@ def python_number() -> Spec:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1 + 0.1 * x.abs().max().item())
 
-    return Spec(**plain(model=lambda: Scaled().double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Scaled().double(), eval_data=None, metrics={}))
 
 
 @job("a GRU over sequences of unequal lengths, packed in forward", owner="cuts")

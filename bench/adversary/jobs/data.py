@@ -301,7 +301,7 @@ def last_batch_of_one() -> Spec:
 
 @job("a batch larger than the data", owner="inputs")
 def batch_larger_than_data() -> Spec:
-    return Spec(**plain(data=classes(7), batch=16))
+    return Spec(**plain(data=classes(7), batch_size=16))
 
 
 @job("drop_last with uneven data", owner="inputs")
@@ -311,7 +311,7 @@ def drops_last() -> Spec:
 
 @job("a batch of three over two ranks", owner="inputs")
 def odd_batch() -> Spec:
-    return Spec(**plain(batch=3))
+    return Spec(**plain(batch_size=3))
 
 
 @job("ConcatDataset of Subsets", owner="inputs")
@@ -415,7 +415,7 @@ def recall_metric() -> Spec:
 @job("evaluation on fewer samples than ranks", owner="inputs")
 def one_evaluation_sample() -> Spec:
     x, y = held_out().tensors
-    return Spec(**plain(evaluation=TensorDataset(x[:1], y[:1])))
+    return Spec(**plain(eval_data=TensorDataset(x[:1], y[:1])))
 
 
 def counted(average: Any, **changes: Any) -> Spec:
@@ -430,7 +430,7 @@ def counted(average: Any, **changes: Any) -> Spec:
 
     return Spec(
         model=net(), loss=loss, optimizer=sgd(), data=samples(40, 40, 1), inputs=lambda batch: ((batch[0],), {}),
-        evaluation=samples(27, 8, 7), **changes,
+        eval_data=samples(27, 8, 7), **changes,
     )  # fmt: skip
 
 

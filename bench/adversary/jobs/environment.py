@@ -27,14 +27,14 @@ def rate_by_rank() -> Spec:
 
 @job("the data depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def data_by_rank() -> Spec:
-    return Spec(**plain(data=classes(seed=1 + 10 * rank()), evaluation=None, metrics={}))
+    return Spec(**plain(data=classes(seed=1 + 10 * rank()), eval_data=None, metrics={}))
 
 
 @job("one sample in the middle depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def sample_by_rank() -> Spec:
     data = classes()
     data.tensors[0][13] += rank()
-    return Spec(**plain(data=data, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, eval_data=None, metrics={}))
 
 
 class ReadByRank(Dataset[tuple[Tensor, Tensor]]):
@@ -53,21 +53,21 @@ class ReadByRank(Dataset[tuple[Tensor, Tensor]]):
 
 @job("one sample, read by code, depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def read_by_rank() -> Spec:
-    return Spec(**plain(data=ReadByRank(), evaluation=None, metrics={}))
+    return Spec(**plain(data=ReadByRank(), eval_data=None, metrics={}))
 
 
 @job("one sample of a Subset depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def subset_by_rank() -> Spec:
     data = classes(120)
     data.tensors[0][61] += rank()
-    return Spec(**plain(data=Subset(data, range(10, 110)), steps=12, evaluation=None, metrics={}))
+    return Spec(**plain(data=Subset(data, range(10, 110)), steps=12, eval_data=None, metrics={}))
 
 
 @job("one pair of a plain list depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def list_by_rank() -> Spec:
     x, y = classes(100).tensors
     x[50] += rank()
-    return Spec(**plain(data=list(zip(x, y, strict=True)), steps=12, evaluation=None, metrics={}))
+    return Spec(**plain(data=list(zip(x, y, strict=True)), steps=12, eval_data=None, metrics={}))
 
 
 @job("one sample of a ConcatDataset depends on the rank", owner="watch", refusable="dp tp pp zero shares")
@@ -76,7 +76,7 @@ def concat_by_rank() -> Spec:
     data.tensors[0][30] += rank()
     x, y = classes(40, seed=9).tensors
     joined: Dataset[Any] = ConcatDataset([data, Samples(list(zip(x, y, strict=True)))])
-    return Spec(**plain(data=joined, steps=12, evaluation=None, metrics={}))
+    return Spec(**plain(data=joined, steps=12, eval_data=None, metrics={}))
 
 
 @job(
@@ -87,7 +87,7 @@ def loss_by_world() -> Spec:
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         return cross_entropy(output, batch) * world
 
-    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, eval_data=None, metrics={}))
 
 
 @job("the loss draws from the operating system's entropy for its log", owner="gate")
@@ -98,12 +98,12 @@ def system_random() -> Spec:
         log.append(generator.random())
         return cross_entropy(output, batch)
 
-    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, eval_data=None, metrics={}))
 
 
 @job("the model's depth depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def depth_by_rank() -> Spec:
-    return Spec(**plain(model=lambda: Net(depth=4 + rank()).double(), evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Net(depth=4 + rank()).double(), eval_data=None, metrics={}))
 
 
 @job("initial values depend on the process", owner="inputs")
@@ -219,4 +219,4 @@ def through_globals() -> Spec:
         seen.append(float(found.detach()))
         return found
 
-    return Spec(**plain(model=lambda: Reads().double(), loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(model=lambda: Reads().double(), loss=loss, eval_data=None, metrics={}))

@@ -120,7 +120,7 @@ def opt() -> Spec:
     spec = causal(config, OPTForCausalLM, pad=False, check="consistent")
     import dataclasses
 
-    return dataclasses.replace(spec, evaluation=Samples(tokens().samples[:7]))
+    return dataclasses.replace(spec, eval_data=Samples(tokens().samples[:7]))
 
 
 @job("HF Qwen2-MoE", owner="verifier", needs=HF)
@@ -159,7 +159,7 @@ def whisper() -> Spec:
 
     return Spec(
         model=lambda: WhisperForConditionalGeneration(config).double(), optimizer=sgd(0.05), data=Samples(rows), steps=4,
-        objective=objective, tolerance=1e-6, check="consistent", evaluation=Samples(rows[:5]),
+        objective=objective, tolerance=1e-6, check="consistent", eval_data=Samples(rows[:5]),
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def count_of_zero() -> Spec:
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         return F.cross_entropy(output, batch[-1], reduction="sum"), (batch[-1] != -100).sum()
 
-    return Spec(**plain(data=TensorDataset(x, y), loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(data=TensorDataset(x, y), loss=loss, eval_data=None, metrics={}))
 
 
 @job("reduction='sum': the gradient grows with the batch", refusable=COUPLED)
@@ -108,7 +108,7 @@ def reduction_sum() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="sum"),
-            optimizer=sgd(0.01), evaluation=None, metrics={},
+            optimizer=sgd(0.01), eval_data=None, metrics={},
         )
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def divided_by_constant() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="sum") / 8,
-            evaluation=None, metrics={},
+            eval_data=None, metrics={},
         )
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def triplet_mining() -> Spec:
         nearest = (distance + 1e3 * same).min(1).values
         return F.softplus(hardest - nearest).mean()
 
-    return Spec(**plain(loss=loss, optimizer=sgd(0.01), evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, optimizer=sgd(0.01), eval_data=None, metrics={}))
 
 
 @job("root of a mean", refusable=COUPLED)
@@ -159,7 +159,7 @@ def perplexity() -> Spec:
         **plain(
             loss=lambda output, batch: cross_entropy(output, batch).exp(),
             optimizer=sgd(0.02),
-            evaluation=None,
+            eval_data=None,
             metrics={},
         )
     )
@@ -211,7 +211,7 @@ def max_over_batch() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none").max(),
-            evaluation=None, metrics={},
+            eval_data=None, metrics={},
         )
     )  # fmt: skip
 
@@ -221,7 +221,7 @@ def hard_examples() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none").topk(len(output) // 2)[0].mean(),
-            evaluation=None, metrics={},
+            eval_data=None, metrics={},
         )
     )  # fmt: skip
 
@@ -231,7 +231,7 @@ def median_over_batch() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none").median(),
-            evaluation=None, metrics={},
+            eval_data=None, metrics={},
         )
     )  # fmt: skip
 
@@ -257,7 +257,7 @@ def variance_term() -> Spec:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return cross_entropy(output, batch) + 0.3 * F.relu(1 - output.var(0).add(1e-4).sqrt()).mean()
 
-    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, eval_data=None, metrics={}))
 
 
 @job("cross-correlation matrix of the batch (Barlow twins)", refusable=COUPLED)
@@ -299,7 +299,7 @@ class Penalised(Net):
 def weight_penalty() -> Spec:
     return Spec(
         **plain(
-            model=lambda: Penalised().double(), evaluation=None, metrics={},
+            model=lambda: Penalised().double(), eval_data=None, metrics={},
             loss=lambda output, batch: F.cross_entropy(output[0], batch[-1]) + 1e-2 * output[1],
         )
     )  # fmt: skip
@@ -313,7 +313,7 @@ def reads_module() -> Spec:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return cross_entropy(output, batch) + 1e-2 * model.head.weight.pow(2).sum()
 
-    return Spec(**plain(model=model, loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(model=model, loss=loss, eval_data=None, metrics={}))
 
 
 class Warming:
@@ -329,7 +329,7 @@ class Warming:
 
 @job("a loss object that counts its own calls", owner="verifier", refusable="micro pp")
 def stateful_loss() -> Spec:
-    return Spec(**plain(loss=Warming(), evaluation=None, metrics={}))
+    return Spec(**plain(loss=Warming(), eval_data=None, metrics={}))
 
 
 @job("label smoothing with ignored labels: two different denominators in one call", refusable=COUPLED)
@@ -409,7 +409,7 @@ def reads_batch_size() -> Spec:
     return Spec(
         **plain(
             loss=lambda output, batch: cross_entropy(output, batch) * (1 + len(output) / 10),
-            evaluation=None,
+            eval_data=None,
             metrics={},
         )
     )
@@ -438,7 +438,7 @@ def proxies() -> Spec:
 
 @job("class proxies, and clipping that looks at the model's gradients alone", refusable="tp pp")
 def proxies_clipped() -> Spec:
-    return proxied(clip=0.1)
+    return proxied(clip_norm=0.1)
 
 
 @job("ragged lists of strings per sample, collated by hand, mean over all tokens", refusable=COUPLED)

@@ -499,7 +499,7 @@ def two_optimizers() -> Spec:
 
 @job("clipping that binds at every step, with momentum and Nesterov", owner="optim")
 def clipped() -> Spec:
-    return Spec(**plain(optimizer=sgd(0.1, momentum=0.9, nesterov=True), clip=0.2))
+    return Spec(**plain(optimizer=sgd(0.1, momentum=0.9, nesterov=True), clip_norm=0.2))
 
 
 @job("a hook of the optimizer clamps gradients before step()", owner="optim")
@@ -534,4 +534,4 @@ def sparse_adam() -> Spec:
         return [torch.optim.SparseAdam([table], lr=0.05), torch.optim.Adam(rest, lr=0.01)]
 
     data = TensorDataset(integers(20, SAMPLES, 3, seed=4), integers(CLASSES, SAMPLES))
-    return Spec(**plain(model=Words, optimizer=optimizer, data=data, evaluation=None, metrics={}))
+    return Spec(**plain(model=Words, optimizer=optimizer, data=data, eval_data=None, metrics={}))

@@ -109,7 +109,7 @@ def integer_buffers() -> Spec:
 @job("a loss in float32 of a float64 model", owner="gate")
 def narrow_loss() -> Spec:
     return Spec(
-        **plain(loss=lambda output, batch: F.cross_entropy(output.float(), batch[-1]), evaluation=None, metrics={}),
+        **plain(loss=lambda output, batch: F.cross_entropy(output.float(), batch[-1]), eval_data=None, metrics={}),
         tolerance=1e-5,
     )
 

@@ -141,4 +141,4 @@ def milestones() -> Spec:
     def schedule(optimizer: Optimizer) -> MultiStepLR:
         return MultiStepLR(optimizer, [2, 5, 7], gamma=0.5)
 
-    return Spec(**plain(schedule=schedule))
+    return Spec(**plain(lr_schedule=schedule))

@@ -71,7 +71,7 @@ def rare_flips() -> Spec:
     refusable="tp pp",
 )
 def rare_flips_of_four() -> Spec:
-    return Spec(**plain(data=Flips(0.05, random.SystemRandom()), steps=24, batch=4), check="consistent")
+    return Spec(**plain(data=Flips(0.05, random.SystemRandom()), steps=24, batch_size=4), check="consistent")
 
 
 @job("ConcatDataset of tensors and of a data set that flips", refusable="tp pp")
@@ -111,7 +111,7 @@ class RunningMean(Classes):
 
 @job("samples are normalised by a running mean of what was read", refusable=PARTED)
 def running_mean() -> Spec:
-    return Spec(**plain(data=RunningMean(), steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=RunningMean(), steps=16, eval_data=None, metrics={}))
 
 
 class Curriculum(Classes):
@@ -126,7 +126,7 @@ class Curriculum(Classes):
 
 @job("samples become harder after 150 reads", refusable=PARTED)
 def curriculum() -> Spec:
-    return Spec(**plain(data=Curriculum(), steps=24, evaluation=None, metrics={}))
+    return Spec(**plain(data=Curriculum(), steps=24, eval_data=None, metrics={}))
 
 
 class InPlace(Classes):
@@ -138,7 +138,7 @@ class InPlace(Classes):
 
 @job("__getitem__ normalises in place: every further read changes the sample")
 def in_place() -> Spec:
-    return Spec(**plain(data=InPlace(128), steps=14, evaluation=None, metrics={}))
+    return Spec(**plain(data=InPlace(128), steps=14, eval_data=None, metrics={}))
 
 
 class Transformed(Classes):
@@ -161,7 +161,7 @@ def closure_counter() -> Spec:
         calls += 1
         return x / (1 + 0.02 * calls)
 
-    return Spec(**plain(data=Transformed(transform), steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=Transformed(transform), steps=16, eval_data=None, metrics={}))
 
 
 @job("a data set counts its reads in its class", refusable=PARTED)
@@ -173,14 +173,14 @@ def class_counter() -> Spec:
             Counted.reads += 1
             return x / (1 + 0.02 * Counted.reads)
 
-    return Spec(**plain(data=Counted(), steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=Counted(), steps=16, eval_data=None, metrics={}))
 
 
 @job("a transform reads on in a file that is open", refusable=PARTED)
 def open_file() -> Spec:
     lines = Path(__file__).open()  # noqa: SIM115 (it stays open)
     data = Transformed(lambda x: x / (1 + 0.02 * len(lines.readline())))
-    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, steps=16, eval_data=None, metrics={}))
 
 
 class Sample:
@@ -200,14 +200,14 @@ def listed_objects() -> Spec:
         return torch.stack([each.look() for each, _ in items]), torch.stack([label for _, label in items])
 
     data = [(Sample(x), y) for x, y in classes(64)]
-    return Spec(**plain(data=data, collate=collate, steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, collate=collate, steps=16, eval_data=None, metrics={}))
 
 
 @job("a transform reads on in a text file line by line", refusable=PARTED)
 def next_line() -> Spec:
     lines = Path(__file__).open()  # noqa: SIM115 (it stays open)
     data = Transformed(lambda x: x / (1 + 0.02 * len(next(lines))))
-    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, steps=16, eval_data=None, metrics={}))
 
 
 @job("a cached function counts its calls", refusable=PARTED)
@@ -220,7 +220,7 @@ def cached_counter() -> Spec:
         return len(calls)
 
     data = Transformed(lambda x: x / (1 + 0.02 * number(float(x.sum()))))
-    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=data, steps=16, eval_data=None, metrics={}))
 
 
 @job("part of a data set that draws from an iterator", refusable=PARTED)
@@ -233,4 +233,4 @@ def iterator_in_a_part() -> Spec:
         def read(self, x: Tensor) -> Tensor:
             return x / (1 + 0.02 * next(self.scales))
 
-    return Spec(**plain(data=Subset(Scaled(), range(48)), steps=16, evaluation=None, metrics={}))
+    return Spec(**plain(data=Subset(Scaled(), range(48)), steps=16, eval_data=None, metrics={}))

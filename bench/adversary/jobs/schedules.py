@@ -17,7 +17,7 @@ def one_cycle() -> Spec:
     return Spec(
         **plain(
             optimizer=sgd(0.1, momentum=0.9),
-            schedule=lambda optimizer, steps: torch_schedules.OneCycleLR(optimizer, 0.2, steps),
+            lr_schedule=lambda optimizer, steps: torch_schedules.OneCycleLR(optimizer, 0.2, steps),
         )
     )
 
@@ -26,7 +26,7 @@ def one_cycle() -> Spec:
 def plateau() -> Spec:
     return Spec(
         **plain(
-            schedule=lambda optimizer: torch_schedules.ReduceLROnPlateau(
+            lr_schedule=lambda optimizer: torch_schedules.ReduceLROnPlateau(
                 optimizer, factor=0.5, patience=0, threshold=0.5
             )
         ),
@@ -41,7 +41,7 @@ def sequential() -> Spec:
         cosine = torch_schedules.CosineAnnealingLR(optimizer, steps - 3)
         return torch_schedules.SequentialLR(optimizer, [warm, cosine], [3])
 
-    return Spec(**plain(schedule=schedule))
+    return Spec(**plain(lr_schedule=schedule))
 
 
 @job("LambdaLR with an object that keeps state", owner="ckpt")
@@ -54,12 +54,12 @@ def stateful_lambda() -> Spec:
             self.factor *= 0.9
             return self.factor
 
-    return Spec(**plain(schedule=lambda optimizer: torch_schedules.LambdaLR(optimizer, Halving())))
+    return Spec(**plain(lr_schedule=lambda optimizer: torch_schedules.LambdaLR(optimizer, Halving())))
 
 
 @job("CosineAnnealingWarmRestarts", owner="ckpt")
 def warm_restarts() -> Spec:
-    return Spec(**plain(schedule=lambda optimizer: torch_schedules.CosineAnnealingWarmRestarts(optimizer, 3)))
+    return Spec(**plain(lr_schedule=lambda optimizer: torch_schedules.CosineAnnealingWarmRestarts(optimizer, 3)))
 
 
 @job("CyclicLR, which changes momentum as well", owner="ckpt")
@@ -67,7 +67,7 @@ def cyclic() -> Spec:
     return Spec(
         **plain(
             optimizer=sgd(0.1, momentum=0.9),
-            schedule=lambda optimizer: torch_schedules.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
+            lr_schedule=lambda optimizer: torch_schedules.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
         )
     )
 
@@ -76,7 +76,7 @@ def cyclic() -> Spec:
 def chained() -> Spec:
     return Spec(
         **plain(
-            schedule=lambda optimizer: torch_schedules.ChainedScheduler(
+            lr_schedule=lambda optimizer: torch_schedules.ChainedScheduler(
                 [torch_schedules.ExponentialLR(optimizer, 0.95), torch_schedules.ConstantLR(optimizer, 0.5, 4)]
             )
         )
@@ -97,7 +97,7 @@ class Bare:
 
 @job("a schedule of one's own without state_dict", owner="ckpt", refusable="resume")
 def without_state() -> Spec:
-    return Spec(**plain(schedule=Bare))
+    return Spec(**plain(lr_schedule=Bare))
 
 
 @job("a schedule that changes weight decay and not the rate", owner="ckpt")
@@ -108,7 +108,7 @@ def decays_decay() -> Spec:
                 group["weight_decay"] = 0.1 * 0.8**self.last_epoch
             return [group["lr"] for group in self.optimizer.param_groups]
 
-    return Spec(**plain(optimizer=sgd(0.1, weight_decay=0.1), schedule=Decay))
+    return Spec(**plain(optimizer=sgd(0.1, weight_decay=0.1), lr_schedule=Decay))
 
 
 @job("a rate that follows from the norm of the weights, from step 6 on", refusable="pp tp")
@@ -121,7 +121,7 @@ def weight_norm_rate() -> Spec:
 
         return torch_schedules.LambdaLR(optimizer, factor)
 
-    return Spec(**plain(schedule=schedule))
+    return Spec(**plain(lr_schedule=schedule))
 
 
 @job("a rate that follows from the norm of the gradients, from step 6 on", refusable="pp tp")
@@ -133,7 +133,7 @@ def gradient_norm_rate() -> Spec:
 
         return torch_schedules.LambdaLR(optimizer, factor)
 
-    return Spec(**plain(schedule=schedule))
+    return Spec(**plain(lr_schedule=schedule))
 
 
 @job(
@@ -152,4 +152,4 @@ def loss_rate() -> Spec:
     def schedule(optimizer: Any) -> Any:
         return torch_schedules.LambdaLR(optimizer, lambda step: 1.0 if step < 5 else min(1.0, seen["mean"] / 2))
 
-    return Spec(**plain(loss=loss, schedule=schedule))
+    return Spec(**plain(loss=loss, lr_schedule=schedule))

@@ -164,7 +164,7 @@ def divides_by_width() -> Spec:
 def python_branch() -> Spec:
     return with_pair(
         lambda h: torch.tanh(h) if float(h.detach().abs().max()) < 2.2 else torch.tanh(h - h.mean(-1, keepdim=True)),
-        evaluation=None,
+        eval_data=None,
         metrics={},
         optimizer=sgd(0.5),
     )
@@ -243,7 +243,7 @@ def capped_logits() -> Spec:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return cross_entropy(output / output.abs().amax(-1, keepdim=True).clamp(min=2), batch)
 
-    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
+    return Spec(**plain(loss=loss, eval_data=None, metrics={}))
 
 
 @job("group norm over hidden units, with groups that tp=2 would split", owner="cuts")

@@ -10,87 +10,98 @@ import numpy as np
 from echelon.data.packed.manifest import Column, Shard
 
 #: Words in a row of the table whose sums are a checksum: a prime number.
-_WORDS = 509
+_WORDS_PER_ROW = 509
 
 
-def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
+def block_checksum(
+    files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int
+) -> int | None:
     """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside of their rows: no checksum is like it.
 
     `files`: the shard's bytes, once for each column, which may be mapped apart.
     """
-    found = 0
+    crc = 0
     for file, column, buffers in zip(files, columns, shard.buffers, strict=True):
         if not column.ragged:
-            first = buffers[0]
-            found = folded(file[first + start * column.item : first + stop * column.item], found)
+            values_start = buffers[0]
+            crc = fold_crc(
+                file[values_start + start * column.item_bytes : values_start + stop * column.item_bytes], crc
+            )
             continue
-        at, first, size = buffers
-        offsets = file[at + 8 * start : at + 8 * (stop + 1)]
-        places = offsets.view("<i8")
-        begin, end = int(places[0]), int(places[-1])
-        if not 0 <= begin * column.item <= end * column.item <= size or (places[1:] < places[:-1]).any():
+        offsets_start, values_start, values_bytes = buffers
+        offsets = file[offsets_start + 8 * start : offsets_start + 8 * (stop + 1)]
+        row_offsets = offsets.view("<i8")
+        begin, end = int(row_offsets[0]), int(row_offsets[-1])
+        if (
+            not 0 <= begin * column.item_bytes <= end * column.item_bytes <= values_bytes
+            or (row_offsets[1:] < row_offsets[:-1]).any()
+        ):
             return None
-        found = _crc(offsets, found)
-        found = folded(file[first + begin * column.item : first + end * column.item], found)
-    return found
+        crc = _update_crc(offsets, crc)
+        crc = fold_crc(file[values_start + begin * column.item_bytes : values_start + end * column.item_bytes], crc)
+    return crc
 
 
-def folded(content: np.ndarray, found: int) -> int:
+def fold_crc(content: np.ndarray, crc: int) -> int:
     """CRC-32 of a table's sums: as words of 8 bytes, 509 in a row, first the sum of each row, then of each column, modulo 2^64; what
     fills no row goes in as it is.
 
     A CRC of every byte would take longer than reading. Up to three changed words always show in a row's
     or a column's sum. No page, sector or power of two is a whole number of rows: pieces that change places come into other columns.
     """
-    whole = len(content) // (8 * _WORDS) * (8 * _WORDS)
-    if whole:
-        words = content[:whole].view("<u8").reshape(-1, _WORDS)
-        found = _crc(np.add.reduce(words, axis=0), _crc(np.add.reduce(words, axis=1), found))
-    return _crc(content[whole:], found)
+    folded_bytes = len(content) // (8 * _WORDS_PER_ROW) * (8 * _WORDS_PER_ROW)
+    if folded_bytes:
+        words = content[:folded_bytes].view("<u8").reshape(-1, _WORDS_PER_ROW)
+        crc = _update_crc(np.add.reduce(words, axis=0), _update_crc(np.add.reduce(words, axis=1), crc))
+    return _update_crc(content[folded_bytes:], crc)
 
 
-def frame(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
+def frame_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
     """CRC-32 of what belongs to no column: Arrow's own words about the file."""
-    found = place = 0
-    for start, stop in sorted(_spans(columns, shard)):
-        found = _crc(file[place:start], found)
-        place = max(place, stop)
-    return _crc(file[place : shard.bytes], found)
+    crc = position = 0
+    for start, stop in sorted(_column_spans(columns, shard)):
+        crc = _update_crc(file[position:start], crc)
+        position = max(position, stop)
+    return _update_crc(file[position : shard.bytes], crc)
 
 
-def offsets(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
+def file_offsets_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
     """CRC-32 of the offsets of all ragged columns in turn."""
-    return offsets_sum(file[start:stop] for start, stop in offset_spans(columns, shard))
+    return offsets_checksum(file[start:stop] for start, stop in offset_spans(columns, shard))
 
 
 def offset_spans(columns: Sequence[Column], shard: Shard) -> list[tuple[int, int]]:
     """Where in the file the offsets of ragged columns lie, column after column."""
-    return [(at[0], at[0] + 8 * (shard.samples + 1)) for c, at in zip(columns, shard.buffers, strict=True) if c.ragged]
+    return [
+        (buffers[0], buffers[0] + 8 * (shard.samples + 1))
+        for column, buffers in zip(columns, shard.buffers, strict=True)
+        if column.ragged
+    ]
 
 
-def offsets_sum(parts: Iterable[np.ndarray]) -> int:
+def offsets_checksum(parts: Iterable[np.ndarray]) -> int:
     """The checksum of offsets that were read."""
-    found = 0
+    crc = 0
     for part in parts:
-        found = _crc(part, found)
-    return found
+        crc = _update_crc(part, crc)
+    return crc
 
 
-def _crc(content: np.ndarray, found: int) -> int:
-    return zlib.crc32(content.data, found)
+def _update_crc(content: np.ndarray, crc: int) -> int:
+    return zlib.crc32(content.data, crc)
 
 
-def _spans(columns: Sequence[Column], shard: Shard) -> Iterator[tuple[int, int]]:
+def _column_spans(columns: Sequence[Column], shard: Shard) -> Iterator[tuple[int, int]]:
     for column, buffers in zip(columns, shard.buffers, strict=True):
         if column.ragged:
-            at, first, size = buffers
-            yield at, at + 8 * (shard.samples + 1)
-            yield first, first + size
+            offsets_start, values_start, values_bytes = buffers
+            yield offsets_start, offsets_start + 8 * (shard.samples + 1)
+            yield values_start, values_start + values_bytes
         else:
-            yield buffers[0], buffers[0] + shard.samples * column.item
+            yield buffers[0], buffers[0] + shard.samples * column.item_bytes
 
 
-def block_rows(row_bytes: float) -> int:
+def rows_per_block(row_bytes: float) -> int:
     """Rows under one checksum: a power of two, 256 to 512 KB. Less would make a long manifest, more a slow first touch that no core's
     own cache holds."""
     rows = max(1, int(2**19 / max(row_bytes, 1)))

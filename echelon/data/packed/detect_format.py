@@ -5,28 +5,28 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from echelon.data.packed.from_arrays import idx_folder, idx_pairs, numpy_file
-from echelon.data.packed.from_images import ENDINGS as PICTURES
-from echelon.data.packed.from_images import Pictures
-from echelon.data.packed.from_samples import json_lines
-from echelon.data.packed.from_tables import ENDINGS as TABLES
-from echelon.data.packed.from_tables import Tables
-from echelon.data.packed.from_text import ENDINGS as TEXTS
-from echelon.data.packed.from_text import Tokens
-from echelon.data.packed.packing_source import Origin, Progress
+from echelon.data.packed.from_arrays import find_idx_pairs, open_idx_folder, open_numpy_file
+from echelon.data.packed.from_images import IMAGE_SUFFIXES as PICTURES
+from echelon.data.packed.from_images import ImagePackingSource
+from echelon.data.packed.from_samples import open_json_lines
+from echelon.data.packed.from_tables import TABLE_FORMATS as TABLES
+from echelon.data.packed.from_tables import TablePackingSource
+from echelon.data.packed.from_text import TEXT_SUFFIXES as TEXTS
+from echelon.data.packed.from_text import TokenPackingSource
+from echelon.data.packed.packing_source import PackingSource, ProgressCallback
 from echelon.errors import DataError
 
-_LINES = {".jsonl", ".ndjson"}
-KINDS = "NumPy (.npy, .npz), IDX, CSV, Parquet, Arrow, JSON lines (.jsonl), text (with --tokens), a folder of these or of pictures by class"
+_JSON_LINES_SUFFIXES = {".jsonl", ".ndjson"}
+SUPPORTED_FORMATS = "NumPy (.npy, .npz), IDX, CSV, Parquet, Arrow, JSON lines (.jsonl), text (with --tokens), a folder of these or of pictures by class"
 
 
-def open_origin(
+def open_packing_source(
     path: Path, *, split: str | None = None, size: str | None = None, tokens: str | None = None, length: int | None = None,
-    dtype: str = "int64", kept: Path, processes: int = 1, progress: Progress = lambda done, total: None,
-) -> Origin:  # fmt: skip
+    dtype: str = "int64", work_folder: Path, processes: int = 1, progress: ProgressCallback = lambda done, total: None,
+) -> PackingSource:  # fmt: skip
     """The data in a file or a folder. `split`: of IDX files; `size`: of pictures; `tokens`, `length`, `dtype`: of text.
 
-    `kept`: a folder for what has to be worked out before packing begins, by `processes`; beside it is room for more.
+    `work_folder`: a folder for what has to be worked out before packing begins, by `processes`; beside it is room for more.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
@@ -35,53 +35,68 @@ def open_origin(
             raise DataError(f"length={length}: a row of tokens has at least one")
         if dtype not in ("uint8", "int16", "int32", "int64"):
             raise DataError(f"dtype={dtype!r}: tokens are uint8, int16, int32 or int64")
-        return Tokens(
-            _texts(path), tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes, progress=progress
+        return TokenPackingSource(
+            _find_text_files(path),
+            tokens=tokens,
+            length=length,
+            dtype=dtype,
+            work_folder=work_folder,
+            processes=processes,
+            progress=progress,
         )
-    return _folder(path, split, size, kept.parent) if path.is_dir() else _file(path, kept.parent)
+    return (
+        _open_folder(path, split, size, work_folder.parent) if path.is_dir() else _open_file(path, work_folder.parent)
+    )
 
 
-def _file(path: Path, near: Path) -> Origin:
-    ending = path.suffix.lower()
-    if ending in (".npy", ".npz"):
-        return numpy_file(path)
-    if ending in TABLES:
-        return Tables([path], near)
-    if ending in _LINES:
-        return json_lines(path)
-    if ending in TEXTS:
+def _open_file(path: Path, temp_folder: Path) -> PackingSource:
+    suffix = path.suffix.lower()
+    if suffix in (".npy", ".npz"):
+        return open_numpy_file(path)
+    if suffix in TABLES:
+        return TablePackingSource([path], temp_folder)
+    if suffix in _JSON_LINES_SUFFIXES:
+        return open_json_lines(path)
+    if suffix in TEXTS:
         raise DataError(f"{path} is text: say how it becomes tokens, --tokens byte or --tokens tokenizer.json")
-    raise DataError(f"{path}: it does not show what it is; packed can be {KINDS}")
+    raise DataError(f"{path}: it does not show what it is; packed can be {SUPPORTED_FORMATS}")
 
 
-def _folder(path: Path, split: str | None, size: str | None, near: Path) -> Origin:
-    if idx_pairs(path):
-        return idx_folder(path, split)
-    tables = sorted(each for each in path.iterdir() if each.suffix.lower() in TABLES)
+def _open_folder(path: Path, split: str | None, size: str | None, temp_folder: Path) -> PackingSource:
+    if find_idx_pairs(path):
+        return open_idx_folder(path, split)
+    tables = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in TABLES)
     if tables:
-        if len({TABLES[each.suffix.lower()] for each in tables}) > 1:
+        if len({TABLES[entry.suffix.lower()] for entry in tables}) > 1:
             raise DataError(f"{path} holds tables of several kinds: give one kind, or one file")
-        other = next(
-            (each for each in sorted(path.iterdir()) if each.suffix.lower() in {".npy", ".npz", *_LINES}), None
+        other_file = next(
+            (
+                entry
+                for entry in sorted(path.iterdir())
+                if entry.suffix.lower() in {".npy", ".npz", *_JSON_LINES_SUFFIXES}
+            ),
+            None,
         )
-        if other is not None:
-            raise DataError(f"{path} holds tables, and {other.name} as well: give a folder of one kind, or one file")
-        return Tables(tables, near)
-    if any(each.suffix.lower() in PICTURES for each in path.glob("*/**/*")):
-        return Pictures(path, None if size is None else _size(size))
-    raise DataError(f"{path} holds nothing that is known; packed can be {KINDS}")
+        if other_file is not None:
+            raise DataError(
+                f"{path} holds tables, and {other_file.name} as well: give a folder of one kind, or one file"
+            )
+        return TablePackingSource(tables, temp_folder)
+    if any(entry.suffix.lower() in PICTURES for entry in path.glob("*/**/*")):
+        return ImagePackingSource(path, None if size is None else _parse_size(size))
+    raise DataError(f"{path} holds nothing that is known; packed can be {SUPPORTED_FORMATS}")
 
 
-def _texts(path: Path) -> list[Path]:
+def _find_text_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in TEXTS and each.is_file())
-    if not found:
+    text_files = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in TEXTS and entry.is_file())
+    if not text_files:
         raise DataError(f"{path} holds no text ({', '.join(sorted(TEXTS))})")
-    return found
+    return text_files
 
 
-def _size(text: str) -> tuple[int, int]:
+def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
     if not match:
         raise DataError(f"size={text!r}: height and width, as 224x224")

@@ -27,250 +27,254 @@ def fingerprint(value: Any) -> str:
     """Functions count by their code, what they have taken with them, and the functions, classes and values of the user's own code
     that they name; objects by their class and what they hold, as pickle would send it; arrays by their content; paths of files by size
     and time of change. Installed packages count by their version, own modules that a function imports when it runs by their file."""
-    return _walked(value, frozenset(os.listdir()))
+    return _hash_value(value, frozenset(os.listdir()))
 
 
-def _walked(value: Any, here: frozenset[str]) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    Walk(found.update, here).whole(value)
-    return found.hexdigest()
+def _hash_value(value: Any, local_names: frozenset[str]) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    FingerprintWalker(hasher.update, local_names).walk(value)
+    return hasher.hexdigest()
 
 
-class Walk:
+class FingerprintWalker:
     """Writes down what a value is. `here`: the names in the current folder, which text may name as files."""
 
-    def __init__(self, write: Callable[[Any], Any], here: frozenset[str]) -> None:
-        self.write, self._here = write, here
-        self._numbers: dict[int, int] = {}  # of each thing, by its address
-        self._things: list[Any] = []  # held, or another may get its address
+    def __init__(self, write: Callable[[Any], Any], local_names: frozenset[str]) -> None:
+        self.write, self._local_names = write, local_names
+        self._object_numbers: dict[int, int] = {}  # of each thing, by its address
+        self._objects: list[Any] = []  # held, or another may get its address
 
-    def whole(self, value: Any) -> None:
+    def walk(self, value: Any) -> None:
         """Write down all that `value` is. Things come in turn, not inside of each other: functions may call each other through any depth."""
-        self.feed(value)
-        for thing in self._things:  # which grows meanwhile
-            self.large(thing)
+        self.visit(value)
+        for visited_object in self._objects:  # which grows meanwhile
+            self.visit_object(visited_object)
 
     @property
-    def count(self) -> int:
+    def object_count(self) -> int:
         """Things met so far."""
-        return len(self._things)
+        return len(self._objects)
 
-    def feed(self, value: Any) -> None:
+    def visit(self, value: Any) -> None:
         """Write down a small value, or the number of a thing that has its turn."""
         if isinstance(value, str | os.PathLike):
-            self.text(os.fspath(value))
+            self.write_text(os.fspath(value))
         elif value is None or isinstance(value, bool | int | float | complex | np.generic):
-            self.say(type(value).__name__, repr(value))
+            self.write_words(type(value).__name__, repr(value))
         elif isinstance(value, bytes):
-            self.say("bytes", str(len(value)))
+            self.write_words("bytes", str(len(value)))
             self.write(value)
         elif isinstance(value, np.memmap) and value.filename is not None:
-            self.say("memory map", str(value.dtype), str(value.shape), str(value.offset))
-            self.text(os.fspath(value.filename))
+            self.write_words("memory map", str(value.dtype), str(value.shape), str(value.offset))
+            self.write_text(os.fspath(value.filename))
         elif isinstance(value, Tensor | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            self.say(digest(value))
+            self.write_words(digest(value))
         else:
-            if id(value) not in self._numbers:
-                self._numbers[id(value)] = len(self._things)
-                self._things.append(value)
-            self.say("thing", str(self._numbers[id(value)]))
+            if id(value) not in self._object_numbers:
+                self._object_numbers[id(value)] = len(self._objects)
+                self._objects.append(value)
+            self.write_words("thing", str(self._object_numbers[id(value)]))
 
-    def large(self, value: Any) -> None:
+    def visit_object(self, value: Any) -> None:
         """Write down a thing, whose parts have their turn later."""
         if isinstance(value, types.FunctionType):
-            self._function(value)
+            self._visit_function(value)
         elif isinstance(value, types.MethodType):
-            self.all("method", value.__func__, value.__self__)
+            self.visit_parts("method", value.__func__, value.__self__)
         elif isinstance(value, staticmethod | classmethod):
-            self.all("method", value.__func__)
+            self.visit_parts("method", value.__func__)
         elif isinstance(value, property):
-            self.all("property", value.fget, value.fset)
+            self.visit_parts("property", value.fget, value.fset)
         elif isinstance(value, partial):
-            self.all("partial", value.func, value.args, value.keywords)
+            self.visit_parts("partial", value.func, value.args, value.keywords)
         elif isinstance(value, type):
-            self._class(value)
+            self._visit_class(value)
         elif isinstance(value, types.ModuleType):
-            self.say("module", value.__name__, _version(value.__name__))
+            self.write_words("module", value.__name__, _module_version(value.__name__))
         elif isinstance(value, np.ndarray):
-            self.all(f"objects {value.shape}", *value.reshape(-1).tolist())
+            self.visit_parts(f"objects {value.shape}", *value.reshape(-1).tolist())
         elif isinstance(value, Packed):
-            self.say(value.identity)
-            self.all("packed", value.transform, value.pad)
+            self.write_words(value.identity)
+            self.visit_parts("packed", value.transform, value.pad)
         elif isinstance(value, Mapping):
-            plain = all(isinstance(key, str | bytes | int | float | None) for key in value)
-            items = sorted(value.items(), key=lambda item: repr(item[0])) if plain else value.items()
-            self.all(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
+            has_plain_keys = all(isinstance(key, str | bytes | int | float | None) for key in value)
+            items = sorted(value.items(), key=lambda item: repr(item[0])) if has_plain_keys else value.items()
+            self.visit_parts(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
         elif isinstance(value, Set):
-            self.say("set", *sorted(_walked(part, self._here) for part in value))
+            self.write_words("set", *sorted(_hash_value(part, self._local_names) for part in value))
         elif isinstance(value, list | tuple):
-            self.all(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
+            self.visit_parts(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
         else:
-            self._object(value)
+            self._visit_instance(value)
 
-    def _object(self, value: Any) -> None:
-        self.feed(type(value))
+    def _visit_instance(self, value: Any) -> None:
+        self.visit(type(value))
         if "__wrapped__" in getattr(value, "__dict__", {}):  # a decorated function
-            self.feed(value.__dict__["__wrapped__"])
+            self.visit(value.__dict__["__wrapped__"])
         try:
-            known = copyreg.dispatch_table.get(type(value))
-            parts = value.__reduce_ex__(4) if known is None else known(value)
+            reducer = copyreg.dispatch_table.get(type(value))
+            reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
         except Exception:
-            self._handle(value)
+            self._visit_unpicklable(value)
             return
-        if isinstance(parts, str):
-            self.say(parts)
+        if isinstance(reduced, str):
+            self.write_words(reduced)
             return
-        made, given, *rest = parts
-        self.all("made", made, given)
+        constructor, arguments, *rest = reduced
+        self.visit_parts("made", constructor, arguments)
         for part in rest:  # its state, then, as iterators, items of it
-            self.feed(list(part) if isinstance(part, Iterator) else part)
+            self.visit(list(part) if isinstance(part, Iterator) else part)
 
-    def _handle(self, value: Any) -> None:
+    def _visit_unpicklable(self, value: Any) -> None:
         """What cannot be sent to another process: memory by its content, a file by its name, a lock by nothing."""
         try:
             self.write(memoryview(value).tobytes())
         except TypeError:
             names = [getattr(value, name, None) for name in ("name", "filename")]
-            self.all("handle", *(name for name in names if isinstance(name, str | os.PathLike)))
-            self.feed(getattr(value, "__dict__", None))
+            self.visit_parts("handle", *(name for name in names if isinstance(name, str | os.PathLike)))
+            self.visit(getattr(value, "__dict__", None))
 
-    def _function(self, value: types.FunctionType) -> None:
-        self.say("function", value.__qualname__)
-        if not is_own(value.__module__):
-            self.say(str(value.__module__), _version(value.__module__))
+    def _visit_function(self, value: types.FunctionType) -> None:
+        self.write_words("function", value.__qualname__)
+        if not is_user_module(value.__module__):
+            self.write_words(str(value.__module__), _module_version(value.__module__))
             return
-        self._code(value.__code__)
-        self.all("holds", value.__defaults__, value.__kwdefaults__, value.__dict__)
-        codes = list(_codes(value.__code__))
-        names = sorted({name for code in codes for name in (*code.co_names, *code.co_freevars)})
-        constants = {part for code in codes for part in code.co_consts if isinstance(part, str)}
+        self._visit_code(value.__code__)
+        self.visit_parts("holds", value.__defaults__, value.__kwdefaults__, value.__dict__)
+        code_objects = list(_nested_code_objects(value.__code__))
+        names = sorted({name for code in code_objects for name in (*code.co_names, *code.co_freevars)})
+        constants = {part for code in code_objects for part in code.co_consts if isinstance(part, str)}
         for cell in value.__closure__ or ():
             try:
-                self.held(cell.cell_contents, constants.union(names))
+                self.visit_referenced(cell.cell_contents, constants.union(names))
             except ValueError:  # not filled yet
-                self.say("empty")
-        names = sorted({name for code in codes for name in code.co_names})
+                self.write_words("empty")
+        names = sorted({name for code in code_objects for name in code.co_names})
         for name in names:
             if name in value.__globals__:
-                self._global(value.__globals__[name], names, constants.union(names), set())
+                self._visit_global(value.__globals__[name], names, constants.union(names), set())
         package = str(value.__globals__.get("__package__") or "")
-        for name in sorted({name for code in codes for name in _imported(code, package)}):
-            file = _file_of(name)
-            if file is not None and _is_own(file):
-                self.say("import", name)
+        for name in sorted({name for code in code_objects for name in _imported_modules(code, package)}):
+            file = _find_module_file(name)
+            if file is not None and _is_user_file(file):
+                self.write_words("import", name)
                 self.write(file.read_bytes())
 
-    def held(self, value: Any, used: Set[str]) -> None:
-        """Write down what a function has taken with it or names. `used`: names and texts in its code."""
-        self.feed(value)
+    def visit_referenced(self, value: Any, used_names: Set[str]) -> None:
+        """Write down what a function has taken with it or names. `used_names`: names and texts in its code."""
+        self.visit(value)
 
-    def _global(self, value: Any, names: list[str], used: Set[str], entered: set[str]) -> None:
-        self.held(value, used)
-        if isinstance(value, types.ModuleType) and is_own(value.__name__) and value.__name__ not in entered:
-            entered.add(value.__name__)
+    def _visit_global(self, value: Any, names: list[str], used_names: Set[str], visited_modules: set[str]) -> None:
+        self.visit_referenced(value, used_names)
+        if (
+            isinstance(value, types.ModuleType)
+            and is_user_module(value.__name__)
+            and value.__name__ not in visited_modules
+        ):
+            visited_modules.add(value.__name__)
             for name in names:  # `tools.image.clean(x)`: the function named after its modules
                 if name in vars(value):
-                    self._global(vars(value)[name], names, used, entered)
+                    self._visit_global(vars(value)[name], names, used_names, visited_modules)
 
     def class_name(self, value: type) -> str:
         """How a class is named."""
         return f"{value.__module__}.{value.__qualname__}"
 
-    def _class(self, value: type) -> None:
-        self.say("class", self.class_name(value))
-        if not is_own(value.__module__):
-            self.say(_version(value.__module__))
+    def _visit_class(self, value: type) -> None:
+        self.write_words("class", self.class_name(value))
+        if not is_user_module(value.__module__):
+            self.write_words(_module_version(value.__module__))
             return
         for name, part in sorted(vars(value).items()):
             # Of what Python itself puts into a class only its methods do something.
             if isinstance(part, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl"):
-                self.say(name)
-                self.feed(part)
+                self.write_words(name)
+                self.visit(part)
         for base in value.__bases__:
-            self.feed(base)
+            self.visit(base)
 
-    def _code(self, code: types.CodeType) -> None:
+    def _visit_code(self, code: types.CodeType) -> None:
         self.write(code.co_code)
-        self.say(*code.co_names)
+        self.write_words(*code.co_names)
         for part in code.co_consts:
             if isinstance(part, types.CodeType):
-                self._code(part)
+                self._visit_code(part)
             else:
-                self.feed(part)
+                self.visit(part)
 
-    def text(self, text: str | bytes) -> None:
+    def write_text(self, text: str | bytes) -> None:
         """Write down text, and of what file it may be the path."""
-        self.say("text", repr(text))
+        self.write_words("text", repr(text))
         name = os.fsdecode(text)
-        if (os.sep in name or name in self._here) and len(name) < 4096 and "\0" not in name:
+        if (os.sep in name or name in self._local_names) and len(name) < 4096 and "\0" not in name:
             try:
-                state = os.stat(name)
+                stat = os.stat(name)
             except OSError:
                 return
             if Path(name).is_file():  # a folder changes by what is written beside the data
-                self.say(str(state.st_size), str(state.st_mtime_ns))
+                self.write_words(str(stat.st_size), str(stat.st_mtime_ns))
 
-    def all(self, kind: str, *parts: Any) -> None:
+    def visit_parts(self, kind: str, *parts: Any) -> None:
         """Write down what kind of thing it is and its parts."""
-        self.say(kind)
+        self.write_words(kind)
         for part in parts:
-            self.feed(part)
+            self.visit(part)
 
-    def say(self, *words: str) -> None:
+    def write_words(self, *words: str) -> None:
         """Write down words."""
         for word in words:
             self.write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
     """A function's code and that of the functions in it."""
     yield code
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            yield from _codes(part)
+            yield from _nested_code_objects(part)
 
 
-def _imported(code: types.CodeType, package: str) -> Iterator[str]:
+def _imported_modules(code: types.CodeType, package: str) -> Iterator[str]:
     """The modules, or what may be one, that the code imports when it runs."""
-    steps = list(dis.get_instructions(code))
-    for place, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            level, names = (before.argval for before in steps[place - 2 : place])
-            above = package.rsplit(".", level - 1)[0] if level else ""
-            module = ".".join(part for part in (above, step.argval) if part)
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
+        if instruction.opname == "IMPORT_NAME":
+            level, names = (operand.argval for operand in instructions[position - 2 : position])
+            parent_package = package.rsplit(".", level - 1)[0] if level else ""
+            module = ".".join(part for part in (parent_package, instruction.argval) if part)
             yield from accumulate(module.split("."), "{}.{}".format)  # the packages that it is in
             yield from (f"{module}.{name}" for name in names or ())
 
 
-def _file_of(module: str) -> Path | None:
+def _find_module_file(module: str) -> Path | None:
     """The file of a module, found without running it or a package around it."""
-    top, *rest = module.split(".")
+    top_package, *rest = module.split(".")
     try:
-        spec = find_spec(top)
+        spec = find_spec(top_package)
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
-    found = [Path(spec.origin)] if spec.origin and not rest else []
+    candidates = [Path(spec.origin)] if spec.origin and not rest else []
     for folder in (spec.submodule_search_locations or ()) if rest else ():
-        found += [Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")]
-    return next((path for path in found if path.is_file()), None)
+        candidates += [Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 @cache
-def is_own(module: str | None) -> bool:
+def is_user_module(module: str | None) -> bool:
     """Whether it is the user's code, not an installed package or Python's own library."""
     if module is None or module.partition(".")[0] == "echelon":
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" if file is None else _is_own(Path(file))
+    return module == "__main__" if file is None else _is_user_file(Path(file))
 
 
-def _is_own(file: Path) -> bool:
+def _is_user_file(file: Path) -> bool:
     path = file.resolve()
     installed = {"site-packages", "dist-packages"} & {*path.parts}
     return not installed and not path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
-def _version(module: str) -> str:
+def _module_version(module: str) -> str:
     return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))

@@ -11,45 +11,45 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.packed.manifest import ITEMS, Column
-from echelon.data.packed.packing_source import Origin, stamp
-from echelon.data.packed.shard import stored
+from echelon.data.packed.manifest import ITEM_BYTES, Column
+from echelon.data.packed.packing_source import PackingSource, digest_file_stats
+from echelon.data.packed.shard import storage_dtype
 from echelon.errors import DataError
 
-_IDX = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-_PAIR = re.compile(r"(.*?)[-_.]?images?[-.].*ubyte(\.gz)?$")
+_IDX_DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+_IMAGES_FILE_NAME = re.compile(r"(.*?)[-_.]?images?[-.].*ubyte(\.gz)?$")
 
 
-class Arrays(Origin):
+class ArrayPackingSource(PackingSource):
     """Arrays of equal length; `sample` is a tuple of a row of each, in their order, a dict, or the row itself."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], sample: Any, provenance: Mapping[str, str]) -> None:
         lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
-            said = ", ".join(f"{name}: {length:,}" for name, length in lengths.items()) or "no array at all"
-            raise DataError(f"arrays of one data set have equally many rows, at least one; here are {said}")
-        self.columns = tuple(_column(name, array) for name, array in arrays.items())
+            lengths_text = ", ".join(f"{name}: {length:,}" for name, length in lengths.items()) or "no array at all"
+            raise DataError(f"arrays of one data set have equally many rows, at least one; here are {lengths_text}")
+        self.columns = tuple(_make_column(name, array) for name, array in arrays.items())
         self.samples, self.sample, self.provenance = next(iter(lengths.values())), sample, provenance
-        self.row_bytes = float(sum(column.item for column in self.columns))
+        self.row_bytes = float(sum(column.item_bytes for column in self.columns))
         self._arrays = list(arrays.values())
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         return [
-            np.asarray(array[start:stop]).astype(stored(column), copy=False)
+            np.asarray(array[start:stop]).astype(storage_dtype(column), copy=False)
             for array, column in zip(self._arrays, self.columns, strict=True)
         ]
 
 
-def _column(name: str, array: np.ndarray) -> Column:
+def _make_column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
-    if dtype not in ITEMS or 0 in array.shape[1:]:
+    if dtype not in ITEM_BYTES or 0 in array.shape[1:]:
         raise DataError(
             f"array {name!r} of {array.dtype} {array.shape} cannot be packed: make it numbers, with rows that hold some"
         )
     return Column(name=name, dtype=dtype, shape=array.shape[1:])
 
 
-def numpy_file(path: Path) -> Arrays:
+def open_numpy_file(path: Path) -> ArrayPackingSource:
     """A .npy file (rows), or a .npz file (named columns)."""
     try:
         if path.suffix == ".npz":
@@ -60,48 +60,52 @@ def numpy_file(path: Path) -> Arrays:
             arrays, sample = {"value": np.load(path, mmap_mode="r", allow_pickle=False)}, "value"
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read as a NumPy file of numbers: {error}") from None
-    return Arrays(arrays, sample, {"source": str(path), "kind": "NumPy", "stamp": stamp([path])})
+    return ArrayPackingSource(
+        arrays, sample, {"source": str(path), "kind": "NumPy", "stamp": digest_file_stats([path])}
+    )
 
 
-def idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
+def find_idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
     """The pairs of images and labels in a folder, by what their names begin with (`train`, `t10k`)."""
-    found = {}
+    pairs = {}
     for images in sorted(folder.iterdir()):
-        match = _PAIR.fullmatch(images.name)
+        match = _IMAGES_FILE_NAME.fullmatch(images.name)
         labels = folder / images.name.replace("images", "labels").replace("idx3", "idx1")
         if match and labels != images and labels.is_file():
-            found[match[1]] = images, labels
-    return found
+            pairs[match[1]] = images, labels
+    return pairs
 
 
-def idx_folder(folder: Path, split: str | None) -> Arrays:
+def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
     """A folder of MNIST-style files: samples are (image, label)."""
-    pairs = idx_pairs(folder)
+    pairs = find_idx_pairs(folder)
     if split is None and len(pairs) > 1:
         split = "train" if "train" in pairs else None
-    chosen = split if split is not None else next(iter(pairs), "")
-    if chosen not in pairs:
+    chosen_split = split if split is not None else next(iter(pairs), "")
+    if chosen_split not in pairs:
         raise DataError(
-            f"{folder} has no split {chosen!r}; it has {', '.join(pairs) or 'no pair of IDX images and labels'}"
+            f"{folder} has no split {chosen_split!r}; it has {', '.join(pairs) or 'no pair of IDX images and labels'}"
         )
-    files = pairs[chosen]
+    files = pairs[chosen_split]
     images, labels = map(read_idx, files)
-    told = {"source": str(folder), "kind": "IDX", "split": chosen, "stamp": stamp(files)}
-    return Arrays({"image": images, "label": labels.astype(np.int64)}, {"tuple": ["image", "label"]}, told)
+    provenance = {"source": str(folder), "kind": "IDX", "split": chosen_split, "stamp": digest_file_stats(files)}
+    return ArrayPackingSource(
+        {"image": images, "label": labels.astype(np.int64)}, {"tuple": ["image", "label"]}, provenance
+    )
 
 
 def read_idx(path: Path) -> np.ndarray:
     """The array in an IDX file, packed with gzip or not."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         raise DataError(f"{path} cannot be read: {error}") from None
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX or len(raw) < 4 + 4 * raw[3]:
-        raise DataError(f"{path} is no IDX file: it begins with {raw[:4].hex(' ') or 'nothing'}")
-    shape = tuple(np.frombuffer(raw, ">u4", raw[3], 4).tolist())
-    dtype, first = np.dtype(_IDX[raw[2]]), 4 + 4 * raw[3]
-    if len(raw) - first != dtype.itemsize * int(np.prod(shape, dtype=object)):
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_DTYPES or len(content) < 4 + 4 * content[3]:
+        raise DataError(f"{path} is no IDX file: it begins with {content[:4].hex(' ') or 'nothing'}")
+    shape = tuple(np.frombuffer(content, ">u4", content[3], 4).tolist())
+    dtype, header_bytes = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
+    if len(content) - header_bytes != dtype.itemsize * int(np.prod(shape, dtype=object)):
         raise DataError(
-            f"{path} has {len(raw) - first:,} bytes of values, its head promises {shape} of {dtype.itemsize} bytes"
+            f"{path} has {len(content) - header_bytes:,} bytes of values, its head promises {shape} of {dtype.itemsize} bytes"
         )
-    return np.frombuffer(raw, dtype, offset=first).reshape(shape)
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(shape)

@@ -11,144 +11,160 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.error_text import shape_of
+from echelon.data.error_text import describe_shape
 from echelon.data.packed import sample_schema
-from echelon.data.packed.manifest import ITEMS, Column, names
-from echelon.data.packed.packing_source import Origin, stamp
+from echelon.data.packed.manifest import ITEM_BYTES, Column, list_column_names
+from echelon.data.packed.packing_source import PackingSource, digest_file_stats
 from echelon.data.sample_digest import digest
-from echelon.data.source import Samples, open_source, opened
+from echelon.data.source import SampleSource, open_if_packed, open_source
 from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
-_LOOKS = 16
+_INSPECTED_SAMPLES = 16
 #: Bytes of a text that are searched for ends of lines at once.
-_PIECE = 2**24
+_SCAN_BYTES = 2**24
 
 
-class Values(Origin):
+class SamplePackingSource(PackingSource):
     """Samples as the first epoch of a training would see them: a random augmentation is drawn once, from the seed."""
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
-        self._source = Samples(numbered(data), seed=seed)
+        self._source = SampleSource(open_dataset(data), seed=seed)
         self.samples = len(self._source)
-        looked = sorted(
-            {*range(min(_LOOKS, self.samples)), *np.linspace(0, self.samples - 1, _LOOKS, dtype=int).tolist()}
+        inspected_indices = sorted(
+            {
+                *range(min(_INSPECTED_SAMPLES, self.samples)),
+                *np.linspace(0, self.samples - 1, _INSPECTED_SAMPLES, dtype=int).tolist(),
+            }
         )
-        first = self._source.sample(0)
-        self.sample, self._alike = sample_schema.structure_of(first), shape_of(first)
-        if not names(self.sample):
-            raise DataError(f"sample 0 is {self._alike}: it holds nothing that could be packed")
-        seen = [self._leaves(number) for number in looked]
+        first_sample = self._source.read_sample(0)
+        self.sample, self._first_sample_shape = (
+            sample_schema.infer_structure(first_sample),
+            describe_shape(first_sample),
+        )
+        if not list_column_names(self.sample):
+            raise DataError(f"sample 0 is {self._first_sample_shape}: it holds nothing that could be packed")
+        inspected_leaves = [self._read_leaves(index) for index in inspected_indices]
         self.columns = tuple(
-            _column(name, values, looked)
-            for name, values in zip(_names(self.sample), zip(*seen, strict=True), strict=True)
+            _infer_column(name, values, inspected_indices)
+            for name, values in zip(_unique_column_names(self.sample), zip(*inspected_leaves, strict=True), strict=True)
         )
-        rows = [self._arrays(values, number) for values, number in zip(seen, looked, strict=True)]
+        rows = [
+            self._row_arrays(values, index) for values, index in zip(inspected_leaves, inspected_indices, strict=True)
+        ]
         self.provenance = {**provenance, "content": digest(rows)}
         sizes = [sum(array.nbytes for array in row) for row in rows]
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
-        rows = [self._arrays(self._leaves(number), number) for number in range(start, stop)]
+        rows = [self._row_arrays(self._read_leaves(index), index) for index in range(start, stop)]
         return [
             list(values) if column.ragged else np.stack(values)
             for column, values in zip(self.columns, zip(*rows, strict=True), strict=True)
         ]
 
-    def _arrays(self, values: Sequence[Any], number: int) -> list[np.ndarray]:
-        return [_array(value, column, number) for value, column in zip(values, self.columns, strict=True)]
+    def _row_arrays(self, values: Sequence[Any], index: int) -> list[np.ndarray]:
+        return [_to_column_array(value, column, index) for value, column in zip(values, self.columns, strict=True)]
 
-    def _leaves(self, number: int) -> list[Any]:
-        sample = self._source.sample(number)
+    def _read_leaves(self, index: int) -> list[Any]:
+        sample = self._source.read_sample(index)
         try:
-            return sample_schema.leaves(sample, self.sample)
+            return sample_schema.flatten_sample(sample, self.sample)
         except ValueError:
             raise DataError(
-                f"sample {number} is {shape_of(sample)}, sample 0 has another structure ({self._alike}): the samples of a packed data set "
+                f"sample {index} is {describe_shape(sample)}, sample 0 has another structure ({self._first_sample_shape}): the samples of a packed data set "
                 "are alike"
             ) from None
 
 
-def numbered(data: Any) -> Any:
+def open_dataset(data: Any) -> Any:
     """`data` as a job would read it: a path as the packed data set there; what a job refuses is refused here, in the same words."""
-    data = opened(data)
+    data = open_if_packed(data)
     open_source(data)
     return data
 
 
-class Lines(Sequence[Any]):
+class JsonLines(Sequence[Any]):
     """A file of JSON, one value per line, by number. Empty lines are none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        pieces = range(0, len(self._bytes), _PIECE)  # to compare takes a byte for each byte that is compared
-        found = [np.flatnonzero(self._bytes[at : at + _PIECE] == ord("\n")) + at for at in pieces]
-        ends = np.concatenate([np.empty(0, np.int64), *found])
+        scan_starts = range(0, len(self._bytes), _SCAN_BYTES)  # to compare takes a byte for each byte that is compared
+        newlines = [
+            np.flatnonzero(self._bytes[scan_start : scan_start + _SCAN_BYTES] == ord("\n")) + scan_start
+            for scan_start in scan_starts
+        ]
+        ends = np.concatenate([np.empty(0, np.int64), *newlines])
         if len(self._bytes) and (not len(ends) or ends[-1] != len(self._bytes) - 1):
             ends = np.append(ends, len(self._bytes))
         starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-        full = [
-            bool(self._bytes[a:b].tobytes().strip()) if b - a < 8 else True for a, b in zip(starts, ends, strict=True)
+        is_nonblank = [
+            bool(self._bytes[start:end].tobytes().strip()) if end - start < 8 else True
+            for start, end in zip(starts, ends, strict=True)
         ]
-        self._starts, self._ends = starts[full], ends[full]
+        self._starts, self._ends = starts[is_nonblank], ends[is_nonblank]
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: Any) -> Any:
-        text = self._bytes[self._starts[number] : self._ends[number]].tobytes()
+    def __getitem__(self, index: Any) -> Any:
+        text = self._bytes[self._starts[index] : self._ends[index]].tobytes()
         try:
             return json.loads(text)
         except ValueError as error:
-            raise DataError(f"{self._path}: its value {number} is no JSON: {error}") from None
+            raise DataError(f"{self._path}: its value {index} is no JSON: {error}") from None
 
 
-def json_lines(path: Path) -> Values:
+def open_json_lines(path: Path) -> SamplePackingSource:
     """A .jsonl file."""
-    return Values(Lines(path), {"source": str(path), "kind": "JSON lines", "stamp": stamp([path])})
+    return SamplePackingSource(
+        JsonLines(path), {"source": str(path), "kind": "JSON lines", "stamp": digest_file_stats([path])}
+    )
 
 
-def _names(structure: Any) -> list[str]:
-    found = names(structure)
-    if len(set(found)) < len(found):
-        raise DataError(f"two parts of a sample would have the same name among {', '.join(found)}: rename a key")
-    return found
+def _unique_column_names(structure: Any) -> list[str]:
+    names_found = list_column_names(structure)
+    if len(set(names_found)) < len(names_found):
+        raise DataError(f"two parts of a sample would have the same name among {', '.join(names_found)}: rename a key")
+    return names_found
 
 
-def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
+def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> Column:
     """The column that these values of a few samples belong to."""
     first = values[0]
     if isinstance(first, str):
         return Column(name=name, dtype="uint8", ragged=True, kind="text")
     if isinstance(first, bytes):
         return Column(name=name, dtype="uint8", ragged=True, kind="bytes")
-    known = []
-    for value, number in zip(values, numbers, strict=True):
+    arrays = []
+    for value, index in zip(values, indices, strict=True):
         if isinstance(value, str | bytes):
             raise DataError(
-                f"{name!r} of sample {number} is a {type(value).__name__}, and a {type(first).__name__} in sample {numbers[0]}: make them alike"
+                f"{name!r} of sample {index} is a {type(value).__name__}, and a {type(first).__name__} in sample {indices[0]}: make them alike"
             )
-        known.append(_plain(value, name, number))
-    listed = isinstance(first, list)
-    full = [pair for pair in known if pair[0].size] if listed else known  # a list of nothing does not say of what it is
-    dtypes = {dtype for _, dtype in full or known}
+        arrays.append(_to_array(value, name, index))
+    is_list = isinstance(first, list)
+    nonempty = (
+        [pair for pair in arrays if pair[0].size] if is_list else arrays
+    )  # a list of nothing does not say of what it is
+    dtypes = {dtype for _, dtype in nonempty or arrays}
     # 1 and 1.5, as Python and JSON write numbers: where some are not whole, all are floats.
-    mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
-    dtype = "float64" if mixed else (full or known)[0][1]
-    if len(dtypes) > 1 and not mixed:
+    is_mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
+    dtype = "float64" if is_mixed else (nonempty or arrays)[0][1]
+    if len(dtypes) > 1 and not is_mixed:
         raise DataError(f"{name!r} has {' and '.join(sorted(dtypes))} in different samples: make it one of them")
-    if dtype not in ITEMS:
-        raise DataError(f"{name!r} is {dtype}, a kind that cannot be packed: make it {', '.join(ITEMS)}")
-    shapes = {array.shape for array, _ in known}
-    inner = {shape[1:] for shape in shapes}
-    if listed or (len(shapes) > 1 and len(inner) == 1 and () not in shapes):
-        return Column(name=name, dtype=dtype, shape=() if listed else inner.pop(), ragged=True)
+    if dtype not in ITEM_BYTES:
+        raise DataError(f"{name!r} is {dtype}, a kind that cannot be packed: make it {', '.join(ITEM_BYTES)}")
+    shapes = {array.shape for array, _ in arrays}
+    inner_shapes = {shape[1:] for shape in shapes}
+    if is_list or (len(shapes) > 1 and len(inner_shapes) == 1 and () not in shapes):
+        return Column(name=name, dtype=dtype, shape=() if is_list else inner_shapes.pop(), ragged=True)
     if len(shapes) > 1:
-        other = next(place for place, (array, _) in enumerate(known) if array.shape != known[0][0].shape)
+        mismatch = next(position for position, (array, _) in enumerate(arrays) if array.shape != arrays[0][0].shape)
         raise DataError(
-            f"{name!r} has shape {list(known[0][0].shape)} in sample {numbers[0]} and {list(known[other][0].shape)} in sample "
-            f"{numbers[other]}: only the first dimension may differ; resize or pad in the data set"
+            f"{name!r} has shape {list(arrays[0][0].shape)} in sample {indices[0]} and {list(arrays[mismatch][0].shape)} in sample "
+            f"{indices[mismatch]}: only the first dimension may differ; resize or pad in the data set"
         )
     shape = shapes.pop()
     if 0 in shape:
@@ -156,8 +172,8 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     return Column(name=name, dtype=dtype, shape=shape)
 
 
-def _plain(value: Any, name: str, number: int) -> tuple[np.ndarray, str]:
-    """A value as an array, and the name of its dtype. `name`, `number`: of the column and the sample, for messages."""
+def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
+    """A value as an array, and the name of its dtype. `name`, `index`: of the column and the sample, for messages."""
     if isinstance(value, Tensor):
         try:
             value = value.detach().cpu().contiguous()
@@ -167,23 +183,23 @@ def _plain(value: Any, name: str, number: int) -> tuple[np.ndarray, str]:
         except (TypeError, RuntimeError):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
             raise DataError(
-                f"{name!r} of sample {number} is a tensor ({kind}) that is no plain array of numbers: make it one, as with "
+                f"{name!r} of sample {index} is a tensor ({kind}) that is no plain array of numbers: make it one, as with "
                 ".to_dense(), .dequantize() or .float()"
             ) from None
         return array, array.dtype.name
     if isinstance(value, bool | np.bool_):
         return np.array(value), "bool"
     if isinstance(value, int | float | list):
-        parts = value if isinstance(value, list) else [value]
-        if parts and all(type(part) is bool for part in parts):
+        items = value if isinstance(value, list) else [value]
+        if items and all(type(item) is bool for item in items):
             return np.array(value, bool), "bool"
-        dtype = "int64" if all(isinstance(part, int) for part in parts) else "float64"
+        dtype = "int64" if all(isinstance(item, int) for item in items) else "float64"
         try:
             return np.array(value, dtype), dtype
         except OverflowError:
-            large = max((part for part in parts if isinstance(part, int)), key=abs)
+            largest = max((item for item in items if isinstance(item, int)), key=abs)
             raise DataError(
-                f"{name!r} of sample {number} has the whole number {_short(large)}, which does not fit into 64 bits: make it text, or smaller"
+                f"{name!r} of sample {index} has the whole number {_format_integer(largest)}, which does not fit into 64 bits: make it text, or smaller"
             ) from None
         except (TypeError, ValueError):
             pass
@@ -196,23 +212,23 @@ def _plain(value: Any, name: str, number: int) -> tuple[np.ndarray, str]:
         array = np.asarray(value)
         return array.astype(array.dtype.newbyteorder("="), copy=False), array.dtype.newbyteorder("=").name
     raise DataError(
-        f"{name!r} of sample {number} is a {type(value).__name__}: only numbers, tensors, arrays, pictures, text and bytes can be packed"
+        f"{name!r} of sample {index} is a {type(value).__name__}: only numbers, tensors, arrays, pictures, text and bytes can be packed"
     )
 
 
-def _short(number: int) -> str:
+def _format_integer(value: int) -> str:
     """Python itself refuses to write down thousands of digits."""
-    return str(number) if number.bit_length() < 200 else f"of {number.bit_length():,} bits"
+    return str(value) if value.bit_length() < 200 else f"of {value.bit_length():,} bits"
 
 
-def _array(value: Any, column: Column, number: int) -> np.ndarray:
+def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
     """The value as the column stores it, or a message that names the sample."""
     if column.kind in ("text", "bytes") and isinstance(value, str if column.kind == "text" else bytes):
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     if column.kind == "array" and not isinstance(value, str | bytes):
-        array, dtype = _plain(value, column.name, number)
-        whole = type(value) in (int, list) and (dtype == "int64" or not array.size)
-        if whole and column.dtype == "float64":
+        array, dtype = _to_array(value, column.name, index)
+        is_integer = type(value) in (int, list) and (dtype == "int64" or not array.size)
+        if is_integer and column.dtype == "float64":
             array, dtype = array.astype(np.float64), "float64"
         elif isinstance(value, list) and not array.size:
             dtype = column.dtype
@@ -220,6 +236,6 @@ def _array(value: Any, column: Column, number: int) -> np.ndarray:
         if dtype == column.dtype and shape == column.shape:
             return array.astype(np.uint8) if dtype == "bool" else array
     raise DataError(
-        f"{column.name!r} of sample {number} is {shape_of(value)}, and {column} in the samples before: make them alike "
+        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in the samples before: make them alike "
         "(a first dimension that differs must show in the first samples)"
     )

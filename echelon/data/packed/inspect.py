@@ -12,70 +12,74 @@ import numpy as np
 from echelon.data.packed import block_layout
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
-from echelon.data.packed.packing_source import Progress
-from echelon.data.packed.remote_cache import Cache
-from echelon.data.packed.remote_files import far_rows
-from echelon.data.packed.remote_store import Store, is_url
-from echelon.data.packed.row_reader import File, damage, wrong
+from echelon.data.packed.packing_source import ProgressCallback
+from echelon.data.packed.remote_cache import FileCache
+from echelon.data.packed.remote_files import open_remote_rows
+from echelon.data.packed.remote_store import RemoteStore, is_url
+from echelon.data.packed.row_reader import ShardFile, find_block_damage, find_file_problem
 from echelon.errors import DataError
 
 #: Seconds without a byte from a store.
-_TIMEOUT = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
-def manifest_of(folder: str) -> Manifest:
+def read_manifest(folder: str) -> Manifest:
     """What a folder, here or on a store, says that it holds."""
-    return Store(folder, _TIMEOUT).manifest() if is_url(folder) else documents.load(Path(folder))
+    return (
+        RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
+        if is_url(folder)
+        else documents.load_manifest(Path(folder))
+    )
 
 
-def damages(folder: str, progress: Progress = lambda done, total: None) -> Iterator[str]:
+def find_damage(folder: str, progress: ProgressCallback = lambda done, total: None) -> Iterator[str]:
     """Each damaged part of a packed data set, in words. Reads every byte. `progress(bytes done, bytes in all)`."""
-    return _far(folder, progress) if is_url(folder) else _near(Path(folder), progress)
+    return _find_remote_damage(folder, progress) if is_url(folder) else _find_local_damage(Path(folder), progress)
 
 
-def _far(url: str, progress: Progress) -> Iterator[str]:
+def _find_remote_damage(url: str, progress: ProgressCallback) -> Iterator[str]:
     """Of files on a store: each is fetched anew, and its first damage told."""
-    manifest = manifest_of(url)
-    with tempfile.TemporaryDirectory() as place:
-        kept = Cache(Path(place), 2 * max(shard.bytes for shard in manifest.shards))
-        rows = far_rows([Store(url, _TIMEOUT)], [manifest], kept, _TIMEOUT)
-        done = 0
-        for number, shard in enumerate(manifest.shards):
-            problem = rows.problem(number)
+    manifest = read_manifest(url)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = FileCache(Path(folder), 2 * max(shard.bytes for shard in manifest.shards))
+        rows = open_remote_rows([RemoteStore(url, _TIMEOUT_SECONDS)], [manifest], cache, _TIMEOUT_SECONDS)
+        done_bytes = 0
+        for shard_index, shard in enumerate(manifest.shards):
+            problem = rows.find_problem(shard_index)
             if problem:
                 yield problem
-            done += shard.bytes
-            progress(done, manifest.bytes)
+            done_bytes += shard.bytes
+            progress(done_bytes, manifest.bytes)
 
 
-def _near(folder: Path, progress: Progress) -> Iterator[str]:
-    manifest = documents.load(folder)
-    done, first = 0, 0
+def _find_local_damage(folder: Path, progress: ProgressCallback) -> Iterator[str]:
+    manifest = documents.load_manifest(folder)
+    done_bytes, first_sample = 0, 0
     for shard in manifest.shards:
-        file = File(path=folder / shard.file, shard=shard, block=manifest.block, first=first)
-        first += shard.samples
-        problem = wrong(file)
+        file = ShardFile(path=folder / shard.file, shard=shard, block=manifest.block, first_sample=first_sample)
+        first_sample += shard.samples
+        problem = find_file_problem(file)
         if problem:
             yield problem
         else:
             content = np.memmap(file.path, np.uint8, "r")
             for block in range(len(shard.checksums)):
-                problem = damage(content, manifest.columns, file, block)
+                problem = find_block_damage(content, manifest.columns, file, block)
                 if problem:
                     yield problem
-            if block_layout.frame(content, manifest.columns, shard) != shard.frame:
+            if block_layout.frame_checksum(content, manifest.columns, shard) != shard.frame:
                 yield f"{file.path}: Arrow's own part of it is damaged (its samples are not): other programs may fail to read it"
-        done += shard.bytes
-        progress(done, manifest.bytes)
+        done_bytes += shard.bytes
+        progress(done_bytes, manifest.bytes)
 
 
-def summary(folder: str, samples: int) -> dict[str, Any]:
+def summarize(folder: str, samples: int) -> dict[str, Any]:
     """Columns, counts, sizes, balance over the files, where it came from, and the first `samples` samples in words. All but the samples
     stand in the manifest; why those cannot be read, if they cannot, is the `problem`."""
-    manifest = manifest_of(folder)
+    manifest = read_manifest(folder)
     counts = [shard.samples for shard in manifest.shards]
     sizes = [shard.bytes for shard in manifest.shards]
-    first, problem = _first(folder, min(samples, manifest.samples))
+    first, problem = _describe_first_samples(folder, min(samples, manifest.samples))
     return {
         "folder": folder,
         "samples": manifest.samples,
@@ -97,30 +101,32 @@ def summary(folder: str, samples: int) -> dict[str, Any]:
     }
 
 
-def _first(folder: str, samples: int) -> tuple[list[str], str | None]:
+def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str | None]:
     """The first samples in words, and what kept any more from being read."""
     from echelon.data.packed.reader import Packed
 
-    found: list[str] = []
+    descriptions: list[str] = []
     try:
-        shown: Any = Packed(folder) if samples > 0 else []
-        while len(found) < samples:
-            found.append(short(shown[len(found)]))
+        dataset: Any = Packed(folder) if samples > 0 else []
+        while len(descriptions) < samples:
+            descriptions.append(format_sample(dataset[len(descriptions)]))
     except DataError as error:
-        return found, str(error)
-    return found, None
+        return descriptions, str(error)
+    return descriptions, None
 
 
-def short(value: Any) -> str:
+def format_sample(value: Any) -> str:
     """A sample in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {short(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_sample(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return "(" + ", ".join(map(short, value)) + ")"
+        return "(" + ", ".join(map(format_sample, value)) + ")"
     if isinstance(value, str | bytes):
         return repr(value if len(value) <= 40 else value[:37]) + ("" if len(value) <= 40 else "...")
     flat = value.reshape(-1)
-    head = ", ".join(f"{part:.4g}" if isinstance(part, float) else str(part) for part in flat[:6].tolist())
+    preview = ", ".join(f"{part:.4g}" if isinstance(part, float) else str(part) for part in flat[:6].tolist())
     if not value.ndim:
-        return head
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} [{head}{', ...' if flat.numel() > 6 else ''}]"
+        return preview
+    return (
+        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} [{preview}{', ...' if flat.numel() > 6 else ''}]"
+    )

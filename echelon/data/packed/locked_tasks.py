@@ -15,80 +15,84 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from echelon.data.packed.file_locks import holders, taken, unlock
-from echelon.data.packed.parent_death import born_to
+from echelon.data.packed.file_locks import describe_holders, try_lock, unlock
+from echelon.data.packed.parent_death import exit_with_parent
 from echelon.errors import DataError
 
 #: Seconds after which one who waits for another's task says so.
-_PATIENCE = 60.0
+_WARN_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What `makes` a file; `done`: whether it is there. `make` gives, now and then, how much more is done."""
+    """What `target` a file; `is_done`: whether it is there. `run` gives, now and then, how much more is done."""
 
-    makes: Path
-    done: Callable[[], bool]
-    make: Callable[[], Iterator[int]]
+    target: Path
+    is_done: Callable[[], bool]
+    run: Callable[[], Iterator[int]]
 
     @property
     def lock(self) -> Path:
         """Held by who makes it."""
-        return self.makes.with_name(f".{self.makes.stem}.lock")
+        return self.target.with_name(f".{self.target.stem}.lock")
 
 
-def share(tasks: Sequence[Task], processes: int) -> Iterator[int]:
+def run_tasks(tasks: Sequence[Task], processes: int) -> Iterator[int]:
     """Do what is not done and nobody else does, by `processes`, until all is done; gives how much more is done."""
-    return _together(tasks, min(processes, len(tasks))) if processes > 1 and len(tasks) > 1 else _each(tasks)
+    return (
+        _run_tasks_in_processes(tasks, min(processes, len(tasks)))
+        if processes > 1 and len(tasks) > 1
+        else _run_tasks_here(tasks)
+    )
 
 
-def _each(tasks: Sequence[Task]) -> Iterator[int]:
-    moved, told = time.monotonic(), False
-    missing = list(tasks)
-    while missing:
-        left = []
-        for task in missing:
+def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
+    last_progress, has_warned = time.monotonic(), False
+    remaining = list(tasks)
+    while remaining:
+        locked_elsewhere = []
+        for task in remaining:
             lock = os.open(task.lock, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                if not taken(lock):
-                    left.append(task)
-                elif not task.done():
-                    yield from task.make()
+                if not try_lock(lock):
+                    locked_elsewhere.append(task)
+                elif not task.is_done():
+                    yield from task.run()
             finally:
                 unlock(lock)
-        if len(left) < len(missing):
-            moved = time.monotonic()
-        elif not told and time.monotonic() > moved + _PATIENCE:
-            told = True
-            first = left[0]
+        if len(locked_elsewhere) < len(remaining):
+            last_progress = time.monotonic()
+        elif not has_warned and time.monotonic() > last_progress + _WARN_AFTER_SECONDS:
+            has_warned = True
+            first_locked = locked_elsewhere[0]
             warnings.warn(
-                f"{first.makes.parent}: still waiting for {holders(first.lock)}, which makes {first.makes.stem}",
+                f"{first_locked.target.parent}: still waiting for {describe_holders(first_locked.lock)}, which makes {first_locked.target.stem}",
                 stacklevel=2,
             )
         else:
             time.sleep(0.05)
-        missing = left
+        remaining = locked_elsewhere
 
 
-def _together(tasks: Sequence[Task], processes: int) -> Iterator[int]:
+def _run_tasks_in_processes(tasks: Sequence[Task], processes: int) -> Iterator[int]:
     """By several processes, each of which begins at another task."""
     context = multiprocessing.get_context("fork")  # the tasks need not be told to them: they are born with them
     workers: dict[Any, Any] = {}
     try:
-        for turn in range(processes):
+        for worker_index in range(processes):
             receive, send = context.Pipe(duplex=False)
-            first = turn * len(tasks) // processes
-            given = [*tasks[first:], *tasks[:first]], send, os.getpid()
-            workers[receive] = context.Process(target=_work, args=given, daemon=True)
+            first = worker_index * len(tasks) // processes
+            arguments = [*tasks[first:], *tasks[:first]], send, os.getpid()
+            workers[receive] = context.Process(target=_worker_main, args=arguments, daemon=True)
             workers[receive].start()
             send.close()
-        talking = dict(workers)
-        while talking:
-            for pipe in wait(list(talking)):
+        open_pipes = dict(workers)
+        while open_pipes:
+            for pipe in wait(list(open_pipes)):
                 try:
                     message = cast("Connection[Any, Any]", pipe).recv()
                 except EOFError:
-                    worker = talking.pop(pipe)
+                    worker = open_pipes.pop(pipe)
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
@@ -105,10 +109,10 @@ def _together(tasks: Sequence[Task], processes: int) -> Iterator[int]:
             worker.join()
 
 
-def _work(tasks: Sequence[Task], told: Any, parent: int) -> None:
-    born_to(parent)
+def _worker_main(tasks: Sequence[Task], pipe: Any, parent: int) -> None:
+    exit_with_parent(parent)
     try:
-        for more in _each(tasks):
-            told.send(more)
+        for progress in _run_tasks_here(tasks):
+            pipe.send(progress)
     except Exception as error:
-        told.send(str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
+        pipe.send(str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}")

@@ -12,19 +12,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import DamagedError, DataError
+from echelon.errors import CorruptDataError, DataError
 
-NAME = "manifest.json"
+FILE_NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
 
 #: Bytes of one number of each kind that can be packed.
-ITEMS = {
+ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4,
     "float32": 4, "uint64": 8, "int64": 8, "float64": 8,
 }  # fmt: skip
-_KINDS = ("array", "text", "bytes", "image")
+_COLUMN_KINDS = ("array", "text", "bytes", "image")
 # A name from a manifest becomes a path: nothing that could leave the folder.
-_FILE = re.compile(r"shard-[0-9]{5,9}\.arrow")
+_SHARD_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.arrow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class Column:
     kind: str = "array"
 
     @property
-    def item(self) -> int:
+    def item_bytes(self) -> int:
         """Bytes of a row, or of one of its items where their number differs."""
-        return prod(self.shape) * ITEMS[self.dtype]
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
         if self.kind != "array":
@@ -89,103 +89,111 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all: its presence says that the packing is done."""
-        document = _document(self)
-        text = json.dumps({**document, "hash": hash_of(document)}, separators=(",", ":"))
-        write_whole(folder / NAME, text.encode())
+        document = _to_document(self)
+        text = json.dumps({**document, "hash": hash_document(document)}, separators=(",", ":"))
+        write_atomically(folder / FILE_NAME, text.encode())
 
 
-def load(folder: Path) -> Manifest:
+def load_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a packed data set."""
-    path = folder / NAME
+    path = folder / FILE_NAME
     try:
-        return read(path.read_bytes(), str(path))
+        return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise DataError(f"{folder}: {_absent(folder)}") from None
+        raise DataError(f"{folder}: {_explain_missing(folder)}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _absent(folder: Path) -> str:
+def _explain_missing(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder; `echelon pack SRC DST` makes a packed data set"
     if any(folder.glob("packing.json")):
         return "its packing was not finished; run the same `echelon pack` again, which goes on where it stopped"
-    return f"not a packed data set (it has no {NAME}); `echelon pack SRC DST` makes one"
+    return f"not a packed data set (it has no {FILE_NAME}); `echelon pack SRC DST` makes one"
 
 
-def read(text: bytes, where: str) -> Manifest:
-    """The manifest in `text`; `where` it was found, for messages."""
+def parse_manifest(text: bytes, source_name: str) -> Manifest:
+    """The manifest in `text`; `source_name` it was found, for messages."""
     try:
         document = json.loads(text)
-        claimed = document.pop("hash")
+        stored_hash = document.pop("hash")
         if document["format"] != FORMAT:
-            raise DataError(f"{where} is no manifest of a packed data set: its format is {document['format']!r}")
+            raise DataError(f"{source_name} is no manifest of a packed data set: its format is {document['format']!r}")
         if document["version"] != VERSION:
             raise DataError(
-                f"{where} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use "
+                f"{source_name} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use "
                 "the echelon that packed it"
             )
-        if claimed != hash_of(document):
-            raise DamagedError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
-        return _checked(document)
+        if stored_hash != hash_document(document):
+            raise CorruptDataError(
+                f"{source_name} is damaged: its hash is not that of its content; {_RESTORE_MANIFEST}"
+            )
+        return _parse_document(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
+        raise CorruptDataError(
+            f"{source_name} is damaged ({type(error).__name__}: {error}); {_RESTORE_MANIFEST}"
+        ) from None
 
 
-_WHOLE = "restore it from a copy, or delete the folder and pack the data again"
+_RESTORE_MANIFEST = "restore it from a copy, or delete the folder and pack the data again"
 #: What to do about a damaged shard.
-RESTORE = "restore this file from a copy, or delete it and pack the data again, which makes what is missing"
+RESTORE_SHARD = "restore this file from a copy, or delete it and pack the data again, which makes what is missing"
 
 
-def _document(manifest: Manifest) -> dict[str, Any]:
+def _to_document(manifest: Manifest) -> dict[str, Any]:
     return json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
 
 
-def hash_of(document: Mapping[str, Any]) -> str:
+def hash_document(document: Mapping[str, Any]) -> str:
     """The hash that a manifest carries of the rest of it."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def identity(manifests: Sequence[Manifest]) -> str:
+def content_identity(manifests: Sequence[Manifest]) -> str:
     """A short text for what these data sets hold, one behind the other, wherever it came from."""
-    return " ".join(hash_of({**_document(manifest), "provenance": {}}) for manifest in manifests)
+    return " ".join(hash_document({**_to_document(manifest), "provenance": {}}) for manifest in manifests)
 
 
-def _checked(document: Mapping[str, Any]) -> Manifest:
+def _parse_document(document: Mapping[str, Any]) -> Manifest:
     """As nouns; whoever wrote the file, nothing in it may point outside of a shard or of the folder, or be of another kind than it says."""
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
-        if not _sound(column):
+        if not _is_valid_column(column):
             raise ValueError(f"column {column.name!r}")
     block, provenance = document["block"], document["provenance"]
     if type(block) is not int or not 1 <= block < 2**63:
         raise ValueError(f"block {block!r}")
     if not isinstance(provenance, dict) or not all(isinstance(text, str) for text in provenance.values()):
         raise ValueError("provenance")
-    shards = tuple(shard_of(shard, columns, block) for shard in document["shards"])
+    shards = tuple(parse_shard(shard, columns, block) for shard in document["shards"])
     if not shards or len({shard.file for shard in shards}) < len(shards):
         raise ValueError("no file is named, or one twice")
-    made = Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
-    known = [column.name for column in columns]
-    if not known or len({*known}) < len(known) or names(made.sample) != known:
+    manifest = Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
+    column_names = [column.name for column in columns]
+    if (
+        not column_names
+        or len({*column_names}) < len(column_names)
+        or list_column_names(manifest.sample) != column_names
+    ):
         raise ValueError("sample does not name the columns, each once")
-    return made
+    return manifest
 
 
-def _sound(column: Column) -> bool:
+def _is_valid_column(column: Column) -> bool:
     """Whether there can be such a column."""
     if type(column.name) is not str or type(column.ragged) is not bool:
         return False
-    if column.dtype not in ITEMS or not all(type(size) is int and size > 0 for size in column.shape):
+    if column.dtype not in ITEM_BYTES or not all(type(size) is int and size > 0 for size in column.shape):
         return False
-    bare = column.dtype == "uint8" and column.ragged and not column.shape  # as bytes of any number
-    return column.kind == "array" or (column.kind in _KINDS and bare)
+    is_byte_string = column.dtype == "uint8" and column.ragged and not column.shape  # as bytes of any number
+    return column.kind == "array" or (column.kind in _COLUMN_KINDS and is_byte_string)
 
 
-def shard_of(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
+def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
     """One file, from its document."""
     shard = Shard(
         **{**values, "buffers": tuple(map(tuple, values["buffers"])), "checksums": tuple(values["checksums"])}
@@ -196,52 +204,52 @@ def shard_of(values: Mapping[str, Any], columns: tuple[Column, ...], block: int)
         shard.frame,
         shard.offsets,
         *shard.checksums,
-        *(n for each in shard.buffers for n in each),
+        *(offset for column_buffers in shard.buffers for offset in column_buffers),
     ]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"a number of {shard.file!r}")
-    if not _FILE.fullmatch(shard.file):
+    if not _SHARD_FILE_NAME.fullmatch(shard.file):
         raise ValueError(f"file name {shard.file!r}")
     if len(shard.buffers) != len(columns) or len(shard.checksums) != -(-shard.samples // block):
         raise ValueError(f"counts of {shard.file}")
     for column, buffers in zip(columns, shard.buffers, strict=True):
         if len(buffers) != (3 if column.ragged else 1):
             raise ValueError(f"column {column.name!r} of {shard.file}")
-        parts = [(buffers[0], shard.samples * column.item, ITEMS[column.dtype])]
+        regions = [(buffers[0], shard.samples * column.item_bytes, ITEM_BYTES[column.dtype])]
         if column.ragged:
-            offsets, data, size = buffers
-            parts = [(offsets, 8 * (shard.samples + 1), 8), (data, size, ITEMS[column.dtype])]
+            offsets, values_start, size = buffers
+            regions = [(offsets, 8 * (shard.samples + 1), 8), (values_start, size, ITEM_BYTES[column.dtype])]
         # Numbers that do not lie at a multiple of their size would be copied, all of them, before one is read.
-        if any(first + size > shard.bytes or first % item for first, size, item in parts):
+        if any(first + size > shard.bytes or first % alignment for first, size, alignment in regions):
             raise ValueError(f"column {column.name!r} of {shard.file}")
     return shard
 
 
-def names(sample: Any) -> list[str]:
+def list_column_names(sample: Any) -> list[str]:
     """The columns of a sample's structure, in order."""
     if isinstance(sample, str):
         return [sample]
-    ((kind, parts),) = sample.items()
-    if (kind, type(parts)) not in (("dict", dict), ("tuple", list), ("list", list)):
-        raise ValueError(f"a sample made of a {kind}")
-    return [name for part in (parts.values() if isinstance(parts, dict) else parts) for name in names(part)]
+    ((container, parts),) = sample.items()
+    if (container, type(parts)) not in (("dict", dict), ("tuple", list), ("list", list)):
+        raise ValueError(f"a sample made of a {container}")
+    return [name for part in (parts.values() if isinstance(parts, dict) else parts) for name in list_column_names(part)]
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """A file that is there with all its bytes or not at all, whenever the process or the machine dies."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial_path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    settle(temporary, path)
+    commit_file(partial_path, path)
 
 
-def settle(temporary: Path, path: Path) -> None:
+def commit_file(partial_path: Path, path: Path) -> None:
     """Give a finished file its name, for good."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    partial_path.replace(path)
+    folder_fd = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(folder_fd)
     finally:
-        os.close(folder)
+        os.close(folder_fd)

@@ -18,37 +18,41 @@ from typing import Any
 import numpy as np
 
 #: Addresses that may be left free: a process has about 100 TB of them.
-_MOST_FREE = 2**42
+_MAX_GAP_BYTES = 2**42
 #: Bytes that one entry of a page table can map at once, on x86 and on ARM with small pages of 4 KB.
-HUGE = 2**21
-_PROT_NONE, _FIXED, _NORESERVE, _ADVISE_HUGE = 0, 0x10, 0x4000, 14  # Linux
-_FAILED = ctypes.c_void_p(-1).value
+HUGE_PAGE_BYTES = 2**21
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_HUGEPAGE = 0, 0x10, 0x4000, 14  # Linux
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Region:
+class MappedRegion:
     """Maps `files` one behind the other; `starts` are their first bytes in `bytes`."""
 
     def __init__(
-        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None, *, page: int = mmap.PAGESIZE
+        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None, *, page_bytes: int = mmap.PAGESIZE
     ) -> None:
-        """`files`: path and size of each. `gaps`: addresses left free before each, in whole pages. `page`: HUGE asks the kernel to read
+        """`files`: path and size of each. `gaps`: addresses left free before each, in whole pages. `page_bytes`: HUGE asks the kernel to read
         and map so much at a time, which takes less of its work, where the file system can do that."""
-        sizes = [-(-size // page) * page for _, size in files]
-        free = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(free)
-        self._length = max(sum(sizes) + int(free.sum()), page)
-        self._reserved = self._length + page - mmap.PAGESIZE
-        self._first = _map(None, self._reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
-        self._address = -(-self._first // page) * page
+        sizes = [-(-size // page_bytes) * page_bytes for _, size in files]
+        gap_bytes = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(gap_bytes)
+        self._length = max(sum(sizes) + int(gap_bytes.sum()), page_bytes)
+        self._reserved_bytes = self._length + page_bytes - mmap.PAGESIZE
+        self._first = _mmap(
+            None, self._reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
+        )
+        self._address = -(-self._first // page_bytes) * page_bytes
         for (path, size), start in zip(files, self.starts.tolist(), strict=True):
             if size:
                 with path.open("rb") as file:
-                    found = os.fstat(file.fileno()).st_size
-                    if found != size:  # a mapping beyond the end of a file would end the process when it is read
-                        raise OSError(f"it has {found:,} bytes, not {size:,}")
-                    at = _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
-                    if page == HUGE:
-                        _library().madvise(at, size, _ADVISE_HUGE)  # it may not: then pages are as small as ever
+                    actual_size = os.fstat(file.fileno()).st_size
+                    if actual_size != size:  # a mapping beyond the end of a file would end the process when it is read
+                        raise OSError(f"it has {actual_size:,} bytes, not {size:,}")
+                    address = _mmap(
+                        self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, file.fileno()
+                    )
+                    if page_bytes == HUGE_PAGE_BYTES:
+                        _libc().madvise(address, size, _MADV_HUGEPAGE)  # it may not: then pages are as small as ever
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -62,34 +66,36 @@ class Region:
     def __del__(self) -> None:
         address = getattr(self, "_first", None)
         if address is not None:
-            _library().munmap(address, self._reserved)
+            _libc().munmap(address, self._reserved_bytes)
 
 
-def even_gaps(sizes: Sequence[int], offsets: Sequence[int], item: int, page: int = mmap.PAGESIZE) -> list[int] | None:
-    """Gaps before files of `sizes` with which what lies at `offsets` of them is whole multiples of `item` bytes apart; None where
+def find_aligned_gaps(
+    sizes: Sequence[int], offsets: Sequence[int], item_bytes: int, page_bytes: int = mmap.PAGESIZE
+) -> list[int] | None:
+    """Gaps before files of `sizes` with which what lies at `offsets` of them is whole multiples of `item_bytes` bytes apart; None where
     no gaps do that, files being mapped in whole pages, or only vast ones."""
-    common = gcd(page, item)
-    turn = pow(page // common, -1, item // common)
-    gaps, place = [], 0
+    common_divisor = gcd(page_bytes, item_bytes)
+    inverse = pow(page_bytes // common_divisor, -1, item_bytes // common_divisor)
+    gaps, position = [], 0
     for size, offset in zip(sizes, offsets, strict=True):
-        short = offsets[0] - place - offset
-        if short % common:
+        shortfall = offsets[0] - position - offset
+        if shortfall % common_divisor:
             return None
-        gaps.append(short // common * turn % (item // common) * page)
-        place += gaps[-1] + -(-size // page) * page
-    return gaps if sum(gaps) < _MOST_FREE else None
+        gaps.append(shortfall // common_divisor * inverse % (item_bytes // common_divisor) * page_bytes)
+        position += gaps[-1] + -(-size // page_bytes) * page_bytes
+    return gaps if sum(gaps) < _MAX_GAP_BYTES else None
 
 
-def _map(address: int | None, length: int, protection: int, flags: int, file: int) -> int:
-    found = _library().mmap(address, length, protection, flags, file, 0)
-    if found == _FAILED or found is None:
+def _mmap(address: int | None, length: int, protection: int, flags: int, file: int) -> int:
+    mapped = _libc().mmap(address, length, protection, flags, file, 0)
+    if mapped == _MAP_FAILED or mapped is None:
         code = ctypes.get_errno()
         raise OSError(code, f"{length:,} bytes cannot be mapped: {os.strerror(code)}")
-    return int(found)
+    return int(mapped)
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [

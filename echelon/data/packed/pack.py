@@ -19,30 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.packed import manifest as documents
-from echelon.data.packed.block_layout import block_rows
-from echelon.data.packed.file_locks import holders, locked, taken, unlock
-from echelon.data.packed.locked_tasks import Task, share
-from echelon.data.packed.manifest import Manifest, Shard, write_whole
-from echelon.data.packed.packing_source import Origin, Progress
-from echelon.data.packed.shard import Draft
+from echelon.data.packed.block_layout import rows_per_block
+from echelon.data.packed.file_locks import describe_holders, hold_lock, try_lock, unlock
+from echelon.data.packed.locked_tasks import Task, run_tasks
+from echelon.data.packed.manifest import Manifest, Shard, write_atomically
+from echelon.data.packed.packing_source import PackingSource, ProgressCallback
+from echelon.data.packed.shard import ShardWriter
 from echelon.errors import DataError
 
 #: Bytes of a shard, about. A process that packs holds one in memory.
-SHARD = 2**27
+SHARD_BYTES = 2**27
 #: Rows that are read from the source at once.
-_CHUNK = 256
+_ROWS_PER_READ = 256
 #: Seconds that another packing, whose processes may be ending just now, gets to leave the folder.
-_LEAVING = 5.0
+_LEAVE_TIMEOUT = 5.0
 #: What a packing leaves, and what it needs only until its manifest is there.
-_FILES = re.compile(r"shard-[0-9]{5,9}\.arrow")
-_HELPERS = re.compile(r"shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
+_SHARD_FILES = re.compile(r"shard-[0-9]{5,9}\.arrow")
+_WORK_FILES = re.compile(r"shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Packing:
+class _PackingSpec:
     """What is to be packed, where, and how it is cut."""
 
-    origin: Origin
+    source: PackingSource
     folder: Path
     shards: int
     block: int
@@ -50,304 +50,317 @@ class _Packing:
     @property
     def intent(self) -> dict[str, Any]:
         """What tells it from any other packing."""
-        kind = self.origin.provenance.get("kind", "")
-        cut = {"shards": self.shards, "block": self.block, "version": documents.VERSION}
-        return {"identity": self.origin.identity, "kind": kind, **cut}
+        kind = self.source.provenance.get("kind", "")
+        layout = {"shards": self.shards, "block": self.block, "version": documents.VERSION}
+        return {"identity": self.source.identity, "kind": kind, **layout}
 
-    def begin(self) -> None:
+    def write_start_document(self) -> None:
         """Say that it has begun, and what it packs."""
-        said = {**self.intent, "from": dict(self.origin.provenance)}
-        write_whole(self.folder / "packing.json", json.dumps(said).encode())
+        document = {**self.intent, "from": dict(self.source.provenance)}
+        write_atomically(self.folder / "packing.json", json.dumps(document).encode())
 
-    def bounds(self, number: int) -> tuple[int, int]:
+    def row_range(self, shard_index: int) -> tuple[int, int]:
         """The rows of a shard, from and to."""
-        samples = self.origin.samples
-        return number * samples // self.shards, (number + 1) * samples // self.shards
+        samples = self.source.samples
+        return shard_index * samples // self.shards, (shard_index + 1) * samples // self.shards
 
-    def note(self, number: int) -> Shard | None:
+    def read_note(self, shard_index: int) -> Shard | None:
         """What a finished shard holds; None: it is not finished, or not of this packing."""
         try:
-            said = json.loads((self.folder / f"{_name(number)}.json").read_bytes())
-            if said["intent"] != self.intent:
+            document = json.loads((self.folder / f"{_shard_name(shard_index)}.json").read_bytes())
+            if document["intent"] != self.intent:
                 return None
-            shard = documents.shard_of(said["shard"], self.origin.columns, self.block)
+            shard = documents.parse_shard(document["shard"], self.source.columns, self.block)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return None if _wrong_size(self.folder, shard) else shard
+        return None if _has_wrong_size(self.folder, shard) else shard
 
-    def write_note(self, number: int, shard: Shard) -> None:
+    def write_note(self, shard_index: int, shard: Shard) -> None:
         """Say that a shard is finished."""
-        said = {"intent": self.intent, "shard": asdict(shard)}
-        write_whole(self.folder / f"{_name(number)}.json", json.dumps(said).encode())
+        document = {"intent": self.intent, "shard": asdict(shard)}
+        write_atomically(self.folder / f"{_shard_name(shard_index)}.json", json.dumps(document).encode())
 
 
 def pack(
-    origin: Origin, folder: Path, *, shards: int | None = None, processes: int = 1, overwrite: bool | str = False,
-    progress: Progress = lambda done, total: None,
+    source: PackingSource, folder: Path, *, shards: int | None = None, processes: int = 1, overwrite: bool | str = False,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Manifest:  # fmt: skip
-    """Write `origin` to `folder`. Done already, from the same source: nothing is written; begun already, or files of it are gone or cut
+    """Write `source` to `folder`. Done already, from the same source: nothing is written; begun already, or files of it are gone or cut
     off: the rest is.
 
     `shards`: how many files (None: by size, a power of two). `overwrite`: replace another data set that is there; a text: only one of
     this kind. `progress(rows done, rows in all)` is called now and then.
     """
-    done = _done(folder, origin, shards)
-    if done is not None:
-        return done
+    finished = _find_finished(folder, source, shards)
+    if finished is not None:
+        return finished
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file: a packed data set is a folder; give the name of one")
-    origin.prepare()
-    if shards is not None and not 1 <= shards <= origin.samples:
-        raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
-    count = shards or _cut(folder, origin) or count_of(origin)
-    work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.row_bytes))
+    source.prepare()
+    if shards is not None and not 1 <= shards <= source.samples:
+        raise DataError(f"shards={shards}: {source.samples:,} samples can be cut into 1 to {source.samples:,} files")
+    shard_count = shards or _existing_shard_count(folder, source) or choose_shard_count(source)
+    spec = _PackingSpec(source=source, folder=folder, shards=shard_count, block=rows_per_block(source.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
-    busy = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    busy_lock = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with locked(folder / ".lock"):
-            done = _settled(work, overwrite, busy)
-            if done is not None:
-                return done
-            taken(busy, shared=True)
-        _make(work, processes, progress)
-        with locked(folder / ".lock"):
-            return _finished(work)
+        with hold_lock(folder / ".lock"):
+            finished = _prepare_folder(spec, overwrite, busy_lock)
+            if finished is not None:
+                return finished
+            try_lock(busy_lock, shared=True)
+        _write_missing_shards(spec, processes, progress)
+        with hold_lock(folder / ".lock"):
+            return _write_manifest(spec)
     finally:
-        unlock(busy)
+        unlock(busy_lock)
 
 
-def _done(folder: Path, origin: Origin, shards: int | None) -> Manifest | None:
+def _find_finished(folder: Path, source: PackingSource, shards: int | None) -> Manifest | None:
     """The data set that is there already, if it is this one and nothing is left to do."""
     if (folder / "packing.json").exists():
         return None
     try:
-        found = documents.load(folder)
+        manifest = documents.load_manifest(folder)
     except DataError:
         return None
-    wanted = found.provenance.get("identity") == origin.identity and shards in (None, len(found.shards))
-    return found if wanted and not any(_wrong_size(folder, shard) for shard in found.shards) else None
+    is_same_source = manifest.provenance.get("identity") == source.identity and shards in (None, len(manifest.shards))
+    return manifest if is_same_source and not any(_has_wrong_size(folder, shard) for shard in manifest.shards) else None
 
 
-def _make(work: _Packing, processes: int, progress: Progress) -> None:
+def _write_missing_shards(spec: _PackingSpec, processes: int, progress: ProgressCallback) -> None:
     """Every shard that is missing."""
-    missing = [number for number in range(work.shards) if work.note(number) is None]
-    total = work.origin.samples
-    finished = total - sum(stop - start for start, stop in map(work.bounds, missing))
-    progress(finished, total)
-    for more in share([_task(work, number) for number in missing], processes):
-        finished += more
-        progress(min(finished, total), total)
+    missing = [shard_index for shard_index in range(spec.shards) if spec.read_note(shard_index) is None]
+    total_rows = spec.source.samples
+    done_rows = total_rows - sum(stop - start for start, stop in map(spec.row_range, missing))
+    progress(done_rows, total_rows)
+    for new_rows in run_tasks([_make_shard_task(spec, shard_index) for shard_index in missing], processes):
+        done_rows += new_rows
+        progress(min(done_rows, total_rows), total_rows)
 
 
-def _finished(work: _Packing) -> Manifest:
+def _write_manifest(spec: _PackingSpec) -> Manifest:
     """The manifest, once all shards are there; another process may have written it."""
-    origin, folder = work.origin, work.folder
-    if (folder / documents.NAME).exists():
-        found = documents.load(folder)
-        if found.provenance.get("identity") != origin.identity:
+    source, folder = spec.source, spec.folder
+    if (folder / documents.FILE_NAME).exists():
+        existing = documents.load_manifest(folder)
+        if existing.provenance.get("identity") != source.identity:
             raise DataError(f"{folder} was packed from another source meanwhile; choose another folder")
-        return found
-    notes = [work.note(number) for number in range(work.shards)]
-    made = Manifest(
-        columns=origin.columns, sample=origin.sample, block=work.block, shards=tuple(note for note in notes if note),
-        provenance={**origin.provenance, **origin.remarks, "identity": origin.identity, "echelon": _version()},
+        return existing
+    notes = [spec.read_note(shard_index) for shard_index in range(spec.shards)]
+    manifest = Manifest(
+        columns=source.columns, sample=source.sample, block=spec.block, shards=tuple(note for note in notes if note),
+        provenance={**source.provenance, **source.remarks, "identity": source.identity, "echelon": _package_version()},
     )  # fmt: skip
-    if made.samples != origin.samples:
+    if manifest.samples != source.samples:
         raise DataError(f"{folder}: files were taken away while they were packed; run the same command again")
-    made.save(folder)
-    _tidy(folder)
-    return made
+    manifest.save(folder)
+    _remove_work_files(folder)
+    return manifest
 
 
-def _cut(folder: Path, origin: Origin) -> int | None:
+def _existing_shard_count(folder: Path, source: PackingSource) -> int | None:
     """Into how many files this very source was cut by a packing that is there, finished or begun: what is missing of it fits in."""
-    before = _begun(folder / "packing.json")
-    if before is None:
+    started = _read_start_document(folder / "packing.json")
+    if started is None:
         try:
-            found = documents.load(folder)
+            manifest = documents.load_manifest(folder)
         except DataError:
             return None
-        before = {"identity": found.provenance.get("identity"), "shards": len(found.shards)}
-    count = before.get("shards")
-    return count if before.get("identity") == origin.identity and type(count) is int and count > 0 else None
+        started = {"identity": manifest.provenance.get("identity"), "shards": len(manifest.shards)}
+    shard_count = started.get("shards")
+    return (
+        shard_count
+        if started.get("identity") == source.identity and type(shard_count) is int and shard_count > 0
+        else None
+    )
 
 
-def count_of(origin: Origin) -> int:
+def choose_shard_count(source: PackingSource) -> int:
     """Files by size: a power of two, which most numbers of ranks divide."""
-    wanted = -(-int(origin.samples * origin.row_bytes) // SHARD)
-    return min(1 << max(0, wanted - 1).bit_length(), origin.samples)
+    shard_count = -(-int(source.samples * source.row_bytes) // SHARD_BYTES)
+    return min(1 << max(0, shard_count - 1).bit_length(), source.samples)
 
 
-def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | None:
+def _prepare_folder(spec: _PackingSpec, overwrite: bool | str, busy_lock: int) -> Manifest | None:
     """The finished data set if it is the wanted one; else the folder is made ready to begin or go on."""
-    folder, begun = work.folder, work.folder / "packing.json"
-    found = _found(folder, overwrite is True)
-    before = _begun(begun)
-    if found is not None and _same(found, work):
-        bad = [number for number, shard in enumerate(found.shards) if _wrong_size(folder, shard)]
-        if not bad:
-            _tidy(folder)
-            return found
-        _reopen(work, found, bad)
-    elif found is not None:
-        if overwrite not in (True, found.provenance.get("kind", "")):
-            raise DataError(f"{folder} holds another packed data set: {_differences(_told(found), work)}; {_REPLACE}")
-        _anew(work, _told(found), overwrite)
-        _clear(folder, busy, found.provenance.get("kind", ""))
-    elif before is not None and {key: before.get(key) for key in work.intent} != work.intent:
-        if overwrite not in (True, before.get("kind")):
-            raise DataError(f"{folder} holds a part of another packing: {_differences(before, work)}; {_REPLACE}")
-        _anew(work, before, overwrite)
-        _clear(folder, busy, str(before.get("kind")))
-    elif overwrite is True and (before is None or (folder / documents.NAME).exists()):
-        _clear(folder, busy, "")
-    elif before is None and any(not path.name.startswith(".") for path in folder.iterdir()):
-        raise DataError(f"{folder} is not empty and not a packed data set: {_REPLACE}")
+    folder, start_path = spec.folder, spec.folder / "packing.json"
+    existing = _load_existing(folder, overwrite is True)
+    started = _read_start_document(start_path)
+    if existing is not None and _is_same_packing(existing, spec):
+        missing_shards = [
+            shard_index for shard_index, shard in enumerate(existing.shards) if _has_wrong_size(folder, shard)
+        ]
+        if not missing_shards:
+            _remove_work_files(folder)
+            return existing
+        _reopen_packing(spec, existing, missing_shards)
+    elif existing is not None:
+        if overwrite not in (True, existing.provenance.get("kind", "")):
+            raise DataError(
+                f"{folder} holds another packed data set: {_describe_differences(_start_document_of(existing), spec)}; {_REPLACE_HINT}"
+            )
+        _warn_replacing(spec, _start_document_of(existing), overwrite)
+        _clear_folder(folder, busy_lock, existing.provenance.get("kind", ""))
+    elif started is not None and {key: started.get(key) for key in spec.intent} != spec.intent:
+        if overwrite not in (True, started.get("kind")):
+            raise DataError(
+                f"{folder} holds a part of another packing: {_describe_differences(started, spec)}; {_REPLACE_HINT}"
+            )
+        _warn_replacing(spec, started, overwrite)
+        _clear_folder(folder, busy_lock, str(started.get("kind")))
+    elif overwrite is True and (started is None or (folder / documents.FILE_NAME).exists()):
+        _clear_folder(folder, busy_lock, "")
+    elif started is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise DataError(f"{folder} is not empty and not a packed data set: {_REPLACE_HINT}")
     for path in [*folder.glob(".manifest.json.*"), *folder.glob(".packing.json.*")]:
         path.unlink()  # what a process that was killed left half written
-    if not begun.exists():
-        work.begin()
+    if not start_path.exists():
+        spec.write_start_document()
     return None
 
 
-def _anew(work: _Packing, before: Mapping[str, Any], overwrite: bool | str) -> None:
+def _warn_replacing(spec: _PackingSpec, started: Mapping[str, Any], overwrite: bool | str) -> None:
     """Say that, and why, hours of work may be done again that nobody asked to replace."""
     if overwrite is not True:
-        warnings.warn(f"{work.folder} is made anew: {_differences(before, work)}", stacklevel=2)
+        warnings.warn(f"{spec.folder} is made anew: {_describe_differences(started, spec)}", stacklevel=2)
 
 
-def _told(found: Manifest) -> dict[str, Any]:
+def _start_document_of(manifest: Manifest) -> dict[str, Any]:
     """What the packing of a finished data set said when it began."""
-    told = {key: text for key, text in found.provenance.items() if key not in ("identity", "echelon")}
-    cut = {"shards": len(found.shards), "block": found.block, "version": documents.VERSION}
-    return {**cut, "identity": found.provenance.get("identity"), "from": told}
+    provenance = {key: text for key, text in manifest.provenance.items() if key not in ("identity", "echelon")}
+    layout = {"shards": len(manifest.shards), "block": manifest.block, "version": documents.VERSION}
+    return {**layout, "identity": manifest.provenance.get("identity"), "from": provenance}
 
 
-def _differences(before: Mapping[str, Any], work: _Packing) -> str:
+def _describe_differences(started: Mapping[str, Any], spec: _PackingSpec) -> str:
     """What is there and what would be packed now, where they differ."""
-    now = {**work.intent, "from": dict(work.origin.provenance)}
-    came = before.get("from")
+    now = {**spec.intent, "from": dict(spec.source.provenance)}
+    started_provenance = started.get("from")
     sides = [
-        {**{key: side.get(key) for key in ("shards", "block", "version")}, **(told if isinstance(told, dict) else {})}
-        for side, told in ((before, came), (now, now["from"]))
+        {
+            **{key: side.get(key) for key in ("shards", "block", "version")},
+            **(provenance if isinstance(provenance, dict) else {}),
+        }
+        for side, provenance in ((started, started_provenance), (now, now["from"]))
     ]
-    keys = [key for key in {**sides[1], **sides[0]} if key not in work.origin.remarks]
-    found = [
-        f"{key} {_brief(sides[0].get(key))} there, {_brief(sides[1].get(key))} here"
+    keys = [key for key in {**sides[1], **sides[0]} if key not in spec.source.remarks]
+    changes = [
+        f"{key} {_truncate(sides[0].get(key))} there, {_truncate(sides[1].get(key))} here"
         for key in keys
         if sides[0].get(key) != sides[1].get(key)
     ]
     return (
-        "; ".join(found)
-        or f"samples or columns other than here (identity {before.get('identity')} there, {work.origin.identity} here)"
+        "; ".join(changes)
+        or f"samples or columns other than here (identity {started.get('identity')} there, {spec.source.identity} here)"
     )
 
 
-def _brief(value: object) -> str:
+def _truncate(value: object) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-_REPLACE = "choose another folder; `echelon pack --overwrite` replaces what is there"
+_REPLACE_HINT = "choose another folder; `echelon pack --overwrite` replaces what is there"
 
 
-def _begun(path: Path) -> dict[str, Any] | None:
+def _read_start_document(path: Path) -> dict[str, Any] | None:
     """What a packing that has not finished said of itself."""
     try:
-        said = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
-def _found(folder: Path, overwrite: bool) -> Manifest | None:
+def _load_existing(folder: Path, overwrite: bool) -> Manifest | None:
     """The data set that the folder holds, if it holds a whole one; a damaged one is nothing where it is to be replaced."""
     try:
-        return documents.load(folder) if (folder / documents.NAME).exists() else None
+        return documents.load_manifest(folder) if (folder / documents.FILE_NAME).exists() else None
     except DataError:
         if overwrite:
             return None
         raise
 
 
-def _same(found: Manifest, work: _Packing) -> bool:
+def _is_same_packing(manifest: Manifest, spec: _PackingSpec) -> bool:
     """Whether a data set is what this packing would make."""
-    cut = len(found.shards), found.block
-    return found.provenance.get("identity") == work.origin.identity and cut == (work.shards, work.block)
+    layout = len(manifest.shards), manifest.block
+    return manifest.provenance.get("identity") == spec.source.identity and layout == (spec.shards, spec.block)
 
 
-def _reopen(work: _Packing, found: Manifest, bad: list[int]) -> None:
-    """Make a finished packing one that is begun, in which `bad` shards are missing."""
-    for number, shard in enumerate(found.shards):
-        if number not in bad:
-            work.write_note(number, shard)
-    work.begin()
-    (work.folder / documents.NAME).unlink()
+def _reopen_packing(spec: _PackingSpec, manifest: Manifest, missing_shards: list[int]) -> None:
+    """Make a finished packing one that is begun, in which `missing_shards` shards are missing."""
+    for shard_index, shard in enumerate(manifest.shards):
+        if shard_index not in missing_shards:
+            spec.write_note(shard_index, shard)
+    spec.write_start_document()
+    (spec.folder / documents.FILE_NAME).unlink()
 
 
-def _wrong_size(folder: Path, shard: Shard) -> bool:
+def _has_wrong_size(folder: Path, shard: Shard) -> bool:
     path = folder / shard.file
     return not path.is_file() or path.stat().st_size != shard.bytes
 
 
-def _clear(folder: Path, busy: int, kind: str) -> None:
+def _clear_folder(folder: Path, busy_lock: int, kind: str) -> None:
     """Take away a packed data set of this kind, and nothing else; the manifest first, so that what is left never looks whole. A kill
     meanwhile leaves what looks like a packing of that kind that has only begun."""
-    until = time.monotonic() + _LEAVING
-    while not taken(busy):
-        if time.monotonic() > until:
+    deadline = time.monotonic() + _LEAVE_TIMEOUT
+    while not try_lock(busy_lock):
+        if time.monotonic() > deadline:
             raise DataError(
-                f"{folder}: {holders(folder / '.packing.lock')} packs something else there: wait until it is done, end it, or choose "
+                f"{folder}: {describe_holders(folder / '.packing.lock')} packs something else there: wait until it is done, end it, or choose "
                 "another folder. Ranks of one job must give the same data and function: is something in them different on each?"
             )
         time.sleep(0.05)
-    write_whole(folder / "packing.json", json.dumps({"kind": kind}).encode())
-    (folder / documents.NAME).unlink(missing_ok=True)
-    _delete(folder, _FILES)
-    _tidy(folder)
+    write_atomically(folder / "packing.json", json.dumps({"kind": kind}).encode())
+    (folder / documents.FILE_NAME).unlink(missing_ok=True)
+    _delete_matching(folder, _SHARD_FILES)
+    _remove_work_files(folder)
 
 
-def _tidy(folder: Path) -> None:
+def _remove_work_files(folder: Path) -> None:
     """Take away what is needed only until the manifest is there. Last what says that there is something to take away."""
-    _delete(folder, _HELPERS)
+    _delete_matching(folder, _WORK_FILES)
     (folder / "packing.json").unlink(missing_ok=True)
 
 
-def _delete(folder: Path, names: re.Pattern[str]) -> None:
+def _delete_matching(folder: Path, pattern: re.Pattern[str]) -> None:
     for path in folder.iterdir():
-        if names.fullmatch(path.name):
+        if pattern.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-def _name(number: int) -> str:
-    return f"shard-{number:05d}"
+def _shard_name(shard_index: int) -> str:
+    return f"shard-{shard_index:05d}"
 
 
-def _task(work: _Packing, number: int) -> Task:
+def _make_shard_task(spec: _PackingSpec, shard_index: int) -> Task:
     """One shard. The notes go when the manifest is there: then all is done."""
-    manifest = work.folder / documents.NAME
+    manifest = spec.folder / documents.FILE_NAME
     return Task(
-        makes=work.folder / f"{_name(number)}.arrow", done=lambda: work.note(number) is not None or manifest.exists(),
-        make=lambda: _shard(work, number),
+        target=spec.folder / f"{_shard_name(shard_index)}.arrow", is_done=lambda: spec.read_note(shard_index) is not None or manifest.exists(),
+        run=lambda: _write_shard(spec, shard_index),
     )  # fmt: skip
 
 
-def _shard(work: _Packing, number: int) -> Iterator[int]:
+def _write_shard(spec: _PackingSpec, shard_index: int) -> Iterator[int]:
     """Write one shard; gives the number of rows after each piece of it."""
-    for path in work.folder.glob(f".{_name(number)}.[aj]*"):
+    for path in spec.folder.glob(f".{_shard_name(shard_index)}.[aj]*"):
         path.unlink()  # what a process that was killed left half written
-    start, stop = work.bounds(number)
-    draft = Draft(work.origin.columns, stop - start)
-    for first in range(start, stop, _CHUNK):
-        last = min(first + _CHUNK, stop)
-        draft.add(work.origin.read(first, last), last - first)
-        yield last - first
-    work.write_note(number, draft.write(work.folder, f"{_name(number)}.arrow", work.block))
+    start, stop = spec.row_range(shard_index)
+    writer = ShardWriter(spec.source.columns, stop - start)
+    for chunk_start in range(start, stop, _ROWS_PER_READ):
+        chunk_stop = min(chunk_start + _ROWS_PER_READ, stop)
+        writer.add_rows(spec.source.read(chunk_start, chunk_stop), chunk_stop - chunk_start)
+        yield chunk_stop - chunk_start
+    spec.write_note(shard_index, writer.write(spec.folder, f"{_shard_name(shard_index)}.arrow", spec.block))
 
 
-def _version() -> str:
+def _package_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:

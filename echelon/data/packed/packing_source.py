@@ -13,10 +13,10 @@ from typing import Any
 from echelon.data.packed.manifest import Column
 
 #: Called now and then with how much is done, and how much there is to do.
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
-class Origin(ABC):
+class PackingSource(ABC):
     """A source of `samples` rows. It is handed to several processes, each of which reads other rows."""
 
     samples: int
@@ -30,7 +30,7 @@ class Origin(ABC):
     #: Bytes of one row, about: decides how many make a shard.
     row_bytes: float
     #: Whether one row can be read without many others.
-    by_row: bool = True
+    has_random_access: bool = True
 
     def prepare(self) -> None:
         """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
@@ -47,17 +47,17 @@ class Origin(ABC):
     @property
     def identity(self) -> str:
         """A short text that changes when the source does."""
-        return self._identity(self.samples, self.columns, json.dumps(self.sample))
+        return self._digest_identity(self.samples, self.columns, json.dumps(self.sample))
 
-    def _identity(self, *more: object) -> str:
-        known = [*map(str, more), json.dumps(dict(self.provenance))]
-        return hashlib.blake2b("\n".join(known).encode(), digest_size=16).hexdigest()
+    def _digest_identity(self, *parts: object) -> str:
+        texts = [*map(str, parts), json.dumps(dict(self.provenance))]
+        return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
 
 
-def stamp(paths: Iterable[Path]) -> str:
+def digest_file_stats(paths: Iterable[Path]) -> str:
     """Files by name, size and time of change, as one short text."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in paths:
-        state = path.stat()
-        found.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
-    return found.hexdigest()
+        stat = path.stat()
+        hasher.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return hasher.hexdigest()

@@ -17,59 +17,59 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data.packed.file_locks import deleted, locked, taken, unlock
+from echelon.data.packed.file_locks import hold_lock, is_deleted, try_lock, unlock
 from echelon.errors import CacheFullError, DataError
-from echelon.plan.format_units import size as in_words
+from echelon.plan.format_units import format_bytes as in_words
 from echelon.world import cache_folder
 
 #: The names of copies, finished or not.
-_COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
+_COPY_NAME = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
 #: The names of the locks of those who make them.
-_LOCK = re.compile(r"[0-9a-f]{24}\.lock")
+_LOCK_NAME = re.compile(r"[0-9a-f]{24}\.lock")
 
 
-def default_folder() -> Path:
+def default_cache_folder() -> Path:
     """Where copies are kept of data that names no folder for them."""
     return cache_folder() / "data"
 
 
-class Held:
+class CachedFile:
     """A copy that this process has open, and that nobody deletes while it is read."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        self.path, self._lock, self._process = path, lock, os.getpid()
+        self.path, self._lock, self._owner_pid = path, lock, os.getpid()
 
-    def rest(self) -> None:
+    def unpin(self) -> None:
         """It is not read for now: others may delete it. Where it is mapped, it can be read all the same.
 
         A forked process has the same lock as its parent: this rests it for both.
         """
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def again(self) -> bool:
+    def pin(self) -> bool:
         """Read it again; False: it was deleted."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         os.utime(self._lock)
-        return not self.deleted
+        return not self.is_deleted
 
     @property
-    def deleted(self) -> bool:
+    def is_deleted(self) -> bool:
         """Whether it has been deleted; its room is free only once nobody has it open."""
         return os.fstat(self._lock).st_nlink == 0
 
-    def release(self) -> None:
+    def close(self) -> None:
         """It is not needed any more."""
         if self._lock >= 0:
-            if self._process == os.getpid():
-                self.rest()  # said, not left to the closing: a process that was forked meanwhile has it open
+            if self._owner_pid == os.getpid():
+                self.unpin()  # said, not left to the closing: a process that was forked meanwhile has it open
             os.close(self._lock)
             self._lock = -1
 
     def __del__(self) -> None:
-        self.release()
+        self.close()
 
 
-class Cache:
+class FileCache:
     """Copies in `folder`, of `limit` bytes together."""
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -81,71 +81,73 @@ class Cache:
                 f"{folder}: copies cannot be kept there: {error.strerror}; give cache= another folder"
             ) from None
 
-    def hold(
-        self, key: str, size: int, fill: Callable[[Path], None], *, patience: float = 0, timeout: float = 60
-    ) -> Held:
+    def acquire(
+        self, key: str, size: int, fill: Callable[[Path], None], *, space_timeout: float = 0, fill_timeout: float = 60
+    ) -> CachedFile:
         """The copy of what `key` names, of `size` bytes. Where there is none, `fill(path)` writes it; an error of it leaves no copy.
 
-        `fill` finds a file of `size` bytes, which are taken from the room that there is, and writes over them. `patience`: seconds to
-        wait for others to let go of their copies where these fill the cache. `timeout`: seconds to wait for another who makes this copy and
+        `fill` finds a file of `size` bytes, which are taken from the room that there is, and writes over them. `space_timeout`: seconds to
+        wait for others to let go of their copies where these fill the cache. `fill_timeout`: seconds to wait for another who makes this copy and
         does not write.
         """
         path = self.folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.arrow"
-        part = path.with_name(f".{path.name}.part")
+        partial_path = path.with_name(f".{path.name}.part")
         while True:
-            held = _opened(path)
-            if held is not None:
-                return held
-            with locked(path.with_suffix(".lock"), patience=timeout, sign=lambda: _changed(part)):
+            cached_file = _open_cached(path)
+            if cached_file is not None:
+                return cached_file
+            with hold_lock(
+                path.with_suffix(".lock"), timeout=fill_timeout, read_heartbeat=lambda: _modified_ns(partial_path)
+            ):
                 if path.exists():
                     continue
-                self._reserve(part, size, patience)
+                self._reserve(partial_path, size, space_timeout)
                 try:
-                    fill(part)
-                    with part.open("rb") as file:
+                    fill(partial_path)
+                    with partial_path.open("rb") as file:
                         os.fsync(file.fileno())
                     # Held before it has its name: in a cache that is just large enough another process would delete it at once.
-                    held = Held(path, os.open(part, os.O_RDONLY))
-                    held.again()
-                    part.replace(path)
-                    return held
+                    cached_file = CachedFile(path, os.open(partial_path, os.O_RDONLY))
+                    cached_file.pin()
+                    partial_path.replace(path)
+                    return cached_file
                 finally:
-                    part.unlink(missing_ok=True)
+                    partial_path.unlink(missing_ok=True)
 
-    def _reserve(self, part: Path, size: int, patience: float) -> None:
+    def _reserve(self, partial_path: Path, size: int, space_timeout: float) -> None:
         """Make room for `size` bytes, and take it at once, so that two who fill do not both count on it."""
         if size > self.limit:
             raise DataError(
                 f"{self.folder}: a cache of {in_words(self.limit)} cannot hold one file of {in_words(size)}: give it more"
             )
-        until = time.monotonic() + patience
+        deadline = time.monotonic() + space_timeout
         while True:
-            with locked(self.folder / "room.lock"):
-                part.unlink(missing_ok=True)
-                fits = self._room(size)
-                if fits and self._allocated(part, size):
+            with hold_lock(self.folder / "room.lock"):
+                partial_path.unlink(missing_ok=True)
+                fits = self._evict_for(size)
+                if fits and self._try_allocate(partial_path, size):
                     return
-                left = shutil.disk_usage(self.folder).free
-            if time.monotonic() > until:
-                disk = fits or left < size
-                what = (
-                    f"its disk has {in_words(left)} left"
-                    if disk
+                free_bytes = shutil.disk_usage(self.folder).free
+            if time.monotonic() > deadline:
+                is_disk_full = fits or free_bytes < size
+                problem = (
+                    f"its disk has {in_words(free_bytes)} left"
+                    if is_disk_full
                     else f"all {in_words(self.limit)} of the cache are in use"
                 )
-                more = "free some, or give cache= another disk" if disk else "give it more (cache_bytes=)"
+                remedy = "free some, or give cache= another disk" if is_disk_full else "give it more (cache_bytes=)"
                 raise CacheFullError(
-                    f"{self.folder}: {what}, {in_words(size)} more are needed: {more}, or shuffle fewer files at a time (window=)"
+                    f"{self.folder}: {problem}, {in_words(size)} more are needed: {remedy}, or shuffle fewer files at a time (window=)"
                 )
             time.sleep(0.05)
 
-    def _allocated(self, part: Path, size: int) -> bool:
+    def _try_allocate(self, partial_path: Path, size: int) -> bool:
         """Whether the disk gave the room: a copy that was deleted takes its own until everybody has closed it."""
         try:
-            with part.open("wb") as file:
+            with partial_path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
                 return False
             raise DataError(
@@ -153,54 +155,54 @@ class Cache:
             ) from None
         return True
 
-    def _room(self, size: int) -> bool:
+    def _evict_for(self, size: int) -> bool:
         """Delete what was not used for longest and is not in use, until `size` more bytes fit: into the cache, and onto its disk."""
-        found = self._copies()
-        total = sum(each[1] for each in found)
+        copies = self._list_copies()
+        total = sum(copy[1] for copy in copies)
         limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
-        for _, freed, path in sorted(found, key=lambda each: each[0]):
+        for _, copy_bytes, path in sorted(copies, key=lambda copy: copy[0]):
             if total + size <= limit:
                 break
-            if self._deleted(path):
-                total -= freed
+            if self._try_delete(path):
+                total -= copy_bytes
         return total + size <= limit
 
-    def _copies(self) -> list[tuple[int, int, Path]]:
+    def _list_copies(self) -> list[tuple[int, int, Path]]:
         """When each copy was used last, its size and its path."""
-        found = []
+        copies = []
         for path in self.folder.iterdir():
-            if _COPY.fullmatch(path.name):
+            if _COPY_NAME.fullmatch(path.name):
                 try:
-                    state = path.stat()
+                    stat = path.stat()
                 except FileNotFoundError:
                     continue  # a filler gave up
-                found.append((state.st_mtime_ns, state.st_size, path))
-        return found
+                copies.append((stat.st_mtime_ns, stat.st_size, path))
+        return copies
 
-    def kept(self) -> tuple[int, int]:
+    def usage(self) -> tuple[int, int]:
         """How many copies there are, and their bytes."""
-        found = self._copies()
-        return len(found), sum(size for _, size, _ in found)
+        copies = self._list_copies()
+        return len(copies), sum(size for _, size, _ in copies)
 
     def clear(self) -> tuple[int, int]:
         """Delete the copies that nobody uses, and the locks of those who made them: how many, and how many are in use."""
-        with locked(self.folder / "room.lock"):
-            gone = [self._deleted(path) for _, _, path in self._copies()]
+        with hold_lock(self.folder / "room.lock"):
+            deletions = [self._try_delete(path) for _, _, path in self._list_copies()]
             for path in self.folder.iterdir():
-                if _LOCK.fullmatch(path.name):
-                    self._deleted(path)
-        return sum(gone), len(gone) - sum(gone)
+                if _LOCK_NAME.fullmatch(path.name):
+                    self._try_delete(path)
+        return sum(deletions), len(deletions) - sum(deletions)
 
-    def _deleted(self, path: Path) -> bool:
+    def _try_delete(self, path: Path) -> bool:
         """Whether nobody used it; then it is gone."""
-        unfinished = path.name.startswith(".")
-        guard = self.folder / f"{path.name[1:25]}.lock" if unfinished else path
+        is_partial = path.name.startswith(".")
+        lock_path = self.folder / f"{path.name[1:25]}.lock" if is_partial else path
         try:
-            lock = os.open(guard, os.O_RDONLY)
+            lock = os.open(lock_path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            if taken(lock) and not deleted(lock):
+            if try_lock(lock) and not is_deleted(lock):
                 path.unlink(missing_ok=True)
                 return True
             return False
@@ -208,17 +210,17 @@ class Cache:
             unlock(lock)
 
 
-def _opened(path: Path) -> Held | None:
+def _open_cached(path: Path) -> CachedFile | None:
     try:
-        held = Held(path, os.open(path, os.O_RDONLY))
+        cached_file = CachedFile(path, os.open(path, os.O_RDONLY))
     except FileNotFoundError:
         return None
-    return held if held.again() else None  # deleted between the two calls
+    return cached_file if cached_file.pin() else None  # deleted between the two calls
 
 
-def _changed(part: Path) -> int:
+def _modified_ns(partial_path: Path) -> int:
     """When a copy that is being made was last written to."""
     try:
-        return part.stat().st_mtime_ns
+        return partial_path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0

@@ -18,22 +18,30 @@ import torch
 from torch import Tensor
 
 from echelon.data.packed import block_layout
-from echelon.data.packed.manifest import RESTORE, Column, Manifest
-from echelon.data.packed.remote_cache import Cache, Held
-from echelon.data.packed.remote_store import Store
-from echelon.data.packed.row_reader import File, LocalRows, Rows, damage, files_of, lengths_of, wrong
-from echelon.errors import CacheFullError, DamagedError, LostError
+from echelon.data.packed.manifest import RESTORE_SHARD, Column, Manifest
+from echelon.data.packed.remote_cache import CachedFile, FileCache
+from echelon.data.packed.remote_store import RemoteStore
+from echelon.data.packed.row_reader import (
+    LocalRowReader,
+    RowReader,
+    ShardFile,
+    find_block_damage,
+    find_file_problem,
+    list_shard_files,
+    parse_lengths,
+)
+from echelon.errors import CacheFullError, CorruptDataError, MissingDataError
 
 #: A file that no batch to come is known to need stays mapped for so many batches: to open it again costs as much as thirty gathers.
-_STALE = 64
+_UNUSED_BATCHES = 64
 #: Files that are copied at the same time, and so many threads.
-_COMING = 8
+_MAX_COPIES = 8
 
 
-class RemoteRows(Rows):
+class RemoteRowReader(RowReader):
     """Files on stores; each is copied to the cache, whole, before its rows are read.
 
-    Copies are made by threads: those that a batch needs at the same time, those that `expect` names ahead of their batch. A copy is
+    Copies are made by threads: those that a batch needs at the same time, those that `prefetch` names ahead of their batch. A copy is
     checked before it gets its name, and each block again when this process first touches it: one that was damaged since is made anew.
 
     Between two batches only copies that a later batch is known to need are held, and only by the rows that the process read last: a
@@ -41,218 +49,244 @@ class RemoteRows(Rows):
     """
 
     #: The rows that this process read last; in a forked process, those of its parent until it reads.
-    _last: ClassVar[weakref.ref[RemoteRows] | None] = None
+    _last_reader: ClassVar[weakref.ref[RemoteRowReader] | None] = None
 
     def __init__(
-        self, files: Sequence[tuple[Store, File]], columns: Sequence[Column], cache: Cache, *, patience: float
+        self,
+        files: Sequence[tuple[RemoteStore, ShardFile]],
+        columns: Sequence[Column],
+        cache: FileCache,
+        *,
+        timeout: float,
     ) -> None:
-        self._files, self._columns, self._cache, self._patience = list(files), list(columns), cache, patience
+        self._files, self._columns, self._cache, self._timeout = list(files), list(columns), cache, timeout
         self._ends = np.cumsum([file.shard.samples for _, file in files])
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """As it is before anything is read, and in a process that was just forked: threads and locks did not come along."""
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._open: dict[int, tuple[LocalRows, Held, int]] = {}  # with the batch that used it last
-        self._coming: dict[int, Future[None]] = {}
-        self._told: deque[tuple[int, np.ndarray]] = deque()  # batches to come, counted
-        self._due: dict[int, int] = {}  # the last batch of those that `expect` was told of that needs a file
-        self._count = self._now = self._turn = 0
+        self._owner_pid, self._lock = os.getpid(), threading.Lock()
+        self._open_files: dict[int, tuple[LocalRowReader, CachedFile, int]] = {}  # with the batch that used it last
+        self._pending_copies: dict[int, Future[None]] = {}
+        self._expected_batches: deque[tuple[int, np.ndarray]] = deque()  # batches to come, counted
+        self._needed_until: dict[int, int] = {}  # the last batch of those that `prefetch` was told of that needs a file
+        self._expected_count = self._current_batch = self._read_count = 0
 
-    def expect(self, ids: np.ndarray) -> None:
+    def prefetch(self, ids: np.ndarray) -> None:
         """One batch more that is read later. Its files begin to come, as far as the cache has room, and are in nobody's way."""
-        self._count += 1
-        self._told.append((self._count, ids))
-        for number in np.unique(self._ends.searchsorted(ids, "right")).tolist():
-            self._due[number] = self._count
-            if number not in self._open:
-                self._begin(number)
+        self._expected_count += 1
+        self._expected_batches.append((self._expected_count, ids))
+        for file_index in np.unique(self._ends.searchsorted(ids, "right")).tolist():
+            self._needed_until[file_index] = self._expected_count
+            if file_index not in self._open_files:
+                self._start_copy(file_index)
 
-    def _begin(self, number: int) -> None:
+    def _start_copy(self, file_index: int) -> None:
         """Copy a file in a thread, unless it comes already or too many do."""
-        if number in self._coming or sum(not copy.done() for copy in self._coming.copy().values()) >= _COMING:
+        if (
+            file_index in self._pending_copies
+            or sum(not copy.done() for copy in self._pending_copies.copy().values()) >= _MAX_COPIES
+        ):
             return
-        self._coming[number] = _started(lambda: self._held(number).release())
+        self._pending_copies[file_index] = _run_in_thread(lambda: self._copy_to_cache(file_index).close())
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        shard = self._ends.searchsorted(ids, "right")
-        needed = np.unique(shard).tolist()
-        with self._reading():
-            self._find(ids)
-            absent = [number for number in needed if number not in self._open]
-            for number in absent if len(absent) > 1 else ():
-                self._begin(number)
+        file_indices = self._ends.searchsorted(ids, "right")
+        needed = np.unique(file_indices).tolist()
+        with self._exclusive_read():
+            self._advance_to(ids)
+            absent = [file_index for file_index in needed if file_index not in self._open_files]
+            for file_index in absent if len(absent) > 1 else ():
+                self._start_copy(file_index)
             parts = []
-            for number in needed:
-                places = np.flatnonzero(shard == number)
-                first = int(self._ends[number]) - self._files[number][1].shard.samples
-                parts.append((places, self._taken(number, ids[places] - first, needed)))
+            for file_index in needed:
+                positions = np.flatnonzero(file_indices == file_index)
+                first_row = int(self._ends[file_index]) - self._files[file_index][1].shard.samples
+                parts.append((positions, self._take_rows(file_index, ids[positions] - first_row, needed)))
         return [
-            _joined(len(ids), [(places, part[column]) for places, part in parts], pin)
+            _join_rows(len(ids), [(positions, part[column]) for positions, part in parts], pin)
             for column in range(len(self._columns))
         ]
 
     def lengths(self, column: int) -> np.ndarray:
-        def one(place: tuple[Store, File]) -> np.ndarray:
-            store, file = place
-            read = store.parts(file.shard.file, block_layout.offset_spans(self._columns, file.shard))
-            parts = [np.frombuffer(part, np.uint8) for part in read]
-            whole = [len(part) for part in read] == [8 * (file.shard.samples + 1)] * len(read)
-            found = lengths_of(parts, self._columns, column, file) if whole else None
-            if found is None:
-                raise LostError(f"{store.shown}/{file.shard.file}: its offsets are damaged; {RESTORE}")
-            return found
+        def read_file_lengths(store_and_file: tuple[RemoteStore, ShardFile]) -> np.ndarray:
+            store, file = store_and_file
+            contents = store.read_spans(file.shard.file, block_layout.offset_spans(self._columns, file.shard))
+            parts = [np.frombuffer(part, np.uint8) for part in contents]
+            is_complete = [len(part) for part in contents] == [8 * (file.shard.samples + 1)] * len(contents)
+            file_lengths = parse_lengths(parts, self._columns, column, file) if is_complete else None
+            if file_lengths is None:
+                raise MissingDataError(
+                    f"{store.display_url}/{file.shard.file}: its offsets are damaged; {RESTORE_SHARD}"
+                )
+            return file_lengths
 
-        with ThreadPoolExecutor(_COMING, thread_name_prefix="echelon-lengths") as threads:
-            return np.concatenate(list(threads.map(one, self._files)))
+        with ThreadPoolExecutor(_MAX_COPIES, thread_name_prefix="echelon-lengths") as threads:
+            return np.concatenate(list(threads.map(read_file_lengths, self._files)))
 
-    def only(self, numbers: Sequence[int]) -> RemoteRows:
+    def select(self, file_indices: Sequence[int]) -> RemoteRowReader:
         """Some of the files, and no others."""
-        return RemoteRows([self._files[n] for n in numbers], self._columns, self._cache, patience=self._patience)
+        return RemoteRowReader(
+            [self._files[file_index] for file_index in file_indices], self._columns, self._cache, timeout=self._timeout
+        )
 
-    def problem(self, number: int) -> str | None:
+    def find_problem(self, file_index: int) -> str | None:
         """Why a file is lost, if it is. One that cannot be had just now, for want of room or time, is an error."""
         try:
-            with self._reading():
-                self._rows(number, [number])
-        except LostError as error:
+            with self._exclusive_read():
+                self._open_rows(file_index, [file_index])
+        except MissingDataError as error:
             return str(error)
         return None
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _exclusive_read(self) -> Iterator[None]:
         """One thread reads at a time; at the end only what is due stays held."""
-        if self._process != os.getpid():
-            self._begin_anew()
-        last = None if RemoteRows._last is None else RemoteRows._last()
-        if last is not None and last is not self:
-            last._rest()
-        RemoteRows._last = weakref.ref(self)
+        if self._owner_pid != os.getpid():
+            self._reset()
+        last_reader = None if RemoteRowReader._last_reader is None else RemoteRowReader._last_reader()
+        if last_reader is not None and last_reader is not self:
+            last_reader._unpin_all()
+        RemoteRowReader._last_reader = weakref.ref(self)
         with self._lock:
-            self._turn += 1
+            self._read_count += 1
             try:
                 yield
             finally:
-                for number, (_, held, used) in list(self._open.items()):
-                    if self._due.get(number, 0) <= self._now:
-                        if held.deleted or used + _STALE < self._turn:
-                            self._open.pop(number)[1].release()
+                for file_index, (_, cached_file, last_used) in list(self._open_files.items()):
+                    if self._needed_until.get(file_index, 0) <= self._current_batch:
+                        if cached_file.is_deleted or last_used + _UNUSED_BATCHES < self._read_count:
+                            self._open_files.pop(file_index)[1].close()
                         else:
-                            held.rest()
+                            cached_file.unpin()
 
-    def _rest(self) -> None:
+    def _unpin_all(self) -> None:
         """Hold nothing until the next batch, unless one is being read just now.
 
         Not in a forked process that has not read them itself: the locks are its parent's too, which may be reading.
         """
-        if self._process == os.getpid() and self._lock.acquire(blocking=False):
-            for _, held, _ in self._open.values():
-                held.rest()
+        if self._owner_pid == os.getpid() and self._lock.acquire(blocking=False):
+            for _, cached_file, _ in self._open_files.values():
+                cached_file.unpin()
             self._lock.release()
 
-    def _find(self, ids: np.ndarray) -> None:
+    def _advance_to(self, ids: np.ndarray) -> None:
         """Which of the batches that were told of this one is; those before it were given up."""
-        for place, (count, told) in enumerate(tuple(self._told)):
-            if np.array_equal(told, ids):
-                self._now = count
-                for _ in range(place + 1):
-                    self._told.popleft()
+        for position, (count, expected_ids) in enumerate(tuple(self._expected_batches)):
+            if np.array_equal(expected_ids, ids):
+                self._current_batch = count
+                for _ in range(position + 1):
+                    self._expected_batches.popleft()
                 return
 
-    def _taken(self, number: int, ids: np.ndarray, needed: Sequence[int]) -> list[Any]:
+    def _take_rows(self, file_index: int, ids: np.ndarray, needed: Sequence[int]) -> list[Any]:
         try:
-            return self._rows(number, needed).take(ids)
-        except DamagedError:
+            return self._open_rows(file_index, needed).take(ids)
+        except CorruptDataError:
             pass
         # The copy was good once: another one will be. It goes from under others too, who can go on reading what they have mapped.
-        held = self._open.pop(number)[1]
-        held.path.unlink(missing_ok=True)
-        held.release()
-        return self._rows(number, needed).take(ids)
+        cached_file = self._open_files.pop(file_index)[1]
+        cached_file.path.unlink(missing_ok=True)
+        cached_file.close()
+        return self._open_rows(file_index, needed).take(ids)
 
-    def _rows(self, number: int, needed: Sequence[int]) -> LocalRows:
-        known = self._open.pop(number, None)
-        if known is not None and known[1].again():
-            rows, held, _ = known
+    def _open_rows(self, file_index: int, needed: Sequence[int]) -> LocalRowReader:
+        opened = self._open_files.pop(file_index, None)
+        if opened is not None and opened[1].pin():
+            rows, cached_file, _ = opened
         else:
-            rows, held = self._opened(number, needed)
-        self._open[number] = rows, held, self._turn
-        self._coming.pop(number, None)
+            rows, cached_file = self._open_file(file_index, needed)
+        self._open_files[file_index] = rows, cached_file, self._read_count
+        self._pending_copies.pop(file_index, None)
         return rows
 
-    def _opened(self, number: int, needed: Sequence[int]) -> tuple[LocalRows, Held]:
-        file = self._files[number][1]
-        held = self._arrived(number, needed)
-        if wrong(replace(file, path=held.path)) is not None:  # cut off since it was copied
-            held.path.unlink(missing_ok=True)
-            held.release()
-            held = self._arrived(number, needed)
-        return LocalRows([replace(file, path=held.path)], self._columns), held
+    def _open_file(self, file_index: int, needed: Sequence[int]) -> tuple[LocalRowReader, CachedFile]:
+        file = self._files[file_index][1]
+        cached_file = self._acquire_copy(file_index, needed)
+        if find_file_problem(replace(file, path=cached_file.path)) is not None:  # cut off since it was copied
+            cached_file.path.unlink(missing_ok=True)
+            cached_file.close()
+            cached_file = self._acquire_copy(file_index, needed)
+        return LocalRowReader([replace(file, path=cached_file.path)], self._columns), cached_file
 
-    def _arrived(self, number: int, needed: Sequence[int]) -> Held:
-        coming = self._coming.pop(number, None)
+    def _acquire_copy(self, file_index: int, needed: Sequence[int]) -> CachedFile:
+        copy = self._pending_copies.pop(file_index, None)
         try:
-            failed = None if coming is None else coming.exception()
-            if failed is not None and number not in self._due:  # else it was tried long ago, and is tried again
-                raise failed
-            return self._held(number)
+            copy_error = None if copy is None else copy.exception()
+            if (
+                copy_error is not None and file_index not in self._needed_until
+            ):  # else it was tried long ago, and is tried again
+                raise copy_error
+            return self._copy_to_cache(file_index)
         except CacheFullError:
-            for each in [each for each in self._open if each not in needed]:
-                self._open.pop(each)[1].release()  # what this process keeps for later must not stand in its own way
-            return self._held(number, self._patience)
+            for unneeded in [unneeded for unneeded in self._open_files if unneeded not in needed]:
+                self._open_files.pop(unneeded)[
+                    1
+                ].close()  # what this process keeps for later must not stand in its own way
+            return self._copy_to_cache(file_index, self._timeout)
 
-    def _held(self, number: int, patience: float = 0) -> Held:
-        store, file = self._files[number]
+    def _copy_to_cache(self, file_index: int, space_timeout: float = 0) -> CachedFile:
+        store, file = self._files[file_index]
 
         def fill(path: Path) -> None:
-            store.copy(file.shard.file, path)
-            here = replace(file, path=path)
-            problem = wrong(here)
+            store.copy_file(file.shard.file, path)
+            local_file = replace(file, path=path)
+            problem = find_file_problem(local_file)
             if problem is None:
                 content = np.memmap(path, np.uint8, "r")
-                every = (damage(content, self._columns, here, block) for block in range(len(file.shard.checksums)))
-                problem = next((each for each in every if each), None)
-                if problem is None and block_layout.frame(content, self._columns, file.shard) != file.shard.frame:
+                block_problems = (
+                    find_block_damage(content, self._columns, local_file, block)
+                    for block in range(len(file.shard.checksums))
+                )
+                problem = next((block_problem for block_problem in block_problems if block_problem), None)
+                if (
+                    problem is None
+                    and block_layout.frame_checksum(content, self._columns, file.shard) != file.shard.frame
+                ):
                     problem = f"{path}: Arrow's own part of it is damaged"
             if problem:
-                raise LostError(problem.replace(str(path), f"{store.shown}/{file.shard.file}"))
+                raise MissingDataError(problem.replace(str(path), f"{store.display_url}/{file.shard.file}"))
 
         key = f"{store.url}/{file.shard}"
-        return self._cache.hold(key, file.shard.bytes, fill, patience=patience, timeout=2 * self._patience)
+        return self._cache.acquire(
+            key, file.shard.bytes, fill, space_timeout=space_timeout, fill_timeout=2 * self._timeout
+        )
 
 
-def far_rows(stores: Sequence[Store], manifests: Sequence[Manifest], cache: Cache, patience: float) -> RemoteRows:
+def open_remote_rows(
+    stores: Sequence[RemoteStore], manifests: Sequence[Manifest], cache: FileCache, timeout: float
+) -> RemoteRowReader:
     """The rows of whole data sets on stores, one behind the other."""
-    owners = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
-    files = files_of([Path(store.shown) for store in stores], manifests)
-    return RemoteRows(list(zip(owners, files, strict=True)), manifests[0].columns, cache, patience=patience)
+    file_stores = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
+    files = list_shard_files([Path(store.display_url) for store in stores], manifests)
+    return RemoteRowReader(list(zip(file_stores, files, strict=True)), manifests[0].columns, cache, timeout=timeout)
 
 
-def _started(work: Callable[[], None]) -> Future[None]:
+def _run_in_thread(work: Callable[[], None]) -> Future[None]:
     """`work` in a thread that does not keep the process from ending."""
-    made: Future[None] = Future()
+    future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
-            made.set_result(None)
+            future.set_result(None)
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="echelon-ahead").start()
-    return made
+    return future
 
 
-def _joined(count: int, parts: Sequence[tuple[np.ndarray, Any]], pin: bool) -> Any:
+def _join_rows(count: int, parts: Sequence[tuple[np.ndarray, Any]], pin: bool) -> Any:
     """One column of rows that came from several files."""
     first = parts[0][1]
     if isinstance(first, Tensor):
-        made = torch.empty((count, *first.shape[1:]), dtype=first.dtype, pin_memory=pin)
-        for places, part in parts:
-            made[torch.from_numpy(places)] = part
-        return made
+        joined = torch.empty((count, *first.shape[1:]), dtype=first.dtype, pin_memory=pin)
+        for positions, part in parts:
+            joined[torch.from_numpy(positions)] = part
+        return joined
     rows: list[Any] = [None] * count
-    for places, part in parts:
-        for place, row in zip(places.tolist(), part, strict=True):
-            rows[place] = row
+    for positions, part in parts:
+        for position, row in zip(positions.tolist(), part, strict=True):
+            rows[position] = row
     return rows

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
-from echelon.errors import DataError, LostError
+from echelon.errors import DataError, MissingDataError
 
 #: Bytes that are asked for at once: few enough that a slow link brings them within the time limit, many for one request.
-_PIECE = 2**22
+_CHUNK_BYTES = 2**22
 
 _T = TypeVar("_T")
 
@@ -24,109 +24,116 @@ def is_url(folder: Any) -> bool:
     return isinstance(folder, str) and "://" in folder
 
 
-def shown(text: object) -> str:
+def redact_credentials(url: object) -> str:
     """A folder, or a message that names one, without the name and the password that an address may hold."""
-    return re.sub(r"://[^/\s]*@", "://***@", str(text))
+    return re.sub(r"://[^/\s]*@", "://***@", str(url))
 
 
-class Store:
+class RemoteStore:
     """A folder on a remote store. `timeout`: seconds without a byte, also while connecting, after which a read is given up."""
 
     def __init__(self, url: str, timeout: float) -> None:
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:
-            raise DataError(f"{shown(url)}: remote data needs fsspec: pip install 'echelon[remote]'") from None
+            raise DataError(
+                f"{redact_credentials(url)}: remote data needs fsspec: pip install 'echelon[remote]'"
+            ) from None
         self.url, self._timeout = url.rstrip("/"), timeout
-        self.shown = shown(self.url)
+        self.display_url = redact_credentials(self.url)
         self._connect = url_to_fs
 
-    def manifest(self) -> Manifest:
+    def read_manifest(self) -> Manifest:
         """What the folder holds."""
-        return documents.read(
-            self._guarded(documents.NAME, lambda told: b"".join(self._pieces(documents.NAME, told))),
-            f"{self.shown}/{documents.NAME}",
+        return documents.parse_manifest(
+            self._run_with_timeout(
+                documents.FILE_NAME,
+                lambda report_progress: b"".join(self._read_chunks(documents.FILE_NAME, report_progress)),
+            ),
+            f"{self.display_url}/{documents.FILE_NAME}",
         )
 
-    def copy(self, name: str, path: Path) -> None:
+    def copy_file(self, name: str, path: Path) -> None:
         """A file of the folder into `path`, over the bytes that were reserved there; a longer one is not read to its end."""
         # Opened here and now: a read that is given up and comes to life later must find no other file under this name.
         target = path.open("r+b", buffering=0)
-        room = os.fstat(target.fileno()).st_size
+        reserved_bytes = os.fstat(target.fileno()).st_size
 
-        def put(piece: memoryview) -> None:
+        def write_chunk(chunk: memoryview) -> None:
             try:
-                while piece:
-                    piece = piece[target.write(piece) :]
+                while chunk:
+                    chunk = chunk[target.write(chunk) :]
             except OSError as error:
                 raise DataError(f"{path} cannot be written: {error.strerror}; give cache= another disk") from None
 
-        def get(told: Callable[[int], None]) -> None:
+        def transfer(report_progress: Callable[[int], None]) -> None:
             with target:
-                for piece in self._pieces(name, told):
-                    put(memoryview(piece))
-                    if target.tell() > room:
+                for chunk in self._read_chunks(name, report_progress):
+                    write_chunk(memoryview(chunk))
+                    if target.tell() > reserved_bytes:
                         break
                 target.truncate()
 
-        self._guarded(name, get)
+        self._run_with_timeout(name, transfer)
 
-    def parts(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some spans of a file of the folder, from and to."""
 
-        def get(told: Callable[[int], None]) -> list[bytes]:
-            return [b"".join(self._pieces(name, told, start, stop)) for start, stop in spans]
+        def read_all(report_progress: Callable[[int], None]) -> list[bytes]:
+            return [b"".join(self._read_chunks(name, report_progress, start, stop)) for start, stop in spans]
 
-        return self._guarded(name, get)
+        return self._run_with_timeout(name, read_all)
 
-    def _pieces(
-        self, name: str, told: Callable[[int], None], start: int = 0, stop: int | None = None
+    def _read_chunks(
+        self, name: str, report_progress: Callable[[int], None], start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
         """The content of a file, as it comes. fsspec remembers the connection, and makes a new one in a forked process."""
-        system, folder = self._connect(self.url)
+        filesystem, folder = self._connect(self.url)
         # Without a buffer of fsspec's own, which would be filled with up to 50 MB before the first byte shows here.
-        with system.open(f"{folder}/{name}", "rb", block_size=_PIECE, cache_type="none") as source:
+        with filesystem.open(f"{folder}/{name}", "rb", block_size=_CHUNK_BYTES, cache_type="none") as file:
             if start:
-                source.seek(start)
-            while piece := source.read(_PIECE if stop is None else min(_PIECE, stop - start)):
-                start += len(piece)
-                told(len(piece))
-                yield piece
+                file.seek(start)
+            while chunk := file.read(_CHUNK_BYTES if stop is None else min(_CHUNK_BYTES, stop - start)):
+                start += len(chunk)
+                report_progress(len(chunk))
+                yield chunk
 
-    def _guarded(self, name: str, get: Callable[[Callable[[int], None]], _T]) -> _T:
-        """`get` in a thread of its own: one that never comes back is left behind."""
-        where = f"{self.shown}/{name}"
-        moved, done = threading.Event(), threading.Event()
-        answer: list[Any] = []
-        count = 0
+    def _run_with_timeout(self, name: str, operation: Callable[[Callable[[int], None]], _T]) -> _T:
+        """`operation` in a thread of its own: one that never comes back is left behind."""
+        location = f"{self.display_url}/{name}"
+        has_progressed, is_done = threading.Event(), threading.Event()
+        results: list[Any] = []
+        received_bytes = 0
 
-        def told(size: int) -> None:
-            nonlocal count
-            count += size
-            moved.set()
+        def report_progress(size: int) -> None:
+            nonlocal received_bytes
+            received_bytes += size
+            has_progressed.set()
 
-        def run() -> None:
+        def run_operation() -> None:
             try:
-                answer.append((get(told), None))
+                results.append((operation(report_progress), None))
             except BaseException as error:
-                answer.append((None, error))
-            done.set()
-            moved.set()
+                results.append((None, error))
+            is_done.set()
+            has_progressed.set()
 
-        threading.Thread(target=run, daemon=True, name="echelon-remote").start()
-        while not done.is_set():
-            moved.clear()
-            if not done.is_set() and not moved.wait(self._timeout):
+        threading.Thread(target=run_operation, daemon=True, name="echelon-remote").start()
+        while not is_done.is_set():
+            has_progressed.clear()
+            if not is_done.is_set() and not has_progressed.wait(self._timeout):
                 raise DataError(
-                    f"{where}: no byte came for {self._timeout:g} s (after {count:,}); try again, or give timeout= more"
+                    f"{location}: no byte came for {self._timeout:g} s (after {received_bytes:,}); try again, or give timeout= more"
                 )
-        value, error = answer[0]
+        value, error = results[0]
         if isinstance(error, DataError):
             raise error
         if error is not None:
             # fsspec tells of a server that does not answer as of a file that is not there, and keeps the reason behind it.
-            reason = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            kind = LostError if isinstance(reason, FileNotFoundError) else DataError
-            raise kind(f"{where} cannot be read: {type(reason).__name__}: {shown(reason)}") from None
-        found: _T = value
-        return found
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            error_type = MissingDataError if isinstance(cause, FileNotFoundError) else DataError
+            raise error_type(
+                f"{location} cannot be read: {type(cause).__name__}: {redact_credentials(cause)}"
+            ) from None
+        result: _T = value
+        return result

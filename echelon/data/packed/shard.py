@@ -11,113 +11,125 @@ from typing import Any
 import numpy as np
 
 from echelon.data.packed import block_layout
-from echelon.data.packed.manifest import Column, Shard, settle
+from echelon.data.packed.manifest import Column, Shard, commit_file
 from echelon.errors import DataError
 
 #: Stored as integers of their size: NumPy lacks bfloat16, and Arrow packs eight booleans into a byte.
-STORED = {"bfloat16": "uint16", "bool": "uint8"}
+STORAGE_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
 
 
-def stored(column: Column) -> np.dtype[Any]:
+def storage_dtype(column: Column) -> np.dtype[Any]:
     """The NumPy dtype in which a column lies in the file."""
-    return np.dtype(STORED.get(column.dtype, column.dtype))
+    return np.dtype(STORAGE_DTYPES.get(column.dtype, column.dtype))
 
 
-class Draft:
+class ShardWriter:
     """The rows of a shard to be, column by column."""
 
     def __init__(self, columns: Sequence[Column], samples: int) -> None:
-        self._columns, self._samples, self._filled = tuple(columns), samples, 0
-        self._fixed = [None if c.ragged else np.empty((samples, *c.shape), stored(c)) for c in columns]
-        self._ragged: list[list[np.ndarray]] = [[] for _ in columns]
-        self._lengths = [np.zeros(samples + 1 if c.ragged else 0, np.int64) for c in columns]
+        self._columns, self._samples, self._row_count = tuple(columns), samples, 0
+        self._fixed_columns = [
+            None if column.ragged else np.empty((samples, *column.shape), storage_dtype(column)) for column in columns
+        ]
+        self._ragged_columns: list[list[np.ndarray]] = [[] for _ in columns]
+        self._lengths = [np.zeros(samples + 1 if column.ragged else 0, np.int64) for column in columns]
 
-    def add(self, values: Sequence[Any], count: int) -> None:
+    def add_rows(self, values: Sequence[Any], count: int) -> None:
         """`count` more rows: for each column one array of them, or a list of arrays where they are ragged."""
-        start, stop = self._filled, self._filled + count
-        for place, column in enumerate(self._columns):
-            fixed = self._fixed[place]
-            if fixed is not None:
-                fixed[start:stop] = values[place]
+        start, stop = self._row_count, self._row_count + count
+        for column_index, column in enumerate(self._columns):
+            fixed_rows = self._fixed_columns[column_index]
+            if fixed_rows is not None:
+                fixed_rows[start:stop] = values[column_index]
                 continue
-            rows = [np.ascontiguousarray(row, stored(column)) for row in values[place]]
-            self._lengths[place][start + 1 : stop + 1] = [len(row) for row in rows]
-            self._ragged[place] += rows
-        self._filled = stop
+            rows = [np.ascontiguousarray(row, storage_dtype(column)) for row in values[column_index]]
+            self._lengths[column_index][start + 1 : stop + 1] = [len(row) for row in rows]
+            self._ragged_columns[column_index] += rows
+        self._row_count = stop
 
     def write(self, folder: Path, name: str, block: int) -> Shard:
         """The file, under its name once every byte is on the disk."""
         import pyarrow as pa
 
-        assert self._filled == self._samples
-        temporary = folder / f".{name}.{os.getpid()}"
-        arrays = [self._array(place, pa) for place in range(len(self._columns))]
-        fields = [pa.field(c.name, a.type, nullable=False) for c, a in zip(self._columns, arrays, strict=True)]
+        assert self._row_count == self._samples
+        partial_path = folder / f".{name}.{os.getpid()}"
+        arrays = [self._to_arrow(column_index, pa) for column_index in range(len(self._columns))]
+        fields = [
+            pa.field(column.name, array.type, nullable=False)
+            for column, array in zip(self._columns, arrays, strict=True)
+        ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
         try:
-            with temporary.open("wb") as file:
+            with partial_path.open("wb") as file:
                 with pa.ipc.new_file(pa.PythonFile(file, "w"), batch.schema) as writer:
                     writer.write_batch(batch)
                 file.flush()
                 os.fsync(file.fileno())
-            shard = _described(temporary, name, self._columns, self._samples, block)
-            settle(temporary, folder / name)
+            shard = _describe_shard(partial_path, name, self._columns, self._samples, block)
+            commit_file(partial_path, folder / name)
         except OSError as error:
             raise DataError(
                 f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which goes "
                 "on where this one stopped"
             ) from None
         finally:
-            temporary.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
         return shard
 
-    def _array(self, place: int, pa: Any) -> Any:
-        column, fixed = self._columns[place], self._fixed[place]
-        kind = pa.from_numpy_dtype(stored(column))
-        if fixed is not None:
-            values = pa.Array.from_buffers(kind, fixed.size, [None, pa.py_buffer(fixed)])
+    def _to_arrow(self, column_index: int, pa: Any) -> Any:
+        column, fixed_rows = self._columns[column_index], self._fixed_columns[column_index]
+        arrow_type = pa.from_numpy_dtype(storage_dtype(column))
+        if fixed_rows is not None:
+            values = pa.Array.from_buffers(arrow_type, fixed_rows.size, [None, pa.py_buffer(fixed_rows)])
             if not column.shape:
                 return values
-            rows = pa.FixedSizeListArray.from_arrays(values, fixed[0].size)
-            return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(kind, column.shape), rows)
-        offsets = pa.py_buffer(np.cumsum(self._lengths[place]))
-        rows_ = self._ragged[place]
-        flat = np.concatenate(rows_).reshape(-1) if rows_ else np.empty(0, stored(column))
+            rows = pa.FixedSizeListArray.from_arrays(values, fixed_rows[0].size)
+            return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(arrow_type, column.shape), rows)
+        offsets = pa.py_buffer(np.cumsum(self._lengths[column_index]))
+        ragged_rows = self._ragged_columns[column_index]
+        flat = np.concatenate(ragged_rows).reshape(-1) if ragged_rows else np.empty(0, storage_dtype(column))
         if column.kind != "array":
-            kind = pa.large_string() if column.kind == "text" else pa.large_binary()
-            return pa.Array.from_buffers(kind, self._samples, [None, offsets, pa.py_buffer(flat)])
-        values = pa.Array.from_buffers(kind, flat.size, [None, pa.py_buffer(flat)])
+            arrow_type = pa.large_string() if column.kind == "text" else pa.large_binary()
+            return pa.Array.from_buffers(arrow_type, self._samples, [None, offsets, pa.py_buffer(flat)])
+        values = pa.Array.from_buffers(arrow_type, flat.size, [None, pa.py_buffer(flat)])
         if column.shape:
             values = pa.FixedSizeListArray.from_arrays(values, int(np.prod(column.shape)))
         starts = pa.Array.from_buffers(pa.int64(), self._samples + 1, [None, offsets])
         return pa.LargeListArray.from_arrays(starts, values)
 
 
-def _described(path: Path, name: str, columns: Sequence[Column], samples: int, block: int) -> Shard:
+def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: int, block: int) -> Shard:
     """Where Arrow has put the columns, and the checksums of what now stands in the file."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
-        whole = mapped.read_buffer()
-        batch = pa.ipc.open_file(whole).get_batch(0)
-        places = []
+        file_buffer = mapped.read_buffer()
+        batch = pa.ipc.open_file(file_buffer).get_batch(0)
+        column_buffers = []
         for column, array in zip(columns, batch.columns, strict=True):
-            found = array.buffers()
-            data = found[-1]
-            first = data.address - whole.address if data is not None and data.size else 0
-            size = 0 if data is None else data.size
-            places.append((found[1].address - whole.address, first, size) if column.ragged else (first,))
+            buffers = array.buffers()
+            values = buffers[-1]
+            values_start = values.address - file_buffer.address if values is not None and values.size else 0
+            values_bytes = 0 if values is None else values.size
+            column_buffers.append(
+                (buffers[1].address - file_buffer.address, values_start, values_bytes)
+                if column.ragged
+                else (values_start,)
+            )
         shard = Shard(
-            file=name, samples=samples, bytes=whole.size, buffers=tuple(places), checksums=(), frame=0, offsets=0,
+            file=name, samples=samples, bytes=file_buffer.size, buffers=tuple(column_buffers), checksums=(), frame=0, offsets=0,
         )  # fmt: skip
-        file = np.frombuffer(whole, np.uint8)
-        sums = [
-            block_layout.checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
+        file = np.frombuffer(file_buffer, np.uint8)
+        block_checksums = [
+            block_layout.block_checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
             for start in range(0, samples, block)
         ]
-        rest, offsets = block_layout.frame(file, columns, shard), block_layout.offsets(file, columns, shard)
-        del file, array, batch, found, data, whole
-    checked = tuple(each for each in sums if each is not None)
-    if len(checked) < len(sums):
+        frame, offsets = (
+            block_layout.frame_checksum(file, columns, shard),
+            block_layout.file_offsets_checksum(file, columns, shard),
+        )
+        del file, array, batch, buffers, values, file_buffer
+    checksums = tuple(checksum for checksum in block_checksums if checksum is not None)
+    if len(checksums) < len(block_checksums):
         raise DataError(f"{name} was not written as it was meant to be: its offsets point outside of it")
-    return replace(shard, checksums=checked, frame=rest, offsets=offsets)
+    return replace(shard, checksums=checksums, frame=frame, offsets=offsets)

@@ -6,32 +6,32 @@ import os
 import shutil
 from pathlib import Path
 
-from echelon.data.packed.file_locks import taken, unlock
+from echelon.data.packed.file_locks import try_lock, unlock
 
 
-class Scratch:
+class SharedTempDir:
     """The folder; it is made when it is first held."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, -1
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """Nobody takes it away from now on."""
         while self._lock < 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._opened(shared=True)
+            self._lock = self._try_lock(shared=True)
 
-    def leave(self) -> None:
+    def remove_if_unused(self) -> None:
         """Take it away, unless another holds it."""
         if self._lock >= 0:
             unlock(self._lock)
             self._lock = -1
-        lock = self._opened(shared=False)
+        lock = self._try_lock(shared=False)
         if lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             unlock(lock)
 
-    def _opened(self, *, shared: bool) -> int:
+    def _try_lock(self, *, shared: bool) -> int:
         """Its lock, if nobody else has it; -1: another has, or the folder is gone."""
         path = self._folder / ".lock"
         try:
@@ -40,7 +40,7 @@ class Scratch:
             return -1
         try:
             # One may have been taken away, and made anew, between the two calls.
-            if taken(lock, shared=shared) and path.stat().st_ino == os.fstat(lock).st_ino:
+            if try_lock(lock, shared=shared) and path.stat().st_ino == os.fstat(lock).st_ino:
                 return lock
         except FileNotFoundError:
             pass

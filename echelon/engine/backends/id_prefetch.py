@@ -19,75 +19,80 @@ from echelon.tree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A part of a batch: of the tensor number `leaf`, from `offset` on, with these strides; the first dim is the samples'."""
+class BatchView:
+    """A part of a batch: of the tensor number `leaf_index`, from `offset` on, with these strides; the first dim is the samples'."""
 
-    leaf: int
+    leaf_index: int
     offset: int
     shape: tuple[int, ...]  #: without the samples' dim
     strides: tuple[int, ...]  #: with it
-    flat: bool = False  #: all of the tensor, in one dim
+    is_flat: bool = False  #: all of the tensor, in one dim
 
-    def of(self, leaves: Sequence[Any]) -> Tensor | None:
+    def extract(self, leaves: Sequence[Any]) -> Tensor | None:
         """That part of another batch; None where it has none."""
-        source = leaves[self.leaf] if self.leaf < len(leaves) else None
+        source = leaves[self.leaf_index] if self.leaf_index < len(leaves) else None
         if not isinstance(source, Tensor) or source.dim() == 0:
             return None
-        if self.flat:
+        if self.is_flat:
             return source.reshape(-1)
-        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides[1:], strict=True))
-        if source.stride(0) != self.strides[0] or not source.numel() or last >= max(source.stride(0), 1):
+        last_element = self.offset + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides[1:], strict=True)
+        )
+        if source.stride(0) != self.strides[0] or not source.numel() or last_element >= max(source.stride(0), 1):
             return None
         return source.as_strided((source.shape[0], *self.shape), self.strides, source.storage_offset() + self.offset)
 
 
-def find(ids: Tensor, leaves: Sequence[Any]) -> View | None:
+def find_batch_view(ids: Tensor, leaves: Sequence[Any]) -> BatchView | None:
     """Where in the batch the ids come from; None: they were made from it."""
-    home = ids.untyped_storage().data_ptr()
-    for number, leaf in enumerate(leaves):
+    storage_address = ids.untyped_storage().data_ptr()
+    for leaf_index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.dtype != ids.dtype:
             continue
-        if leaf.untyped_storage().data_ptr() != home or not home:
+        if leaf.untyped_storage().data_ptr() != storage_address or not storage_address:
             continue
         offset = int(ids.storage_offset()) - int(leaf.storage_offset())
         if offset == 0 and ids.numel() == leaf.numel() and ids.is_contiguous() and leaf.is_contiguous():
-            return View(number, 0, (), (), flat=True)
+            return BatchView(leaf_index, 0, (), (), is_flat=True)
         if ids.dim() and ids.shape[0] == leaf.shape[0] and ids.stride(0) == leaf.stride(0) and offset >= 0:
-            return View(number, offset, tuple(ids.shape[1:]), tuple(ids.stride()))
+            return BatchView(leaf_index, offset, tuple(ids.shape[1:]), tuple(ids.stride()))
     return None
 
 
-class Foresight:
+class IdPredictor:
     """What was learned of how batches reach tables."""
 
     def __init__(self) -> None:
-        self._views: dict[str, set[View]] = {}
-        self._leaves: list[Any] = []
+        self._views: dict[str, set[BatchView]] = {}
+        self._batch_leaves: list[Any] = []
         #: Tables some of whose ids were made from the batch.
-        self._hidden: set[str] = set()
+        self._unpredictable_tables: set[str] = set()
 
-    def look(self, batch: Any) -> None:
+    def set_micro_batch(self, batch: Any) -> None:
         """The next forwards are of this batch, as the model gets it."""
-        self._leaves = tree_leaves(batch)
+        self._batch_leaves = tree_leaves(batch)
 
-    def note(self, table: str, ids: Tensor) -> None:
+    def observe_lookup(self, table: str, ids: Tensor) -> None:
         """A table is read."""
-        if table in self._hidden:
+        if table in self._unpredictable_tables:
             return
-        view = find(ids, self._leaves)
+        view = find_batch_view(ids, self._batch_leaves)
         if view is None:
-            self._hidden.add(table)
+            self._unpredictable_tables.add(table)
             self._views.pop(table, None)
         else:
             self._views.setdefault(table, set()).add(view)
 
-    def ids(self, batches: Sequence[Any]) -> Mapping[str, np.ndarray]:
+    def predict_ids(self, batches: Sequence[Any]) -> Mapping[str, np.ndarray]:
         """By table the ids that these batches will read, each once, in order; tables that are not foreseen are left out."""
-        found: dict[str, list[Tensor]] = {}
+        ids_by_table: dict[str, list[Tensor]] = {}
         for leaves in map(tree_leaves, batches):
             for table, views in self._views.items():
                 for view in views:
-                    part = view.of(leaves)
-                    if part is not None:
-                        found.setdefault(table, []).append(part.reshape(-1))
-        return {table: torch.unique(torch.cat(parts)).cpu().long().numpy() for table, parts in found.items()}
+                    ids = view.extract(leaves)
+                    if ids is not None:
+                        ids_by_table.setdefault(table, []).append(ids.reshape(-1))
+        return {
+            table: torch.unique(torch.cat(ids_of_views)).cpu().long().numpy()
+            for table, ids_of_views in ids_by_table.items()
+        }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.engine.process_groups import Ranks
+from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import EchelonError, ServerError
 from echelon.plan.plan import Plan
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from echelon.server.local_servers import Servers
 
 #: Under which the servers' files lie in a checkpoint.
-FOLDER = "server"
+SERVER_FOLDER = "server"
 #: As many servers as a machine could have, and no more files in a checkpoint than need be.
-SHARDS = 64
+SHARD_COUNT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class ExternalServers:
     """Servers that somebody else started and ends."""
 
     address: str  #: of their controller
     secret_file: Path
 
 
-class Keeper:
+class ServerLauncher:
     """Starts the servers, or finds those that run elsewhere, and joins them. Every rank makes the same calls in the same order."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, elsewhere: Elsewhere | None = None) -> None:
-        self._plan, self._ranks, self.elsewhere = plan, ranks, elsewhere
+    def __init__(self, plan: Plan, ranks: WorldCommunicator, external_servers: ExternalServers | None = None) -> None:
+        self._plan, self._ranks, self.external_servers = plan, ranks, external_servers
         self._servers: Servers | None = None
         self._client: Client | None = None
 
@@ -50,50 +50,50 @@ class Keeper:
         from echelon.server.local_servers import Servers
 
         plan, ranks = self._plan, self._ranks
-        told: tuple[str, bytes] = "", b""
-        with ranks.together():
-            if self.elsewhere is not None and ranks.world.main:
+        endpoint: tuple[str, bytes] = "", b""
+        with ranks.raise_on_all_ranks():
+            if self.external_servers is not None and ranks.world.is_main:
                 from echelon.server.protocol.auth import read_secret
 
-                told = self.elsewhere.address, read_secret(self.elsewhere.secret_file)
-            elif ranks.world.main:
+                endpoint = self.external_servers.address, read_secret(self.external_servers.secret_file)
+            elif ranks.world.is_main:
                 self._servers = Servers(
                     plan.servers,
                     replicas=plan.replicas,
-                    shards=SHARDS,
+                    shards=SHARD_COUNT,
                     staleness=plan.staleness,
                     aggregate=plan.staleness == 0,
                     restore=restore,
-                ).watch()
-                told = self._servers.address, self._servers.secret
+                ).serve_in_background()
+                endpoint = self._servers.address, self._servers.secret
         # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
-        address, secret = ranks.gather(told)[0]
-        with ranks.together():
+        address, secret = ranks.all_gather_object(endpoint)[0]
+        with ranks.raise_on_all_ranks():
             self._client = connect(address, secret=secret, worker=str(ranks.rank))
-            if self.elsewhere is not None:
-                self._require_settings(self.elsewhere)
+            if self.external_servers is not None:
+                self._require_matching_settings(self.external_servers)
 
-    def _require_settings(self, elsewhere: Elsewhere) -> None:
+    def _require_matching_settings(self, external_servers: ExternalServers) -> None:
         """Whether gradients are added up and who waits for whom is the servers' own, decided when they are started."""
-        bound = self._plan.staleness
-        mine = {"staleness": bound, "aggregate": bound == 0}
-        found = {name: self.client.settings.get(name) for name in mine}
-        if found != mine:
-            words = (
-                f"--staleness {bound}"
-                if bound
+        staleness = self._plan.staleness
+        expected = {"staleness": staleness, "aggregate": staleness == 0}
+        actual = {name: self.client.settings.get(name) for name in expected}
+        if actual != expected:
+            options = (
+                f"--staleness {staleness}"
+                if staleness
                 else "--staleness 0 --aggregate"
-                if bound == 0
+                if staleness == 0
                 else "without --staleness"
             )
             raise ServerError(
-                f"the servers at {elsewhere.address} have staleness={found['staleness']}, aggregate={found['aggregate']}, and the plan has "
-                f"staleness={'none' if bound is None else bound}; start them with `echelon serve ... {words}`, or change the plan"
+                f"the servers at {external_servers.address} have staleness={actual['staleness']}, aggregate={actual['aggregate']}, and the plan has "
+                f"staleness={'none' if staleness is None else staleness}; start them with `echelon serve ... {options}`, or change the plan"
             )
 
-    def known(self) -> dict[str, Any]:
+    def existing_specs(self) -> dict[str, Any]:
         """What servers elsewhere hold already, by name."""
-        return dict(self.client.specs) if self.elsewhere is not None else {}
+        return dict(self.client.specs) if self.external_servers is not None else {}
 
     def save(self, folder: Path) -> None:
         """Have the servers write what they hold."""

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
-from echelon.engine.backends.id_prefetch import Foresight
-from echelon.engine.backends.launch_servers import Keeper
-from echelon.engine.backends.remote_embedding import Rows, Standin, install
-from echelon.engine.backends.server_optimizers import rate_of, rule_of
-from echelon.engine.process_groups import Group
+from echelon.engine.backends.id_prefetch import IdPredictor
+from echelon.engine.backends.launch_servers import ServerLauncher
+from echelon.engine.backends.remote_embedding import EmptyTable, FetchedRows, install_remote_lookup
+from echelon.engine.backends.server_optimizers import learning_rate, make_rule
+from echelon.engine.process_groups import Communicator
 from echelon.errors import JobError, PlanError, ServerError
-from echelon.plan.parameter_server import Served
+from echelon.plan.parameter_server import ServedTable
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: Rows that are sent at once when a table is filled or read whole.
-_ROWS = 2**16
+_ROWS_PER_MESSAGE = 2**16
 #: Steps beyond which rules that are made up for update by update hold everyone up (see docs/server.md).
-TEDIOUS = 10_000
-_NUMBERS = {torch.float32: "f4", torch.float64: "f8"}
+MAX_REPLAYED_UPDATES = 10_000
+_SERVER_DTYPES = {torch.float32: "f4", torch.float64: "f8"}
 
 
-def take(model: nn.Module, tables: Sequence[Served], *, keep: bool) -> dict[str, Tensor]:
+def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_values: bool) -> dict[str, Tensor]:
     """Take the tables out of the model; what is left there has no rows, and its name and place among the optimizers. Returns the values
-    that rows begin with, where `keep`."""
-    values: dict[str, Tensor] = {}
+    that rows begin with, where `keep_values`."""
+    initial_tables: dict[str, Tensor] = {}
     for table in tables:
         try:
             module = model.get_submodule(table.path)
@@ -51,53 +51,55 @@ def take(model: nn.Module, tables: Sequence[Served], *, keep: bool) -> dict[str,
             raise PlanError(
                 f"tables: {table.path} is not a table of {table.rows} x {table.dim} in this model; leave tables out: they are found"
             )
-        if keep and table.start == "model":
-            values[table.path] = weight.detach()
-        standin = Standin(torch.empty((0, table.dim), dtype=weight.dtype), True)
-        standin.title = table.name
-        module.weight = standin
-    return values
+        if keep_values and table.initialized_by == "model":
+            initial_tables[table.path] = weight.detach()
+        empty_table = EmptyTable(torch.empty((0, table.dim), dtype=weight.dtype), True)
+        empty_table.parameter_name = table.parameter_name
+        module.weight = empty_table
+    return initial_tables
 
 
-class Hub:
+class ServerBackend:
     """What this rank has to do with the servers."""
 
-    def __init__(self, run: Run, first: Mapping[str, Tensor]) -> None:
-        """`first`: of rank 0, what rows begin with."""
+    def __init__(self, run: Run, initial_tables: Mapping[str, Tensor]) -> None:
+        """`initial_tables`: of rank 0, what rows begin with."""
         self._run, self._plan = run, run.plan
-        self._tables = {table.path: table for table in run.plan.tables}
+        self._tables_by_path = {table.path: table for table in run.plan.tables}
         #: Parameters that are the servers' tables, by name.
-        self.names = frozenset(table.name for table in run.plan.tables)
-        self._owners = _owners(run.model, run.optimizers)
+        self.table_names = frozenset(table.parameter_name for table in run.plan.tables)
+        self._optimizer_groups = _find_optimizer_groups(run.model, run.optimizers)
         #: Of the parameters that are no tables, those that the servers train.
-        self.dense: dict[str, nn.Parameter] = {}
+        self.dense_parameters: dict[str, nn.Parameter] = {}
         if run.plan.dense == "server":
             named = run.model.named_parameters()
-            self.dense = {name: value for name, value in named if value.requires_grad and name not in self.names}
+            self.dense_parameters = {
+                name: parameter for name, parameter in named if parameter.requires_grad and name not in self.table_names
+            }
         #: All that the servers train, and hold the optimizer's state of.
-        self.trained = self.names | self.dense.keys()
-        self._foresight = Foresight()
-        self._rows: dict[str, list[Rows]] = {}
-        self._made: dict[str, tuple[np.ndarray, Tensor]] = {}
-        self._coming: StepBatch | None = None
-        self._inside = False
+        self.trained_names = self.table_names | self.dense_parameters.keys()
+        self._id_predictor = IdPredictor()
+        self._fetched_rows: dict[str, list[FetchedRows]] = {}
+        self._row_gradients: dict[str, tuple[np.ndarray, Tensor]] = {}
+        self._next_batch: StepBatch | None = None
+        self._is_in_forward = False
         #: Updates that were made, which Adagrad's decay of the rate counts.
-        self.updates = 0
-        with run.ranks.together():
-            self._specs = self._declared(run)
-        self._keeper = Keeper(run.plan, run.ranks, run.elsewhere)
+        self.update_count = 0
+        with run.ranks.raise_on_all_ranks():
+            self._specs = self._make_specs(run)
+        self._launcher = ServerLauncher(run.plan, run.ranks, run.external_servers)
         #: Servers elsewhere hold what was trained before: it is gone on with, or nothing is done.
-        self._found = False
-        self._restore: list[Callable[[], None]] = []
+        self._servers_are_trained = False
+        self._undo_callbacks: list[Callable[[], None]] = []
         try:
-            self._keeper.open()
-            self._declare(first)
-            self._restore.append(self._watch(run.model))
-            for path, table in self._tables.items():
+            self._launcher.open()
+            self._declare_parameters(initial_tables)
+            self._undo_callbacks.append(self._track_forward(run.model))
+            for path, table in self._tables_by_path.items():
                 module = run.model.get_submodule(path)
-                self._restore.append(install(module, table, self._fetch))
-                if isinstance(module.weight, Standin):
-                    module.weight.inside = lambda: self._inside
+                self._undo_callbacks.append(install_remote_lookup(module, table, self._fetch_rows))
+                if isinstance(module.weight, EmptyTable):
+                    module.weight.is_in_forward = lambda: self._is_in_forward
         except BaseException:
             self.close()
             raise
@@ -105,377 +107,412 @@ class Hub:
     @property
     def rank(self) -> int:
         """Of the data axis."""
-        return self._run.data.rank
+        return self._run.data_parallel.rank
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """That push."""
-        return self._run.data.size
+        return self._run.data_parallel.size
 
-    def _watch(self, model: nn.Module) -> Callable[[], None]:
+    def _track_forward(self, model: nn.Module) -> Callable[[], None]:
         """Know when forward runs; returns what ends that."""
 
-        def enter(*_: Any) -> None:
-            self._inside = True
+        def enter_forward(*_: Any) -> None:
+            self._is_in_forward = True
 
-        def leave(*_: Any) -> None:
-            self._inside = False
+        def leave_forward(*_: Any) -> None:
+            self._is_in_forward = False
 
-        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+        hooks = [
+            model.register_forward_pre_hook(enter_forward),
+            model.register_forward_hook(leave_forward, always_call=True),
+        ]
 
-        def forget() -> None:
+        def remove_hooks() -> None:
             for hook in hooks:
                 hook.remove()
 
-        return forget
+        return remove_hooks
 
     # The beginning
 
-    def _declared(self, run: Run) -> list[Any]:
+    def _make_specs(self, run: Run) -> list[Any]:
         from echelon.server.protocol.specs import Dense, Init, Table
 
-        found: list[Any] = []
-        for path, table in self._tables.items():
+        specs: list[Any] = []
+        for path, table in self._tables_by_path.items():
             weight = run.model.get_submodule(path).weight
             assert isinstance(weight, Tensor)
-            rule = rule_of(table.name, *self._owner(table.name), table=True)
+            rule = make_rule(table.parameter_name, *self._optimizer_group(table.parameter_name), is_table=True)
             init = (
-                Init(kind="zeros") if table.start == "model" else Init(kind="normal", scale=1.0, seed=abs(run.job.seed))
+                Init(kind="zeros")
+                if table.initialized_by == "model"
+                else Init(kind="normal", scale=1.0, seed=abs(run.job.seed))
             )
-            kind = _number(table.name, weight.dtype)
-            found.append(Table(name=table.name, dim=table.dim, rule=rule, init=init, dtype=kind, stored=kind))
-        for name, value in self.dense.items():
-            rule = rule_of(name, *self._owner(name), table=False)
-            found.append(Dense(name=name, size=value.numel(), rule=rule, dtype=_number(name, value.dtype)))
-        return found
+            dtype = _server_dtype(table.parameter_name, weight.dtype)
+            specs.append(
+                Table(name=table.parameter_name, dim=table.dim, rule=rule, init=init, dtype=dtype, stored=dtype)
+            )
+        for name, parameter in self.dense_parameters.items():
+            rule = make_rule(name, *self._optimizer_group(name), is_table=False)
+            specs.append(
+                Dense(name=name, size=parameter.numel(), rule=rule, dtype=_server_dtype(name, parameter.dtype))
+            )
+        return specs
 
-    def tedious(self, steps: int) -> str:
+    def slow_replay_warning(self, steps: int) -> str:
         """What is to be said of rules that hold everyone up in a run of so many steps."""
-        slow = [spec.name for spec in self._specs if spec.rule.tedious]
-        if not slow or steps <= TEDIOUS:
+        slow_tables = [spec.name for spec in self._specs if spec.rule.tedious]
+        if not slow_tables or steps <= MAX_REPLAYED_UPDATES:
             return ""
         return (
-            f"{', '.join(slow)}: weight decay through the gradient, in a run of {steps} steps: servers compute every step that a row missed "
+            f"{', '.join(slow_tables)}: weight decay through the gradient, in a run of {steps} steps: servers compute every step that a row missed "
             "when it is read, which takes ever longer; use AdamW, or no weight decay for tables"
         )
 
-    def _owner(self, name: str) -> tuple[Optimizer, dict[str, Any]]:
-        if name not in self._owners:
+    def _optimizer_group(self, name: str) -> tuple[Optimizer, dict[str, Any]]:
+        if name not in self._optimizer_groups:
             raise JobError(
                 f"optimizer=: no optimizer has {name}, which a server is to train; give it to one, or freeze it"
             )
-        optimizer, place = self._owners[name]
-        return optimizer, optimizer.param_groups[place]  # a checkpoint that is loaded puts other groups in their place
+        optimizer, group_index = self._optimizer_groups[name]
+        return optimizer, optimizer.param_groups[
+            group_index
+        ]  # a checkpoint that is loaded puts other groups in their place
 
-    def _declare(self, first: Mapping[str, Tensor]) -> None:
+    def _declare_parameters(self, initial_tables: Mapping[str, Tensor]) -> None:
         """The first values are rank 0's."""
-        run, client = self._run, self._keeper.client
-        with run.ranks.together():
-            self._found = run.world.main and self._compared()
-        self._found = run.ranks.gather(self._found)[0]
-        for main in (True, False):
-            if run.world.main == main:
+        run, client = self._run, self._launcher.client
+        with run.ranks.raise_on_all_ranks():
+            self._servers_are_trained = run.world.is_main and self._check_existing_specs()
+        self._servers_are_trained = run.ranks.all_gather_object(self._servers_are_trained)[0]
+        for is_main in (True, False):
+            if run.world.is_main == is_main:
                 for spec in self._specs:
-                    value = self.dense.get(spec.name)
-                    if value is None or self._found:
+                    parameter = self.dense_parameters.get(spec.name)
+                    if parameter is None or self._servers_are_trained:
                         client.declare(spec)
                     else:
-                        client.declare(spec, initial=_plain(value.detach().reshape(-1)))
-                if main and not self._found:
-                    self._fill(first)
+                        client.declare(spec, initial=_to_numpy(parameter.detach().reshape(-1)))
+                if is_main and not self._servers_are_trained:
+                    self._fill_tables(initial_tables)
             run.ranks.barrier()
 
-    def _compared(self) -> bool:
+    def _check_existing_specs(self) -> bool:
         """Whether servers elsewhere hold this job's tables; refused where they are another's."""
-        known, mine = self._keeper.known(), {spec.name: spec for spec in self._specs}
-        if known and known != mine:
-            strange = sorted(name for name in known.keys() | mine.keys() if known.get(name) != mine.get(name))[0]
-            here = f"as {known[strange]}" if strange in known else "not at all"
+        existing, expected = self._launcher.existing_specs(), {spec.name: spec for spec in self._specs}
+        if existing and existing != expected:
+            differing = sorted(
+                name for name in existing.keys() | expected.keys() if existing.get(name) != expected.get(name)
+            )[0]
+            existing_text = f"as {existing[differing]}" if differing in existing else "not at all"
             raise ServerError(
-                f"servers={self._address}: they hold another job's {', '.join(sorted(known)[:3])}: {strange} is there {here}, and here "
-                f"{mine.get(strange, 'not at all')}; start servers of this job's own (`echelon serve`)"
+                f"servers={self._address}: they hold another job's {', '.join(sorted(existing)[:3])}: {differing} is there {existing_text}, and here "
+                f"{expected.get(differing, 'not at all')}; start servers of this job's own (`echelon serve`)"
             )
-        return bool(known)
+        return bool(existing)
 
     @property
     def _address(self) -> str:
-        return self._keeper.elsewhere.address if self._keeper.elsewhere is not None else ""
+        return self._launcher.external_servers.address if self._launcher.external_servers is not None else ""
 
-    def _fill(self, first: Mapping[str, Tensor]) -> None:
-        client = self._keeper.client
-        for path, table in self._tables.items():
-            if path in first:
-                values = first[path]
-                for begin in range(0, table.rows, _ROWS):
-                    ids = np.arange(begin, min(begin + _ROWS, table.rows), dtype=np.int64)
-                    client.assign({table.name: (ids, _plain(values[begin : begin + len(ids)]))})
+    def _fill_tables(self, initial_tables: Mapping[str, Tensor]) -> None:
+        client = self._launcher.client
+        for path, table in self._tables_by_path.items():
+            if path in initial_tables:
+                values = initial_tables[path]
+                for begin in range(0, table.rows, _ROWS_PER_MESSAGE):
+                    ids = np.arange(begin, min(begin + _ROWS_PER_MESSAGE, table.rows), dtype=np.int64)
+                    client.assign({table.parameter_name: (ids, _to_numpy(values[begin : begin + len(ids)]))})
             elif (padding := getattr(self._run.model.get_submodule(path), "padding_idx", None)) is not None:
-                nothing = np.zeros((1, table.dim), np.float64 if self._wide(path) else np.float32)
-                client.assign({table.name: (np.array([padding], np.int64), nothing)})
+                zero_row = np.zeros((1, table.dim), np.float64 if self._is_float64(path) else np.float32)
+                client.assign({table.parameter_name: (np.array([padding], np.int64), zero_row)})
         client.flush()
 
-    def _wide(self, path: str) -> bool:
+    def _is_float64(self, path: str) -> bool:
         weight = self._run.model.get_submodule(path).weight
         return isinstance(weight, Tensor) and weight.dtype == torch.float64
 
     # The step
 
-    def ahead(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
+    def look_ahead(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
         """The same batches; while one is at work the next is known."""
-        coming = iter(batches)
-        following = next(coming, None)
-        while following is not None:
-            batch, following = following, next(coming, None)
-            self._coming = following
+        iterator = iter(batches)
+        next_batch = next(iterator, None)
+        while next_batch is not None:
+            batch, next_batch = next_batch, next(iterator, None)
+            self._next_batch = next_batch
             yield batch
-        self._coming = None
+        self._next_batch = None
 
-    def begin(self, batch: StepBatch) -> None:
+    def begin_step(self, batch: StepBatch) -> None:
         """Before a step's first forward: the rows that it is known to read."""
-        if self._found:
+        if self._servers_are_trained:
             raise ServerError(
                 f"servers={self._address}: they hold what this job trained before; go on from its last checkpoint (resume), or start new servers"
             )
-        self._rows, self._made = {}, {}
-        wanted = self._foresight.ids([micro.batch for micro in batch.micros])
-        if wanted:
-            for path, values in self._pull(wanted).items():
-                self._rows[path] = [Rows(wanted[path], values.requires_grad_())]
+        self._fetched_rows, self._row_gradients = {}, {}
+        predicted_ids = self._id_predictor.predict_ids([micro.batch for micro in batch.micro_batches])
+        if predicted_ids:
+            for path, values in self._pull_rows(predicted_ids).items():
+                self._fetched_rows[path] = [FetchedRows(predicted_ids[path], values.requires_grad_())]
 
-    def look(self, batch: Any) -> None:
+    def set_micro_batch(self, batch: Any) -> None:
         """The next forward is of this micro-batch, as the model gets it."""
-        self._foresight.look(batch)
+        self._id_predictor.set_micro_batch(batch)
 
-    def _fetch(self, path: str, ids: Tensor) -> tuple[Rows, Tensor]:
-        flat = ids.reshape(-1).long().contiguous()
+    def _fetch_rows(self, path: str, ids: Tensor) -> tuple[FetchedRows, Tensor]:
+        flat_ids = ids.reshape(-1).long().contiguous()
         training = torch.is_grad_enabled()
         if training:
-            self._foresight.note(path, ids)
-            for rows in self._rows.get(path, ()):
-                places = rows.find(flat)
-                if places is not None:
-                    return rows, places
-        unique, places = torch.unique(flat, return_inverse=True)
-        wanted = unique.cpu().numpy()
-        values = self._pull({path: wanted})[path]
-        rows = Rows(wanted, values.requires_grad_() if training else values)
+            self._id_predictor.observe_lookup(path, ids)
+            for rows in self._fetched_rows.get(path, ()):
+                positions = rows.find_positions(flat_ids)
+                if positions is not None:
+                    return rows, positions
+        unique_tensor, positions = torch.unique(flat_ids, return_inverse=True)
+        unique_ids = unique_tensor.cpu().numpy()
+        values = self._pull_rows({path: unique_ids})[path]
+        rows = FetchedRows(unique_ids, values.requires_grad_() if training else values)
         if training:
-            self._rows.setdefault(path, []).append(rows)
-        return rows, places
+            self._fetched_rows.setdefault(path, []).append(rows)
+        return rows, positions
 
-    def _pull(self, wanted: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        names = {path: self._tables[path].name for path in wanted}
-        found = self._keeper.client.pull({names[path]: ids for path, ids in wanted.items()})
-        return {path: _tensor(found[name], self._run.device) for path, name in names.items()}
+    def _pull_rows(self, ids_by_path: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        names = {path: self._tables_by_path[path].parameter_name for path in ids_by_path}
+        rows_by_name = self._launcher.client.pull({names[path]: ids for path, ids in ids_by_path.items()})
+        return {path: _to_tensor(rows_by_name[name], self._run.device) for path, name in names.items()}
 
-    def collect(self) -> None:
+    def collect_gradients(self) -> None:
         """After the step's last backward: what it left of gradients, each row once."""
-        self._made = {}
-        for path, parts in self._rows.items():
-            made = [(rows.ids, rows.values.grad) for rows in parts if rows.values.grad is not None]
-            if len(made) == 1:
-                self._made[path] = made[0]
-            elif made:
-                self._made[path] = _combined(made)
-        self._rows = {}
+        self._row_gradients = {}
+        for path, fetched in self._fetched_rows.items():
+            row_gradients = [(rows.ids, rows.values.grad) for rows in fetched if rows.values.grad is not None]
+            if len(row_gradients) == 1:
+                self._row_gradients[path] = row_gradients[0]
+            elif row_gradients:
+                self._row_gradients[path] = _sum_duplicate_rows(row_gradients)
+        self._fetched_rows = {}
 
-    def forget(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop this rank's gradients of rows."""
-        self._made = {}
+        self._row_gradients = {}
 
-    def scale(self, factor: float | Tensor) -> None:
+    def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply this rank's gradients of rows."""
-        for _, grads in self._made.values():
+        for _, grads in self._row_gradients.values():
             grads.mul_(factor)
 
     def push(self, *, skipped: bool = False) -> None:
         """End the step on this rank: gradients out, the next batch's rows asked for, parameters that the servers train taken over."""
-        tables, dense, rates = {}, {}, {}
+        tables, dense, learning_rates = {}, {}, {}
         if not skipped:
-            tables = {self._tables[path].name: (ids, _plain(grads)) for path, (ids, grads) in self._made.items()}
-            dense = {
-                name: _plain(value.grad.reshape(-1)) for name, value in self.dense.items() if value.grad is not None
+            tables = {
+                self._tables_by_path[path].parameter_name: (ids, _to_numpy(grads))
+                for path, (ids, grads) in self._row_gradients.items()
             }
-            rates = {name: rate_of(*self._owner(name), self.updates) for name in (*tables, *dense)}
-            self.updates += 1
-        self._made = {}
-        client = self._keeper.client
-        client.push(tables, dense=dense, lr=rates, tick=True)
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            wanted = self._foresight.ids([micro.batch for micro in coming.micros])
-            if wanted:
+            dense = {
+                name: _to_numpy(parameter.grad.reshape(-1))
+                for name, parameter in self.dense_parameters.items()
+                if parameter.grad is not None
+            }
+            learning_rates = {
+                name: learning_rate(*self._optimizer_group(name), self.update_count) for name in (*tables, *dense)
+            }
+            self.update_count += 1
+        self._row_gradients = {}
+        client = self._launcher.client
+        client.push(tables, dense=dense, lr=learning_rates, tick=True)
+        next_batch, self._next_batch = self._next_batch, None
+        if next_batch is not None:
+            predicted_ids = self._id_predictor.predict_ids([micro.batch for micro in next_batch.micro_batches])
+            if predicted_ids:
                 # Of the step that now begins: under staleness=0 the answer waits for the pushes of all.
-                client.prefetch({self._tables[path].name: ids for path, ids in wanted.items()}, ahead=0)
-        self.take_over()
+                client.prefetch(
+                    {self._tables_by_path[path].parameter_name: ids for path, ids in predicted_ids.items()},
+                    steps_ahead=0,
+                )
+        self.pull_dense_parameters()
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def pull_dense_parameters(self) -> None:
         """Bring the parameters that the servers train up to date."""
-        if not self.dense:
+        if not self.dense_parameters:
             return
-        found = self._keeper.client.pull_dense(list(self.dense))
-        for name, value in self.dense.items():
-            value.copy_(torch.from_numpy(found[name]).view(value.shape))
+        values_by_name = self._launcher.client.pull_dense(list(self.dense_parameters))
+        for name, parameter in self.dense_parameters.items():
+            parameter.copy_(torch.from_numpy(values_by_name[name]).view(parameter.shape))
 
     # What all ranks' gradients come to
 
-    def everyones(self) -> dict[str, tuple[np.ndarray, Tensor]]:
+    def sum_row_gradients(self) -> dict[str, tuple[np.ndarray, Tensor]]:
         """By parameter the gradients of all ranks' rows, added up. Every rank must call it."""
-        found = {}
-        for path, table in self._tables.items():
-            nothing = (
+        summed = {}
+        for path, table in self._tables_by_path.items():
+            no_rows = (
                 np.empty(0, np.int64),
-                torch.empty((0, table.dim), dtype=self._dtype(path), device=self._run.device),
+                torch.empty((0, table.dim), dtype=self._table_dtype(path), device=self._run.device),
             )
-            parts = _gather(self._run.data, *self._made.get(path, nothing))
-            found[table.name] = _combined(parts)
-        return found
+            rank_gradients = _gather_rows(self._run.data_parallel, *self._row_gradients.get(path, no_rows))
+            summed[table.parameter_name] = _sum_duplicate_rows(rank_gradients)
+        return summed
 
-    def square(self) -> Tensor:
+    def squared_norm(self) -> Tensor:
         """The sum of squares of that, the same on every rank. All must ask."""
-        parts = [grads.double().square().sum() for _, grads in self.everyones().values()]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._run.device)
+        squared_sums = [grads.double().square().sum() for _, grads in self.sum_row_gradients().values()]
+        return (
+            torch.stack(squared_sums).sum()
+            if squared_sums
+            else torch.zeros((), dtype=torch.float64, device=self._run.device)
+        )
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gather_gradients(self) -> dict[str, Tensor]:
         """That as whole tables, on rank 0's CPU, and of the other parameters that the servers train; all must ask. For proofs: tables are
         small there."""
-        found, whole = self.everyones(), {}
-        for name, value in self.dense.items():
-            used = self._run.data.sum(torch.tensor(float(value.grad is not None)))
-            mine = torch.zeros_like(value) if value.grad is None else value.grad.clone()
-            if used:
-                whole[name] = self._run.data.sum(mine).cpu()
-        for table in self._tables.values():
-            ids, grads = found[table.name]
-            if self._run.world.main:
-                full = torch.zeros((table.rows, table.dim), dtype=grads.dtype)
-                full[torch.from_numpy(ids)] = grads.cpu()
-                whole[table.name] = full
-        return whole
+        row_gradients, full_gradients = self.sum_row_gradients(), {}
+        for name, parameter in self.dense_parameters.items():
+            use_count = self._run.data_parallel.all_reduce(torch.tensor(float(parameter.grad is not None)))
+            local_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            if use_count:
+                full_gradients[name] = self._run.data_parallel.all_reduce(local_gradient).cpu()
+        for table in self._tables_by_path.values():
+            ids, grads = row_gradients[table.parameter_name]
+            if self._run.world.is_main:
+                full_gradient = torch.zeros((table.rows, table.dim), dtype=grads.dtype)
+                full_gradient[torch.from_numpy(ids)] = grads.cpu()
+                full_gradients[table.parameter_name] = full_gradient
+        return full_gradients
 
-    def _dtype(self, path: str) -> torch.dtype:
+    def _table_dtype(self, path: str) -> torch.dtype:
         weight = self._run.model.get_submodule(path).weight
         assert isinstance(weight, Tensor)
         return weight.dtype
 
     # What the servers hold
 
-    def whole(self) -> dict[str, Tensor]:
+    def pull_tables(self) -> dict[str, Tensor]:
         """The tables, on rank 0's CPU; all must ask: what others pushed has to be there first, and may have to be sent again for that."""
         self.flush()
-        if not self._run.world.main:
+        if not self._run.world.is_main:
             return {}
-        found = {}
-        for table in self._tables.values():
-            parts = [
-                self._keeper.client.pull({table.name: np.arange(begin, min(begin + _ROWS, table.rows), dtype=np.int64)})
-                for begin in range(0, table.rows, _ROWS)
+        full_tables = {}
+        for table in self._tables_by_path.values():
+            chunks = [
+                self._launcher.client.pull(
+                    {table.parameter_name: np.arange(begin, min(begin + _ROWS_PER_MESSAGE, table.rows), dtype=np.int64)}
+                )
+                for begin in range(0, table.rows, _ROWS_PER_MESSAGE)
             ]
-            found[table.name] = torch.from_numpy(np.concatenate([part[table.name] for part in parts]))
-        return found
+            full_tables[table.parameter_name] = torch.from_numpy(
+                np.concatenate([chunk[table.parameter_name] for chunk in chunks])
+            )
+        return full_tables
 
-    def ahead_of_slowest(self) -> int:
+    def steps_ahead_of_slowest(self) -> int:
         """Steps that this rank has finished more than the slowest, as the servers count them. Asked after rows were read it is no more than
         it was then: clocks only go on."""
-        client = self._keeper.client
+        client = self._launcher.client
         return int(client.step - client.clock()[0])
 
     def flush(self) -> None:
         """Wait until every push of this rank is acknowledged."""
-        self._keeper.client.flush()
+        self._launcher.client.flush()
 
     def save(self, folder: Path) -> None:
         """Have the servers write all they hold; every rank must call it, between two steps."""
         self.flush()
         self._run.ranks.barrier()
-        with self._run.ranks.together():
-            if self._run.world.main:
-                self._keeper.save(folder)
+        with self._run.ranks.raise_on_all_ranks():
+            if self._run.world.is_main:
+                self._launcher.save(folder)
 
     def load(self, folder: Path, step: int) -> None:
         """Go on with what servers wrote to `folder` after so many steps, on as many servers as the plan has now; every rank must call it.
         Servers elsewhere must hold just that: they were not used since, or began from it."""
-        if self._keeper.elsewhere is not None:
-            with self._run.ranks.together():
+        if self._launcher.external_servers is not None:
+            with self._run.ranks.raise_on_all_ranks():
                 # By the furthest rank of the run before: what it pushed is in the rows, or comes into them with a next step.
-                there, halves = self._keeper.client.standing() if self._found else (0, False)
-                if not self._found or there != step or halves:
-                    inside = f"within step {there}" if halves else f"at step {there}"
+                server_step, has_partial_step = (
+                    self._launcher.client.progress() if self._servers_are_trained else (0, False)
+                )
+                if not self._servers_are_trained or server_step != step or has_partial_step:
+                    position_text = f"within step {server_step}" if has_partial_step else f"at step {server_step}"
                     raise ServerError(
-                        f"servers={self._address}: they are {inside}, and the checkpoint {folder} at step {step}; start servers with "
+                        f"servers={self._address}: they are {position_text}, and the checkpoint {folder} at step {step}; start servers with "
                         f"`echelon serve ... --restore {folder}`, or train with --fresh on empty ones"
                     )
-            self._found = False
-            self.take_over()
+            self._servers_are_trained = False
+            self.pull_dense_parameters()
             return
-        self._keeper.close()
-        self._keeper.open(folder)
-        self._declare({})
-        self.take_over()
+        self._launcher.close()
+        self._launcher.open(folder)
+        self._declare_parameters({})
+        self.pull_dense_parameters()
 
     def close(self) -> None:
         """Leave the servers, and end them where they were started here."""
-        for put_back in self._restore:
-            put_back()
-        self._restore = []
-        self._rows, self._made = {}, {}
-        self._keeper.close()
+        for undo in self._undo_callbacks:
+            undo()
+        self._undo_callbacks = []
+        self._fetched_rows, self._row_gradients = {}, {}
+        self._launcher.close()
 
 
-def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, int]]:
+def _find_optimizer_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, int]]:
     """By parameter its optimizer, and the number of its group there."""
-    of = {
-        id(value): (each, place)
-        for each in optimizers
-        for place, group in enumerate(each.param_groups)
-        for value in group["params"]
+    group_by_id = {
+        id(parameter): (optimizer, group_index)
+        for optimizer in optimizers
+        for group_index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
     }
-    return {name: of[id(value)] for name, value in model.named_parameters() if id(value) in of}
+    return {
+        name: group_by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in group_by_id
+    }
 
 
-def _number(name: str, dtype: torch.dtype) -> Any:
-    if dtype not in _NUMBERS:
+def _server_dtype(name: str, dtype: torch.dtype) -> Any:
+    if dtype not in _SERVER_DTYPES:
         raise PlanError(
             f"exchange=server: {name} is {str(dtype).removeprefix('torch.')}, and servers compute in float32 or float64; build the "
             "model in float32 (precision= decides what forward computes in)"
         )
-    return _NUMBERS[dtype]
+    return _SERVER_DTYPES[dtype]
 
 
-def _plain(value: Tensor) -> np.ndarray:
-    found: np.ndarray = value.detach().cpu().contiguous().numpy()
-    return found
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.detach().cpu().contiguous().numpy()
+    return array
 
 
-def _tensor(rows: np.ndarray, device: torch.device) -> Tensor:
+def _to_tensor(rows: np.ndarray, device: torch.device) -> Tensor:
     # A copy: the client may use its memory again, and answers may be read-only.
     return torch.from_numpy(np.array(rows)).to(device)
 
 
-def _combined(parts: Sequence[tuple[np.ndarray, Tensor]]) -> tuple[np.ndarray, Tensor]:
+def _sum_duplicate_rows(row_gradients: Sequence[tuple[np.ndarray, Tensor]]) -> tuple[np.ndarray, Tensor]:
     """Gradients of rows with equal ids added up, in the order of the ids."""
-    ids, places = np.unique(np.concatenate([ids for ids, _ in parts]), return_inverse=True)
-    grads = torch.cat([grads for _, grads in parts])
+    ids, positions = np.unique(np.concatenate([ids for ids, _ in row_gradients]), return_inverse=True)
+    grads = torch.cat([grads for _, grads in row_gradients])
     summed = torch.zeros((len(ids), grads.shape[1]), dtype=grads.dtype, device=grads.device)
-    return ids, summed.index_add_(0, torch.from_numpy(places.reshape(-1)).to(grads.device), grads)
+    return ids, summed.index_add_(0, torch.from_numpy(positions.reshape(-1)).to(grads.device), grads)
 
 
-def _gather(group: Group, ids: np.ndarray, grads: Tensor) -> list[tuple[np.ndarray, Tensor]]:
+def _gather_rows(communicator: Communicator, ids: np.ndarray, grads: Tensor) -> list[tuple[np.ndarray, Tensor]]:
     """Every rank's rows, in rank order."""
-    if group.size == 1:
+    if communicator.size == 1:
         return [(ids, grads)]
-    counts = group.gather(len(ids))
-    most = max(counts)
-    mine = torch.zeros(most, dtype=torch.int64, device=grads.device)
-    mine[: len(ids)] = torch.from_numpy(ids).to(grads.device)
-    values = grads.new_zeros((most, grads.shape[1]))
-    values[: len(ids)] = grads
-    all_ids = [torch.empty_like(mine) for _ in counts]
-    all_values = [torch.empty_like(values) for _ in counts]
-    dist.all_gather(all_ids, mine, group=group.group)
-    dist.all_gather(all_values, values, group=group.group)
+    counts = communicator.all_gather_object(len(ids))
+    max_count = max(counts)
+    padded_ids = torch.zeros(max_count, dtype=torch.int64, device=grads.device)
+    padded_ids[: len(ids)] = torch.from_numpy(ids).to(grads.device)
+    padded_grads = grads.new_zeros((max_count, grads.shape[1]))
+    padded_grads[: len(ids)] = grads
+    all_ids = [torch.empty_like(padded_ids) for _ in counts]
+    all_grads = [torch.empty_like(padded_grads) for _ in counts]
+    dist.all_gather(all_ids, padded_ids, group=communicator.process_group)
+    dist.all_gather(all_grads, padded_grads, group=communicator.process_group)
     return [
-        (each[:count].cpu().numpy(), rows[:count])
-        for count, each, rows in zip(counts, all_ids, all_values, strict=True)
+        (rank_ids[:count].cpu().numpy(), rank_grads[:count])
+        for count, rank_ids, rank_grads in zip(counts, all_ids, all_grads, strict=True)
     ]

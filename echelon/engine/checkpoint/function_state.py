@@ -11,76 +11,83 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.checkpoint.held_state import Changes, HeldState, digest_of
-from echelon.engine.checkpoint.json_values import Put, tensor_refs
+from echelon.engine.checkpoint.held_state import ReachableState, StateChanges, digest_tensor
+from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs
 from echelon.errors import JobError
 from echelon.job import Job
-from echelon.trials.reachable import reachable
+from echelon.trials.reachable import find_reachable
 from echelon.trials.snapshot import Snapshot
 
 #: The name of an object and the label of what it holds, as in `Changes`.
-Place = tuple[str, str]
+SlotName = tuple[str, str]
 
 
-class MetricState(HeldState):
+class MetricState(ReachableState):
     """Saves and restores what the metrics of one job keep."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
-        super().__init__({"metrics": dict(job.metrics)}, without=_models_own(job, model))
+        super().__init__({"metrics": dict(job.metrics)}, excluded_ids=_model_object_ids(job, model))
 
 
-class FunctionState(HeldState):
+class FunctionState(ReachableState):
     """Saves and restores what the loss and `inputs` of one job keep."""
 
-    def __init__(self, job: Job, model: nn.Module, *, trained: Collection[Tensor] = ()) -> None:
-        """`trained`: parameters of the loss that optimizers step: calls of the loss do not change them."""
-        self._trained = set(map(id, trained))
-        super().__init__(_roots(job), without=_models_own(job, model))
+    def __init__(self, job: Job, model: nn.Module, *, trained_parameters: Collection[Tensor] = ()) -> None:
+        """`trained_parameters`: parameters of the loss that optimizers step: calls of the loss do not change them."""
+        self._trained_ids = set(map(id, trained_parameters))
+        super().__init__(_roots(job), excluded_ids=_model_object_ids(job, model))
 
-    def changed(self) -> list[str]:
+    def changed_objects(self) -> list[str]:
         """The names of the objects that calls changed since the start."""
-        return [name for name in super().changed() if id(self._nodes[name]) not in self._trained]
+        return [name for name in super().changed_objects() if id(self._objects[name]) not in self._trained_ids]
 
-    def fingerprints(self) -> dict[Place, str]:
+    def digest_changes(self) -> dict[SlotName, str]:
         """Digests of what calls changed since the start, by place. They contain no addresses, so that ranks can compare them."""
-        changes, _ = self.changes(lambda _, value: digest_of(value, whole=True).hex(), self.changed())
+        changes, _ = self.collect_changes(
+            lambda _, value: digest_tensor(value, include_large=True).hex(), self.changed_objects()
+        )
         return {
             (name, label): hashlib.blake2b(json.dumps(reference, sort_keys=True).encode(), digest_size=16).hexdigest()
             for name, labels in changes.items()
             for label, reference in labels.items()
         }
 
-    def changes_without(self, places: Collection[Place], put: Put) -> tuple[Changes, list[str]]:
+    def collect_changes_except(
+        self, excluded_slots: Collection[SlotName], store_tensor: StoreTensor
+    ) -> tuple[StateChanges, list[str]]:
         """As `changes`, but for these places."""
-        live: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
 
-        def note(path: str, value: Tensor) -> Any:
-            live[path] = value
+        def remember_tensor(path: str, value: Tensor) -> Any:
+            tensors[path] = value
             return [path, value.device.type]
 
-        changes, lost = self.changes(note)
-        kept = {
-            name: {label: reference for label, reference in labels.items() if (name, label) not in places}
+        changes, unstorable = self.collect_changes(remember_tensor)
+        kept_changes = {
+            name: {label: reference for label, reference in labels.items() if (name, label) not in excluded_slots}
             for name, labels in changes.items()
         }
-        for path, _ in tensor_refs(kept):
-            put(path, live[path])
-        return {name: labels for name, labels in kept.items() if labels}, lost
+        for path, _ in find_tensor_refs(kept_changes):
+            store_tensor(path, tensors[path])
+        return {name: labels for name, labels in kept_changes.items() if labels}, unstorable
 
-    def values(self, places: Collection[Place]) -> Changes:
+    def read_slots(self, slot_names: Collection[SlotName]) -> StateChanges:
         """What these places hold now, changed or not, with copies of tensors on the host."""
-        first, self._first = self._first, {name: {} for name in self._nodes}  # so that every value counts as changed
+        initial_digests, self._initial_digests = (
+            self._initial_digests,
+            {name: {} for name in self._objects},
+        )  # so that every value counts as changed
         try:
-            names = [name for name in dict.fromkeys(name for name, _ in places) if name in self._nodes]
-            changes, _ = self.changes(lambda _, value: [value.to("cpu", copy=True), value.device.type], names)
+            names = [name for name in dict.fromkeys(name for name, _ in slot_names) if name in self._objects]
+            changes, _ = self.collect_changes(lambda _, value: [value.to("cpu", copy=True), value.device.type], names)
         finally:
-            self._first = first
+            self._initial_digests = initial_digests
         return {
-            name: {label: reference for label, reference in labels.items() if (name, label) in places}
+            name: {label: reference for label, reference in labels.items() if (name, label) in slot_names}
             for name, labels in changes.items()
         }
 
-    def adopt(self, values: Changes, device: torch.device) -> bool:
+    def write_slots(self, values: StateChanges, device: torch.device) -> bool:
         """Hold what `values` returned, perhaps on another rank; whether every value has a place here."""
         try:
             return not self.restore(values, lambda ref: ref[0].to(device if ref[1] != "cpu" else "cpu", copy=True))
@@ -88,68 +95,68 @@ class FunctionState(HeldState):
             return False
 
 
-def places_apart(digests: Sequence[Mapping[Place, str]]) -> list[Place]:
-    """The places that not all ranks hold alike, given each rank's `fingerprints`."""
-    places = dict.fromkeys(place for each in digests for place in each)
-    return [place for place in places if len({each.get(place) for each in digests}) > 1]
+def find_differing_slots(digests: Sequence[Mapping[SlotName, str]]) -> list[SlotName]:
+    """The places that not all ranks hold alike, given each rank's `digest_changes`."""
+    slot_names = dict.fromkeys(slot_name for rank_digests in digests for slot_name in rank_digests)
+    return [slot_name for slot_name in slot_names if len({rank_digests.get(slot_name) for rank_digests in digests}) > 1]
 
 
-def in_words(place: Place) -> str:
+def describe_slot(slot_name: SlotName) -> str:
     """A place as the user writes it: `Elr.memory` is `memory` of the loss."""
-    path = "".join(place)
+    path = "".join(slot_name)
     root = "inputs" if path.startswith("inputs") else "loss"
     name = path.removeprefix(root).replace(":", ".").lstrip(".")
     return f"{name} of {root}=" if name else f"{root}="
 
 
-def loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:
+def find_loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that the loss and `inputs` hold (class proxies, a temperature), by names that no parameter of the model has."""
-    taken = {name for name, _ in model.named_parameters()}
-    found: dict[str, nn.Parameter] = {}
-    for name, value in reachable(_roots(job), without=_models_own(job, model)).items():
+    used_names = {name for name, _ in model.named_parameters()}
+    parameters: dict[str, nn.Parameter] = {}
+    for name, value in find_reachable(_roots(job), excluded_ids=_model_object_ids(job, model)).items():
         if isinstance(value, nn.Parameter):
-            while name in taken:
+            while name in used_names:
                 name += "'"
-            found[name] = value
-    return found
+            parameters[name] = value
+    return parameters
 
 
-def snapshot(job: Job, model: nn.Module) -> Callable[[], None]:
+def snapshot_functions(job: Job, model: nn.Module) -> Callable[[], None]:
     """Note what the loss and `inputs` keep; returns what puts it back."""
-    held = Snapshot(_roots(job), without=_models_own(job, model))
+    saved = Snapshot(_roots(job), excluded_ids=_model_object_ids(job, model))
 
-    def put_back() -> None:
-        held.put_back()
-        for name in held.unrestored():
+    def restore() -> None:
+        saved.restore()
+        for name in saved.list_unrestored():
             raise JobError(
                 f"{name}: it is changed in place, also by calls that are only tried, and is too large to be put back; make it a buffer of the model"
             )
 
-    return put_back
+    return restore
 
 
-def metrics_snapshot(job: Job, model: nn.Module) -> Snapshot:
+def snapshot_metrics(job: Job, model: nn.Module) -> Snapshot:
     """What metrics keep, as it is now."""
-    return Snapshot({"metrics": dict(job.metrics)}, without=_models_own(job, model))
+    return Snapshot({"metrics": dict(job.metrics)}, excluded_ids=_model_object_ids(job, model))
 
 
 @contextlib.contextmanager
-def unchanged(job: Job, model: nn.Module) -> Iterator[None]:
+def preserve_function_state(job: Job, model: nn.Module) -> Iterator[None]:
     """Calls inside leave no trace in what the loss and `inputs` keep."""
-    put_back = snapshot(job, model)
+    restore = snapshot_functions(job, model)
     try:
         yield
     except BaseException:
         with contextlib.suppress(JobError):
-            put_back()
+            restore()
         raise
-    put_back()
+    restore()
 
 
 def _roots(job: Job) -> dict[str, Any]:
     return {"loss": job.loss, "inputs": job.inputs}
 
 
-def _models_own(job: Job, model: nn.Module) -> set[int]:
+def _model_object_ids(job: Job, model: nn.Module) -> set[int]:
     models = [model, job.model] if isinstance(job.model, nn.Module) else [model]
-    return {id(each) for one in models for each in (*one.modules(), *one.parameters(), *one.buffers())}
+    return {id(item) for module in models for item in (*module.modules(), *module.parameters(), *module.buffers())}

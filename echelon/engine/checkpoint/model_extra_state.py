@@ -12,100 +12,111 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.checkpoint_reader import Stored
-from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, tensor_refs
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
+from echelon.errors import IncompatibleCheckpointError, JobError
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
-_SUFFIX = "_extra_state"
+_EXTRA_STATE_SUFFIX = "_extra_state"
 
 
-def split_model(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_model_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The model's tensors but those that other stages or servers hold, and the extra state of its modules."""
-    served = run.hub.names if run.hub is not None else frozenset()
-    found = run.model.state_dict()
-    extra = {name: value for name, value in found.items() if name.rpartition(".")[2] == _SUFFIX}
-    other = {name: value for name, value in found.items() if name not in extra and name not in served}
-    for name, value in other.items():
+    server_names = run.server_backend.table_names if run.server_backend is not None else frozenset()
+    state_dict = run.model.state_dict()
+    extra_state = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE_SUFFIX}
+    tensors = {
+        name: value for name, value in state_dict.items() if name not in extra_state and name not in server_names
+    }
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise JobError(
                 f"model=: its state_dict() holds {name}, a {type(value).__name__}, which a checkpoint could not give back; leave it out, or "
                 "return it from get_extra_state() and take it in set_extra_state()"
             )
-    return {name: value.detach() for name, value in other.items() if not value.is_meta}, extra
+    return {name: value.detach() for name, value in tensors.items() if not value.is_meta}, extra_state
 
 
-def derived(run: Run, found: Mapping[str, Tensor]) -> list[str]:
+def find_derived_tensors(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
     """Tensors that the model's hooks make while it is saved: it must take them back by itself."""
-    known = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in run.model.named_buffers(remove_duplicate=False)}
-    return [name for name in found if name not in known]
+    registered_names = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
+    registered_names |= {name for name, _ in run.model.named_buffers(remove_duplicate=False)}
+    return [name for name in tensors if name not in registered_names]
 
 
-def collect_extra(run: Run, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def collect_extra_state(run: Run, extra_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The extra state of all stages for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
     tensors: dict[str, Tensor] = {}
-    mine = spoken_for(run, extra)
+    stored_here = select_modules_to_store(run, extra_state)
 
-    def put(path: str, value: Tensor) -> list[str]:
+    def store_tensor(path: str, value: Tensor) -> list[str]:
         if isinstance(value, DTensor):
-            raise Unstorable(path, "a sharded tensor")
+            raise UnstorableValue(path, "a sharded tensor")
         while path in tensors:
             path += "'"
         tensors[path] = value
         return [path, value.device.type]
 
-    with run.ranks.together():
+    with run.ranks.raise_on_all_ranks():
         try:
-            here = {name: encode(value, name, put) for name, value in extra.items() if name in mine}
-        except Unstorable as error:
+            encoded = {
+                name: encode(value, name, store_tensor) for name, value in extra_state.items() if name in stored_here
+            }
+        except UnstorableValue as error:
             raise JobError(
-                f"model=: get_extra_state() gives {error.why} ({error.path}), which a checkpoint does not hold; return tensors, numbers, strings "
+                f"model=: get_extra_state() gives {error.reason} ({error.path}), which a checkpoint does not hold; return tensors, numbers, strings "
                 "and containers of these"
             ) from error
-    found = {name: value for part in run.ranks.gather(here) for name, value in part.items()}
-    return found, tensors
-
-
-def spoken_for(run: Run, names: Iterable[str]) -> set[str]:
-    """Of which modules (as "path.anything") this rank stores the state: of replicas the first does, of stages the first that computes the module."""
-    units = run.assembly.pipeline.units if run.assembly.pipeline is not None else [""]
-    here = {
-        n for n in names if any(f"{n.rpartition('.')[0]}.".startswith(f"{unit}." if unit else "") for unit in units)
+    merged = {
+        name: value for rank_states in run.ranks.all_gather_object(encoded) for name, value in rank_states.items()
     }
-    stages = run.axes["pp"].gather(here)
+    return merged, tensors
+
+
+def select_modules_to_store(run: Run, names: Iterable[str]) -> set[str]:
+    """Of which modules (as "path.anything") this rank stores the state: of replicas the first does, of stages the first that computes the module."""
+    units = run.rank_model.pipeline.unit_paths if run.rank_model.pipeline is not None else [""]
+    computed_here = {
+        module_name
+        for module_name in names
+        if any(f"{module_name.rpartition('.')[0]}.".startswith(f"{unit}." if unit else "") for unit in units)
+    }
+    names_by_stage = run.axes["pp"].all_gather_object(computed_here)
     if run.axes["dp"].rank or run.axes["tp"].rank:
         return set()
-    speaker = {name: next((at for at, each in enumerate(stages) if name in each), 0) for name in names}
-    return {name for name, stage in speaker.items() if stage == run.axes["pp"].rank}
+    stage_by_name = {
+        name: next((stage_index for stage_index, stage_names in enumerate(names_by_stage) if name in stage_names), 0)
+        for name in names
+    }
+    return {name for name, stage in stage_by_name.items() if stage == run.axes["pp"].rank}
 
 
-class LoadingExtra:
-    """Restores extra state: `rooms` are to be filled in between."""
+class ExtraStateLoader:
+    """Restores extra state: `targets` are to be filled in between."""
 
-    def __init__(self, run: Run, stored: Stored) -> None:
-        self._run, self._plain = run, stored.manifest["extra_state"]
-        self.rooms: dict[str, Tensor] = {}
+    def __init__(self, run: Run, checkpoint: StoredCheckpoint) -> None:
+        self._run, self._encoded = run, checkpoint.manifest["extra_state"]
+        self.targets: dict[str, Tensor] = {}
         modules = {name for name, value in run.model.named_modules() if has_extra_state(value)}
-        there = {name.rpartition(".")[0] for name in self._plain}
-        if modules != there:
-            one = min(modules ^ there)
-            which = "here and not there" if one in modules else "there and not here"
-            raise ForeignCheckpoint(
-                f"{stored.folder}: the module {one or 'model'} has extra state {which}; put it back"
+        stored_modules = {name.rpartition(".")[0] for name in self._encoded}
+        if modules != stored_modules:
+            differing = min(modules ^ stored_modules)
+            difference_text = "here and not there" if differing in modules else "there and not here"
+            raise IncompatibleCheckpointError(
+                f"{checkpoint.folder}: the module {differing or 'model'} has extra state {difference_text}; put it back"
             )
-        for path, device in tensor_refs(list(self._plain.values())):
-            entry = stored.entries[f"extra/{path}"]
-            where = torch.device("cpu") if device == "cpu" else run.device
-            self.rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
+        for path, device in find_tensor_refs(list(self._encoded.values())):
+            entry = checkpoint.entries[f"extra/{path}"]
+            target_device = torch.device("cpu") if device == "cpu" else run.device
+            self.targets[path] = torch.empty(entry.shape, dtype=entry.dtype, device=target_device)
 
-    def finish(self) -> None:
+    def apply(self) -> None:
         """Give each module what was filled."""
-        for name, plain in self._plain.items():
+        for name, encoded in self._encoded.items():
             module = self._run.model.get_submodule(name.rpartition(".")[0])
-            module.set_extra_state(decode(plain, lambda ref: self.rooms[ref[0]]))
+            module.set_extra_state(decode(encoded, lambda ref: self.targets[ref[0]]))
 
 
 def has_extra_state(module: nn.Module) -> bool:

@@ -19,27 +19,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import Stored
-from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, tensor_refs
-from echelon.engine.checkpoint.param_group_state import group_settings, names
-from echelon.engine.checkpoint.tensor_storage import raw
-from echelon.engine.parallel.shard_layout import whole_shape
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
+from echelon.engine.checkpoint.param_group_state import decode_group_settings, map_parameter_names
+from echelon.engine.checkpoint.tensor_storage import tensor_bytes
+from echelon.engine.parallel.shard_layout import full_tensor_shape
+from echelon.errors import IncompatibleCheckpointError, JobError
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StateTensor:
     """A tensor of an optimizer's state on this rank, and the parameter whose layout it has ("": none, it is whole)."""
 
     value: Tensor
-    like: str
+    layout_parameter: str
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitState:
     """A state dict by what its parts belong to."""
 
     state: dict[int, Any]  #: by the parameter's place
@@ -47,139 +47,163 @@ class Split:
     extra: dict[str, Any]
 
 
-def split(state: Mapping[str, Any], count: int) -> Split:
-    """What an optimizer of `count` parameters returned from `state_dict()`."""
-    inner, groups = state.get("state"), state.get("param_groups")
-    kept: dict[Any, Any] = inner if isinstance(inner, dict) else {}
-    mine = {key: entry for key, entry in kept.items() if type(key) is int and key < count}
-    rest = {key: entry for key, entry in kept.items() if key not in mine}
-    own = {"state"} if isinstance(inner, dict) else set()
-    own |= {"param_groups"} if isinstance(groups, list) else set()
-    return Split(mine, rest, {key: value for key, value in state.items() if key not in own})
+def split_state_dict(state: Mapping[str, Any], parameter_count: int) -> SplitState:
+    """What an optimizer of `parameter_count` parameters returned from `state_dict()`."""
+    stored_entries, groups = state.get("state"), state.get("param_groups")
+    entries: dict[Any, Any] = stored_entries if isinstance(stored_entries, dict) else {}
+    parameter_entries = {key: entry for key, entry in entries.items() if type(key) is int and key < parameter_count}
+    shared_entries = {key: entry for key, entry in entries.items() if key not in parameter_entries}
+    standard_keys = {"state"} if isinstance(stored_entries, dict) else set()
+    standard_keys |= {"param_groups"} if isinstance(groups, list) else set()
+    return SplitState(
+        parameter_entries, shared_entries, {key: value for key, value in state.items() if key not in standard_keys}
+    )
 
 
-def parameters_of(run: Run, optimizer: Optimizer) -> list[str]:
+def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
     """The names of its parameters in the order of its groups; "" for one that stands for none."""
-    known = names(run)
-    return [known.get(id(value), "") for group in optimizer.param_groups for value in group["params"]]
+    names_by_id = map_parameter_names(run)
+    return [names_by_id.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def collect(run: Run) -> tuple[list[dict[str, Any]], dict[str, Held]]:
+def collect(run: Run) -> tuple[list[dict[str, Any]], dict[str, StateTensor]]:
     """The optimizers' state of all ranks for JSON, and the tensors in it that this rank holds. Every rank must call it; raises JobError for
     state that a checkpoint cannot hold."""
-    tensors: dict[str, Held] = {}
-    with run.ranks.together():
-        here = [_one(run, index, optimizer, tensors) for index, optimizer in enumerate(run.optimizers)]
-    everyone = run.ranks.gather((here, _digests(run, tensors)))
-    _require_same_on_stages(run, everyone)
-    return [_merged([part[index] for part, _ in everyone]) for index in range(len(here))], tensors
+    tensors: dict[str, StateTensor] = {}
+    with run.ranks.raise_on_all_ranks():
+        local_states = [
+            _collect_optimizer(run, index, optimizer, tensors) for index, optimizer in enumerate(run.optimizers)
+        ]
+    rank_states = run.ranks.all_gather_object((local_states, _digest_shared_tensors(run, tensors)))
+    _require_same_on_stages(run, rank_states)
+    return [_merge_ranks([states[index] for states, _ in rank_states]) for index in range(len(local_states))], tensors
 
 
-def _one(run: Run, index: int, optimizer: Optimizer, tensors: dict[str, Held]) -> dict[str, Any]:
-    order = parameters_of(run, optimizer)
-    found = split(state_dict_of(optimizer), len(order))
-    served = run.hub.trained if run.hub is not None else frozenset()
+def _collect_optimizer(run: Run, index: int, optimizer: Optimizer, tensors: dict[str, StateTensor]) -> dict[str, Any]:
+    parameter_order = parameter_names(run, optimizer)
+    parts = split_state_dict(read_state_dict(optimizer), len(parameter_order))
+    server_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
 
-    def put(like: str | None) -> Any:
-        def note(path: str, value: Tensor) -> list[str]:
+    def make_store_tensor(layout_parameter: str | None) -> Any:
+        def store_tensor(path: str, value: Tensor) -> list[str]:
             while path in tensors:
                 path += "'"  # a key may hold a slash
             value = value.to_dense() if value.is_sparse else value  # a step on it computes the same
-            owner = _owner(run, index, optimizer, path, value) if like is None else like
+            layout_name = (
+                _find_layout_parameter(run, index, optimizer, path, value)
+                if layout_parameter is None
+                else layout_parameter
+            )
             # On whole tensors a rank steps what it owns, and the first of them what is shared.
-            if index not in run.whole or like is not None or run.world.main:
-                tensors[path] = Held(value, "" if index in run.whole else owner)
-            return [path, owner, value.device.type]
+            if index not in run.full_tensor_optimizers or layout_parameter is not None or run.world.is_main:
+                tensors[path] = StateTensor(value, "" if index in run.full_tensor_optimizers else layout_name)
+            return [path, layout_name, value.device.type]
 
-        return note
+        return store_tensor
 
     try:
         return {
             "state": {
-                order[place]: encode(entry, f"{index}/{order[place]}", put(order[place]))
-                for place, entry in found.state.items()
-                if order[place] and order[place] not in served
+                parameter_order[position]: encode(
+                    entry, f"{index}/{parameter_order[position]}", make_store_tensor(parameter_order[position])
+                )
+                for position, entry in parts.state.items()
+                if parameter_order[position] and parameter_order[position] not in server_names
             },
-            "shared": encode(found.shared, f"{index}:state", put(None)),
-            "extra": encode(found.extra, f"{index}:extra", put(None)),
+            "shared": encode(parts.shared, f"{index}:state", make_store_tensor(None)),
+            "extra": encode(parts.extra, f"{index}:extra", make_store_tensor(None)),
         }
-    except Unstorable as error:
-        raise refusal(optimizer, error) from error
+    except UnstorableValue as error:
+        raise make_unstorable_error(optimizer, error) from error
 
 
-def state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
+def read_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Its `state_dict()`, or why there is none."""
     try:
-        found = optimizer.state_dict()
+        state_dict = optimizer.state_dict()
     except Exception as error:
         raise JobError(
             f"optimizer= is {type(optimizer).__name__}, whose state_dict() fails ({type(error).__name__}: {error}): its state could not be "
             "saved; repair it, or use another optimizer"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(state_dict, dict):
         raise JobError(f"optimizer= is {type(optimizer).__name__}, whose state_dict() is no dict; return one")
-    return found
+    return state_dict
 
 
-def refusal(optimizer: Optimizer, error: Unstorable) -> JobError:
+def make_unstorable_error(optimizer: Optimizer, error: UnstorableValue) -> JobError:
     """The error for state that a checkpoint cannot hold."""
     path = error.path.partition("/")[2] or error.path
     return JobError(
-        f"optimizer= is {type(optimizer).__name__}, which keeps {error.why} in state_dict() ({path}): a checkpoint does not hold it, and a "
+        f"optimizer= is {type(optimizer).__name__}, which keeps {error.reason} in state_dict() ({path}): a checkpoint does not hold it, and a "
         "resumed run would go on without it; keep tensors, numbers, strings and containers of these, or return such from its state_dict()"
     )
 
 
-def _owner(run: Run, index: int, optimizer: Optimizer, path: str, value: Tensor) -> str:
+def _find_layout_parameter(run: Run, index: int, optimizer: Optimizer, path: str, value: Tensor) -> str:
     """The parameter that a tensor which belongs to none is laid out like; "": it is whole."""
-    if index in run.whole:
+    if index in run.full_tensor_optimizers:
         return ""
-    known = names(run)
-    params = {known[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in known}
-    if value.dim() and any(name in run.pieces and run.pieces[name].shape == value.shape for name in params):
-        raise Unstorable(
+    names_by_id = map_parameter_names(run)
+    parameters_by_name = {
+        names_by_id[id(parameter)]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names_by_id
+    }
+    if value.dim() and any(
+        name in run.tp_shards and run.tp_shards[name].local_shape == value.shape for name in parameters_by_name
+    ):
+        raise UnstorableValue(
             path, "a tensor that may be whole or a piece of a parameter under tp; use tp=1, or keep it per parameter"
         )
-    alike = [name for name, p in params.items() if _alike(p, value)]
-    if not alike and isinstance(value, DTensor):
-        raise Unstorable(path, "a sharded tensor of no parameter's shape")
-    place = path.rpartition("/")[2]
-    twin = (
-        list(params)[int(place)] if place.isdigit() and int(place) < len(params) else ""
+    matching = [name for name, parameter in parameters_by_name.items() if _is_same_layout(parameter, value)]
+    if not matching and isinstance(value, DTensor):
+        raise UnstorableValue(path, "a sharded tensor of no parameter's shape")
+    position = path.rpartition("/")[2]
+    same_position = (
+        list(parameters_by_name)[int(position)]
+        if position.isdigit() and int(position) < len(parameters_by_name)
+        else ""
     )  # of a list with one for each parameter
-    return twin if twin in alike else next(iter(alike), "")
+    return same_position if same_position in matching else next(iter(matching), "")
 
 
-def _alike(parameter: Tensor, value: Tensor) -> bool:
+def _is_same_layout(parameter: Tensor, tensor: Tensor) -> bool:
     if (
-        isinstance(parameter, DTensor) != isinstance(value, DTensor)
-        or parameter.shape != value.shape
-        or not value.dim()
+        isinstance(parameter, DTensor) != isinstance(tensor, DTensor)
+        or parameter.shape != tensor.shape
+        or not tensor.dim()
     ):
         return False
-    return not isinstance(parameter, DTensor) or parameter.placements == value.placements  # type: ignore[attr-defined]
+    return not isinstance(parameter, DTensor) or parameter.placements == tensor.placements  # type: ignore[attr-defined]
 
 
-def _digests(run: Run, tensors: Mapping[str, Held]) -> dict[str, str]:
+def _digest_shared_tensors(run: Run, tensors: Mapping[str, StateTensor]) -> dict[str, str]:
     """Of tensors that belong to no parameter, for stages to compare."""
     if run.axes["pp"].size == 1:
         return {}
-    loose = {path: held.value for path, held in tensors.items() if ":" in path.split("/")[0]}
+    shared_tensors = {path: state_tensor.value for path, state_tensor in tensors.items() if ":" in path.split("/")[0]}
     return {
-        path: hashlib.sha256(raw(value.to_local() if isinstance(value, DTensor) else value)).hexdigest()
-        for path, value in loose.items()
+        path: hashlib.sha256(tensor_bytes(value.to_local() if isinstance(value, DTensor) else value)).hexdigest()
+        for path, value in shared_tensors.items()
     }
 
 
-def _require_same_on_stages(run: Run, everyone: Sequence[tuple[list[dict[str, Any]], dict[str, str]]]) -> None:
+def _require_same_on_stages(run: Run, rank_states: Sequence[tuple[list[dict[str, Any]], dict[str, str]]]) -> None:
     if run.axes["pp"].size == 1:
         return
     for index, optimizer in enumerate(run.optimizers):
-        if index in run.whole:
+        if index in run.full_tensor_optimizers:
             continue  # one rank steps it, or each tensor by itself
-        loose = [(part[index]["shared"], part[index]["extra"]) for part, _ in everyone]
-        digests = [{k: v for k, v in each.items() if k.startswith(f"{index}:")} for _, each in everyone]
-        if any(each != loose[0] for each in loose) or any(each != digests[0] for each in digests):
+        shared_states = [(states[index]["shared"], states[index]["extra"]) for states, _ in rank_states]
+        digests = [
+            {key: digest for key, digest in rank_state.items() if key.startswith(f"{index}:")}
+            for _, rank_state in rank_states
+        ]
+        if any(rank_state != shared_states[0] for rank_state in shared_states) or any(
+            rank_state != digests[0] for rank_state in digests
+        ):
             raise JobError(
                 f"optimizer= is {type(optimizer).__name__}, which keeps state besides that of its parameters, and pipeline stages keep "
                 "different ones: a checkpoint could not be read under another plan; keep it per parameter (optimizer.state[parameter]), "
@@ -187,89 +211,108 @@ def _require_same_on_stages(run: Run, everyone: Sequence[tuple[list[dict[str, An
             )
 
 
-def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merge_ranks(rank_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of all ranks: a parameter's state from the first that has it."""
     return {
-        "state": {name: entry for part in reversed(parts) for name, entry in part["state"].items()},
-        "shared": parts[0]["shared"],
-        "extra": parts[0]["extra"],
+        "state": {name: entry for rank_state in reversed(rank_states) for name, entry in rank_state["state"].items()},
+        "shared": rank_states[0]["shared"],
+        "extra": rank_states[0]["extra"],
     }
 
 
 # Back
 
 
-class Loading:
-    """Restores optimizers from a checkpoint: `rooms` are to be filled in between."""
+class OptimizerLoader:
+    """Restores optimizers from a checkpoint: `targets` are to be filled in between."""
 
-    def __init__(self, run: Run, stored: Stored) -> None:
-        self._run, self._plain = run, stored.manifest["optimizers"]
-        self.rooms: dict[str, Held] = {}
+    def __init__(self, run: Run, checkpoint: StoredCheckpoint) -> None:
+        self._run, self._encoded = run, checkpoint.manifest["optimizers"]
+        self.targets: dict[str, StateTensor] = {}
         parameters = dict(run.model.named_parameters()) | run.loss_parameters
         for index, optimizer in enumerate(run.optimizers):
-            plain, mine = self._plain[index], self._mine(index, optimizer)
-            for name in plain["state"]:
+            encoded, local_names = self._encoded[index], self._local_names(index, optimizer)
+            for name in encoded["state"]:
                 if name not in parameters:
-                    raise ForeignCheckpoint(
-                        f"{stored.folder}: optimizer state for {name}, which neither the model nor the loss has"
+                    raise IncompatibleCheckpointError(
+                        f"{checkpoint.folder}: optimizer state for {name}, which neither the model nor the loss has"
                     )
-            kept = [entry for name, entry in plain["state"].items() if name in mine]
-            for path, like, device in tensor_refs([*kept, plain["shared"], plain["extra"]]):
-                loose = ":" in path.split("/")[0]
-                if loose and like and index not in run.whole and (run.axes["pp"].size > 1 or like in run.pieces):
-                    raise ForeignCheckpoint(
-                        f"{stored.folder}: {type(optimizer).__name__} kept tensors of its parameters' shapes outside of their state, of which a "
+            local_entries = [entry for name, entry in encoded["state"].items() if name in local_names]
+            for path, layout_parameter, device in find_tensor_refs(
+                [*local_entries, encoded["shared"], encoded["extra"]]
+            ):
+                is_shared = ":" in path.split("/")[0]
+                if (
+                    is_shared
+                    and layout_parameter
+                    and index not in run.full_tensor_optimizers
+                    and (run.axes["pp"].size > 1 or layout_parameter in run.tp_shards)
+                ):
+                    raise IncompatibleCheckpointError(
+                        f"{checkpoint.folder}: {type(optimizer).__name__} kept tensors of its parameters' shapes outside of their state, of which a "
                         "stage or a piece cannot take up its part; go on under a plan with pp=1 and tp=1"
                     )
-                entry = stored.entries[f"optimizer/{path}"]
-                self.rooms[path] = self._room(index, parameters.get(like), like, entry, device)
+                entry = checkpoint.entries[f"optimizer/{path}"]
+                self.targets[path] = self._allocate_target(
+                    index, parameters.get(layout_parameter), layout_parameter, entry, device
+                )
 
-    def _mine(self, index: int, optimizer: Optimizer) -> set[str]:
+    def _local_names(self, index: int, optimizer: Optimizer) -> set[str]:
         """The parameters whose state this rank keeps."""
         run = self._run
-        served = run.hub.trained if run.hub is not None else frozenset()
-        here = set(parameters_of(run, optimizer)) - {""} - served
-        return here & run.whole[index].owned if index in run.whole else here
+        server_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
+        local_names = set(parameter_names(run, optimizer)) - {""} - server_names
+        return (
+            local_names & run.full_tensor_optimizers[index].owned_names
+            if index in run.full_tensor_optimizers
+            else local_names
+        )
 
-    def _room(self, index: int, parameter: Tensor | None, like: str, entry: Any, device: str) -> Held:
+    def _allocate_target(
+        self, index: int, parameter: Tensor | None, layout_parameter: str, entry: Any, device: str
+    ) -> StateTensor:
         run = self._run
         if (
             parameter is not None
-            and index not in run.whole
-            and entry.shape == whole_shape(parameter, run.pieces.get(like))
+            and index not in run.full_tensor_optimizers
+            and entry.shape == full_tensor_shape(parameter, run.tp_shards.get(layout_parameter))
         ):
-            return Held(torch.empty_like(parameter, dtype=entry.dtype).detach(), like)
-        where = torch.device("cpu") if device == "cpu" or not entry.shape else run.device
-        return Held(torch.empty(entry.shape, dtype=entry.dtype, device=where), "")
+            return StateTensor(torch.empty_like(parameter, dtype=entry.dtype).detach(), layout_parameter)
+        target_device = torch.device("cpu") if device == "cpu" or not entry.shape else run.device
+        return StateTensor(torch.empty(entry.shape, dtype=entry.dtype, device=target_device), "")
 
-    def finish(self) -> None:
+    def apply(self) -> None:
         """Give each optimizer what was filled, through its own load_state_dict."""
         for index, optimizer in enumerate(self._run.optimizers):
-            self._finish(index, optimizer)
+            self._apply_to(index, optimizer)
 
-    def _finish(self, index: int, optimizer: Optimizer) -> None:
-        plain, mine = self._plain[index], self._mine(index, optimizer)
-        order = parameters_of(self._run, optimizer)
+    def _apply_to(self, index: int, optimizer: Optimizer) -> None:
+        encoded, local_names = self._encoded[index], self._local_names(index, optimizer)
+        parameter_order = parameter_names(self._run, optimizer)
 
-        def take(ref: Any) -> Tensor:
-            return self.rooms[ref[0]].value
+        def load_tensor(ref: Any) -> Tensor:
+            return self.targets[ref[0]].value
 
         entries = {
-            place: decode(plain["state"][name], take)
-            for place, name in enumerate(order)
-            if name in mine and name in plain["state"]
+            position: decode(encoded["state"][name], load_tensor)
+            for position, name in enumerate(parameter_order)
+            if name in local_names and name in encoded["state"]
         }
         live = optimizer.state_dict()
-        served = self._run.hub.trained if self._run.hub is not None else frozenset()
+        server_names = self._run.server_backend.trained_names if self._run.server_backend is not None else frozenset()
         # What a parameter server trains has its state there, and what stands for it here keeps its own.
-        own = {place: e for place, e in split(live, len(order)).state.items() if order[place] in served}
+        server_entries = {
+            position: entry
+            for position, entry in split_state_dict(live, len(parameter_order)).state.items()
+            if parameter_order[position] in server_names
+        }
         restore(
             optimizer,
             live,
-            entries | own,
-            decode(plain["shared"], take),
-            decode(plain["extra"], take),
-            group_settings(self._run, index, optimizer, plain["groups"]),
+            entries | server_entries,
+            decode(encoded["shared"], load_tensor),
+            decode(encoded["extra"], load_tensor),
+            decode_group_settings(self._run, index, optimizer, encoded["groups"]),
         )
 
 
@@ -284,39 +327,41 @@ def restore(
     """Load state into an optimizer. `live`: its present state dict; `settings`: of each group what to change."""
     state = dict(live) | extra
     if isinstance(state.get("param_groups"), list) and "param_groups" not in extra:
-        state["param_groups"] = [{**group, **new} for group, new in zip(state["param_groups"], settings, strict=True)]
+        state["param_groups"] = [
+            {**group, **new_settings} for group, new_settings in zip(state["param_groups"], settings, strict=True)
+        ]
     if isinstance(state.get("state"), dict) and "state" not in extra:
         state["state"] = {**entries, **shared}
     optimizer.load_state_dict(state)
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
     # torch casts state to its parameter's dtype, and makes other strings of strings (2.13).
-    params = [value for group in optimizer.param_groups for value in group["params"]]
-    for place, entry in entries.items():
-        optimizer.state[params[place]] = _exact(entry, optimizer.state[params[place]], "")
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    for position, entry in entries.items():
+        optimizer.state[parameters[position]] = _undo_cast(entry, optimizer.state[parameters[position]], "")
 
 
-def _exact(ours: Any, theirs: Any, key: Any) -> Any:
+def _undo_cast(saved: Any, loaded: Any, key: Any) -> Any:
     """What was saved, on the device that torch chose; what an optimizer made a tensor of by itself stays one."""
-    if isinstance(ours, Tensor) or isinstance(theirs, Tensor):
-        if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor)) or key == "step":
-            return theirs
-        return ours.to(theirs.device)
-    if type(ours) is dict and isinstance(theirs, dict):
-        extra = {name: each for name, each in theirs.items() if name not in ours}
-        return {name: _exact(each, theirs.get(name), name) for name, each in ours.items()} | extra
-    if type(ours) in (list, tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        return type(ours)(_exact(each, was, None) for each, was in zip(ours, theirs, strict=True))
-    return ours
+    if isinstance(saved, Tensor) or isinstance(loaded, Tensor):
+        if not (isinstance(saved, Tensor) and isinstance(loaded, Tensor)) or key == "step":
+            return loaded
+        return saved.to(loaded.device)
+    if type(saved) is dict and isinstance(loaded, dict):
+        extra = {name: item for name, item in loaded.items() if name not in saved}
+        return {name: _undo_cast(item, loaded.get(name), name) for name, item in saved.items()} | extra
+    if type(saved) in (list, tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
+        return type(saved)(_undo_cast(item, loaded_item, None) for item, loaded_item in zip(saved, loaded, strict=True))
+    return saved
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def find_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in a nested state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from find_tensors(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from find_tensors(item)

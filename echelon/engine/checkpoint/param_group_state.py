@@ -15,153 +15,182 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, from_inline, inline
-from echelon.engine.checkpoint.schedule_state import per_group
-from echelon.errors import ForeignCheckpoint, JobError
+from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
+from echelon.engine.checkpoint.schedule_state import collect_group_values
+from echelon.errors import IncompatibleCheckpointError, JobError
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: Entries of a parameter group that name live parameters.
-_LIVE = ("params", "param_names")
+_PARAMETER_KEYS = ("params", "param_names")
 #: How a group's step is computed, not what: the running plan's choice, since the plan that saved may have had other kernels.
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+_IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def names(run: Run) -> dict[int, str]:
+def map_parameter_names(run: Run) -> dict[int, str]:
     """Parameter identity -> its first name; also of the loss's own, and of the whole tensors that stand for a parameter in its optimizer."""
-    named = [*run.model.named_parameters(), *run.loss_parameters.items()]
-    named += [pair for each in run.whole.values() for pair in each.parameters.items()]
-    return {id(value): name for name, value in reversed(named)}
+    named_parameters = [*run.model.named_parameters(), *run.loss_parameters.items()]
+    named_parameters += [
+        pair for optimizer in run.full_tensor_optimizers.values() for pair in optimizer.parameters.items()
+    ]
+    return {id(parameter): name for name, parameter in reversed(named_parameters)}
 
 
-def entries(run: Run, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+def optimizer_entries(run: Run, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
     """What an optimizer keeps on this rank for each parameter."""
-    known = names(run)
-    return [(known[id(value)], entry) for value, entry in optimizer.state.items() if id(value) in known]
+    names_by_id = map_parameter_names(run)
+    return [
+        (names_by_id[id(parameter)], entry)
+        for parameter, entry in optimizer.state.items()
+        if id(parameter) in names_by_id
+    ]
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_json(value: Any) -> bool:
     """Whether JSON holds it as it is."""
     if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
+        return all(map(is_plain_json, value))
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def _frozen(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """A setting as a plain value: a tensor of one number (a learning rate) as its number."""
     if type(value) in (list, tuple):
-        return type(value)(_frozen(each) for each in value)
+        return type(value)(_to_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def read_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a parameter group is set to: not which parameters it has, and not how its step is computed."""
-    return {key: _frozen(value) for key, value in group.items() if key not in (*_LIVE, *_IMPLEMENTATION)}
+    return {
+        key: _to_plain(value) for key, value in group.items() if key not in (*_PARAMETER_KEYS, *_IMPLEMENTATION_KEYS)
+    }
 
 
-def _thawed(value: Any, example: Any) -> Any:
-    """What `_frozen` made, as what it was."""
+def _restore_type(value: Any, example: Any) -> Any:
+    """What `_to_plain` made, as what it was."""
     if isinstance(example, Tensor) and type(value) in (bool, int, float, complex):
         return torch.full_like(example, value)
     if type(value) in (list, tuple) and isinstance(example, list | tuple) and len(example) == len(value):
-        return type(value)(_thawed(each, was) for each, was in zip(value, example, strict=True))
+        return type(value)(_restore_type(item, example_item) for item, example_item in zip(value, example, strict=True))
     return value
 
 
-def _stored_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def _encode_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings for JSON; code (a function as a setting) stays the job's."""
     try:
         return {
-            str(key): encode(value, str(key), inline) for key, value in settings(group).items() if not callable(value)
+            str(key): encode(value, str(key), encode_inline)
+            for key, value in read_group_settings(group).items()
+            if not callable(value)
         }
-    except Unstorable as error:
+    except UnstorableValue as error:
         raise JobError(
-            f"optimizer= is {type(optimizer).__name__}, with {error.why} in a parameter group ({error.path}): a checkpoint does not hold it; "
+            f"optimizer= is {type(optimizer).__name__}, with {error.reason} in a parameter group ({error.path}): a checkpoint does not hold it; "
             "use numbers, strings and containers of these"
         ) from error
 
 
-def optimizer_groups(run: Run) -> list[list[dict[str, Any]]]:
+def gather_optimizer_groups(run: Run) -> list[list[dict[str, Any]]]:
     """The groups of each optimizer, of all stages together, for JSON. Every rank must call it."""
-    with run.ranks.together():
-        here = _groups_here(run)
-    return [_merged(parts) for parts in zip(*run.axes["pp"].gather(here), strict=True)]
+    with run.ranks.raise_on_all_ranks():
+        local_groups = _local_groups(run)
+    return [
+        _merge_groups(stage_groups)
+        for stage_groups in zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)
+    ]
 
 
-def _groups_here(run: Run) -> list[list[dict[str, Any]]]:
-    known = names(run)
-    found = []
+def _local_groups(run: Run) -> list[list[dict[str, Any]]]:
+    names_by_id = map_parameter_names(run)
+    groups = []
     for index, optimizer in enumerate(run.optimizers):
-        lists = per_group(run.schedules[index]) if run.schedules else {}
-        found.append([
+        schedule_values = collect_group_values(run.schedules[index]) if run.schedules else {}
+        groups.append([
             {
-                "names": [known[id(value)] for value in group["params"] if id(value) in known],
-                "settings": _stored_settings(optimizer, group),
-                "schedule": {path: values[i] for path, values in lists.items() if i < len(values)},
+                "names": [names_by_id[id(value)] for value in group["params"] if id(value) in names_by_id],
+                "settings": _encode_settings(optimizer, group),
+                "schedule": {path: values[i] for path, values in schedule_values.items() if i < len(values)},
             }
             for i, group in enumerate(optimizer.param_groups)
         ])  # fmt: skip
-    return found
+    return groups
 
 
-def _merged(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _merge_groups(stage_groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One group for each setting."""
     groups: dict[str, dict[str, Any]] = {}
-    for group in (each for part in parts for each in part if each["names"]):
-        same = groups.setdefault(json.dumps(_set_to(group), sort_keys=True), group | {"names": []})
-        same["names"] = list(dict.fromkeys(same["names"] + group["names"]))
+    for group in (stage_group for stage in stage_groups for stage_group in stage if stage_group["names"]):
+        merged = groups.setdefault(json.dumps(_group_key(group), sort_keys=True), group | {"names": []})
+        merged["names"] = list(dict.fromkeys(merged["names"] + group["names"]))
     return list(groups.values())
 
 
-def _set_to(group: Mapping[str, Any]) -> list[Any]:
+def _group_key(group: Mapping[str, Any]) -> list[Any]:
     return [group["settings"], group["schedule"]]
 
 
-def require_groups(
-    run: Run, stored: Sequence[Sequence[dict[str, Any]]], here: Sequence[Sequence[dict[str, Any]]], folder: Path
+def require_matching_groups(
+    run: Run,
+    stored_groups: Sequence[Sequence[dict[str, Any]]],
+    current_groups: Sequence[Sequence[dict[str, Any]]],
+    folder: Path,
 ) -> None:
-    """Refuse a checkpoint whose settings the groups of this rank cannot take up. `here`: `optimizer_groups` of this run."""
-    covered = [{name for group in groups for name in group["names"]} for groups in stored]
-    if covered != [{name for group in groups for name in group["names"]} for groups in here]:
-        raise ForeignCheckpoint(
+    """Refuse a checkpoint whose settings the groups of this rank cannot take up. `current_groups`: `gather_optimizer_groups` of this run."""
+    stored_names = [
+        {name for group in optimizer_groups for name in group["names"]} for optimizer_groups in stored_groups
+    ]
+    if stored_names != [
+        {name for group in optimizer_groups for name in group["names"]} for optimizer_groups in current_groups
+    ]:
+        raise IncompatibleCheckpointError(
             f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"
         )
-    known = names(run)
-    for optimizer, groups in zip(run.optimizers, stored, strict=True):
-        places = {name: place for place, group in enumerate(groups) for name in group["names"]}
+    names_by_id = map_parameter_names(run)
+    for optimizer, optimizer_groups in zip(run.optimizers, stored_groups, strict=True):
+        group_positions = {name: position for position, group in enumerate(optimizer_groups) for name in group["names"]}
         for group in optimizer.param_groups:
-            mine = [known[id(value)] for value in group["params"] if id(value) in known]
-            other = next(
-                (name for name in mine if _set_to(groups[places[name]]) != _set_to(groups[places[mine[0]]])), None
+            local_names = [names_by_id[id(parameter)] for parameter in group["params"] if id(parameter) in names_by_id]
+            differing = next(
+                (
+                    name
+                    for name in local_names
+                    if _group_key(optimizer_groups[group_positions[name]])
+                    != _group_key(optimizer_groups[group_positions[local_names[0]]])
+                ),
+                None,
             )
-            if other is not None:
-                raise ForeignCheckpoint(
-                    f"{folder}: {mine[0]} and {other} are in one group of this job's optimizer, and in the checkpoint they have different "
+            if differing is not None:
+                raise IncompatibleCheckpointError(
+                    f"{folder}: {local_names[0]} and {differing} are in one group of this job's optimizer, and in the checkpoint they have different "
                     "settings; put the groups back as they were, or start anew in another folder with weights= from this one"
                 )
 
 
-def group_settings(
+def decode_group_settings(
     run: Run, index: int, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each live group the settings that its parameters had."""
     return [
         {
-            key: _thawed(decode(value, from_inline), group.get(key))
-            for key, value in old["settings"].items()
-            if key not in _IMPLEMENTATION
+            key: _restore_type(decode(value, decode_inline), group.get(key))
+            for key, value in stored_group["settings"].items()
+            if key not in _IMPLEMENTATION_KEYS
         }
-        for group, old in zip(optimizer.param_groups, own_groups(run, optimizer, groups), strict=True)
+        for group, stored_group in zip(optimizer.param_groups, match_stored_groups(run, optimizer, groups), strict=True)
     ]
 
 
-def own_groups(run: Run, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def match_stored_groups(run: Run, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """For each live group the stored one of its parameters; for one that has none the first, to be in step with it."""
-    known = names(run)
+    names_by_id = map_parameter_names(run)
     by_name = {name: group for group in groups for name in group["names"]}
-    spare = groups[0] if groups else {"settings": {}, "schedule": {}}
+    default_group = groups[0] if groups else {"settings": {}, "schedule": {}}
     return [
-        next((by_name[known[id(value)]] for value in group["params"] if id(value) in known), spare)
+        next(
+            (by_name[names_by_id[id(parameter)]] for parameter in group["params"] if id(parameter) in names_by_id),
+            default_group,
+        )
         for group in optimizer.param_groups
     ]

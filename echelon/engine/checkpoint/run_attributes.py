@@ -17,38 +17,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import Stored
-from echelon.engine.checkpoint.function_state import FunctionState, MetricState, in_words, places_apart
-from echelon.engine.checkpoint.held_state import SHARDED, Changes, HeldState, digest_of
-from echelon.engine.checkpoint.json_values import Put, tensor_refs
-from echelon.engine.checkpoint.optimizer_state import state_dict_of
-from echelon.engine.shared_state_check import opened
-from echelon.errors import ForeignCheckpoint
+from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.engine.checkpoint.function_state import FunctionState, MetricState, describe_slot, find_differing_slots
+from echelon.engine.checkpoint.held_state import SHARDED_TENSOR_REASON, ReachableState, StateChanges, digest_tensor
+from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs
+from echelon.engine.checkpoint.optimizer_state import read_state_dict
+from echelon.engine.shared_state_check import iterate_user_objects
+from echelon.errors import IncompatibleCheckpointError
 from echelon.plan.codec import from_plain, to_plain
 from echelon.plan.plan import Plan
 from echelon.plan.text import to_text
-from echelon.tree import tensors
+from echelon.tree import tree_tensors
 from echelon.trials.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 
-class ModelState(HeldState):
+class ModelState(ReachableState):
     """Saves and restores what the modules of a model keep besides parameters and persistent buffers."""
 
-    largest = 2**26  # a cache of activations is not worth it
+    max_tensor_bytes = 2**26  # a cache of activations is not worth it
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__({"model": model}, without=_saved(model), registered={id(each) for each in model.modules()})
+        super().__init__(
+            {"model": model},
+            excluded_ids=_state_dict_ids(model),
+            registered_ids={id(module) for module in model.modules()},
+        )
 
 
-def model_snapshot(model: nn.Module) -> Snapshot:
+def snapshot_model(model: nn.Module) -> Snapshot:
     """What the modules keep besides parameters and persistent buffers."""
-    return Snapshot({"model": model}, without=_saved(model))
+    return Snapshot({"model": model}, excluded_ids=_state_dict_ids(model))
 
 
-def _saved(model: nn.Module) -> set[int]:
+def _state_dict_ids(model: nn.Module) -> set[int]:
     """The ids of what `state_dict()` returns."""
     buffers = (
         value
@@ -59,241 +63,284 @@ def _saved(model: nn.Module) -> set[int]:
     return {id(value) for value in (*model.parameters(), *buffers)}
 
 
-class OptimizerAttributes(HeldState):
+class OptimizerAttributes(ReachableState):
     """Saves and restores what optimizers, and functions of schedules, keep besides what `state_dict()` returns."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Any], *, without: Collection[int]) -> None:
-        self._optimizers, self._others = optimizers, without
+    def __init__(
+        self, optimizers: Sequence[Optimizer], schedules: Sequence[Any], *, excluded_ids: Collection[int]
+    ) -> None:
+        self._optimizers, self._other_ids = optimizers, excluded_ids
         roots: dict[str, Any] = {}
-        for kind, live in (("optimizer", optimizers), ("schedule", [_functions(each) for each in schedules])):
-            roots |= {f"{kind}{place + 1 if len(live) > 1 else ''}": each for place, each in enumerate(live)}
-        super().__init__(roots, without=self._parameters())
+        for kind, live_objects in (
+            ("optimizer", optimizers),
+            ("schedule", [_schedule_functions(item) for item in schedules]),
+        ):
+            roots |= {
+                f"{kind}{index + 1 if len(live_objects) > 1 else ''}": item for index, item in enumerate(live_objects)
+            }
+        super().__init__(roots, excluded_ids=self._excluded_parameter_ids())
 
-    def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
-        state = [tensors(state_dict_of(each)) for each in self._optimizers]  # made while they step
-        self._without = self._parameters() | {id(value) for values in state for value in values}
-        return super().changes(put, only)
+    def collect_changes(
+        self, store_tensor: StoreTensor, only_names: Collection[str] | None = None
+    ) -> tuple[StateChanges, list[str]]:
+        state_tensors = [
+            tree_tensors(read_state_dict(optimizer)) for optimizer in self._optimizers
+        ]  # made while they step
+        self._excluded_ids = self._excluded_parameter_ids() | {
+            id(value) for values in state_tensors for value in values
+        }
+        return super().collect_changes(store_tensor, only_names)
 
-    def _parameters(self) -> set[int]:
-        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        return {id(value) for values in groups for value in values}.union(self._others)
+    def _excluded_parameter_ids(self) -> set[int]:
+        parameter_lists = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        return {id(value) for values in parameter_lists for value in values}.union(self._other_ids)
 
-    def _is_others(self, value: Any) -> bool:
-        return id(value) in self._without  # a sharded tensor of its own is none: it is named as lost
+    def _is_saved_elsewhere(self, value: Any) -> bool:
+        return id(value) in self._excluded_ids  # a sharded tensor of its own is none: it is named as lost
 
 
-def _functions(schedule: Any) -> list[Any]:
+def _schedule_functions(schedule: Any) -> list[Any]:
     """Those that a schedule calls, and its class: its attributes are in schedule_state.py."""
     return [
         type(schedule),
-        *(each for each in opened(schedule, set()) if isinstance(each, FunctionType | MethodType | partial)),
+        *(
+            item
+            for item in iterate_user_objects(schedule, set())
+            if isinstance(item, FunctionType | MethodType | partial)
+        ),
     ]
 
 
-class Attributes:
+class RunAttributes:
     """Saves and restores what one run keeps so."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._trainable = trainable(run.model)
+        self._initial_trainable = read_trainable(run.model)
         self.model = ModelState(run.model)
         #: What the loss and `inputs` keep.
-        self.functions = FunctionState(run.job, run.model, trained=run.loss_parameters.values())
-        models = {id(each) for each in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
+        self.functions = FunctionState(run.job, run.model, trained_parameters=run.loss_parameters.values())
+        models = {id(item) for item in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
         self.optimizers = OptimizerAttributes(
-            run.optimizers, run.schedules, without=models | self.model.ids() | self.functions.ids()
+            run.optimizers, run.schedules, excluded_ids=models | self.model.object_ids() | self.functions.object_ids()
         )
         self._metrics = MetricState(run.job, run.model)
-        self._lost: set[str] = set()
+        self._warned_names: set[str] = set()
         #: Whether no proof has shown that the loss reads nothing that data ranks hold differently.
-        self.unproved = True
+        self.is_unproved = True
 
-    def steered_by(self, call: Callable[[], Any]) -> bool:
+    def changes_functions(self, call: Callable[[], Any]) -> bool:
         """Whether a call of a metric changes what the loss or `inputs` reads."""
-        ids, places = self._metrics.places()
-        before = self.functions.shared(ids, places)
+        metric_ids, metric_slots = self._metrics.ids_and_slots()
+        digests_before = self.functions.digest_shared(metric_ids, metric_slots)
         with contextlib.suppress(Exception):  # of a part that it was not made for
             call()
-        return self.functions.shared(ids, places) != before
+        return self.functions.digest_shared(metric_ids, metric_slots) != digests_before
 
-    def share_metrics(self, *, mine: bool) -> None:
-        """Give every rank what metrics keep on the first that has it (`mine`). Every rank must call it."""
-        changes = self._metrics.changes(lambda _, value: value.cpu())[0] if mine else None
-        first = next(each for each in self._run.ranks.gather(changes) if each is not None)
-        if not mine:
-            self._metrics.restore(first, lambda value: value)
+    def share_metrics(self, *, has_metrics: bool) -> None:
+        """Give every rank what metrics keep on the first that has it (`has_metrics`). Every rank must call it."""
+        changes = self._metrics.collect_changes(lambda _, value: value.cpu())[0] if has_metrics else None
+        shared_changes = next(
+            rank_changes for rank_changes in self._run.ranks.all_gather_object(changes) if rank_changes is not None
+        )
+        if not has_metrics:
+            self._metrics.restore(shared_changes, lambda value: value)
 
-    def switched(self) -> dict[str, bool]:
+    def changed_trainable(self) -> dict[str, bool]:
         """Parameters that were frozen (False) or unfrozen (True) since the start, as far as this rank has them."""
-        return _changed(trainable(self._run.model), self._trainable)
+        return _changed_entries(read_trainable(self._run.model), self._initial_trainable)
 
     def collect(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What changed since the start, of all stages, for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
         run, tensors = self._run, dict[str, Tensor]()
 
-        def put(path: str, value: Tensor) -> Any:
+        def store_tensor(path: str, value: Tensor) -> Any:
             tensors[path] = value
             return [path, value.device.type]
 
-        speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        changed = run.ranks.gather(self.model.changed() if speaks else [])
+        stores_model = not run.axes["dp"].rank and not run.axes["tp"].rank
+        changed_by_rank = run.ranks.all_gather_object(self.model.changed_objects() if stores_model else [])
         # Of stages that changed the same object the first one stores it.
-        mine = [name for name in changed[run.ranks.rank] if not any(name in each for each in changed[: run.ranks.rank])]
-        model, lost = self.model.changes(put, mine)
+        changed_here = [
+            name
+            for name in changed_by_rank[run.ranks.rank]
+            if not any(name in each for each in changed_by_rank[: run.ranks.rank])
+        ]
+        model, unstorable = self.model.collect_changes(store_tensor, changed_here)
         functions = metrics = None
-        apart = places_apart(run.data.gather(self.functions.fingerprints()))
-        if not run.data.rank and run.tells:  # the rank that calls metrics which keep state
-            functions, lost_too = self.functions.changes_without(apart if self.unproved else (), put)
-            metrics, also_lost = self._metrics.changes(put)
-            lost += [*lost_too, *also_lost]
-            lost += [f"{in_words(place)}: the ranks' values differ" for place in apart if self.unproved]
-        optimizers, differing, missing = self._of_optimizers(put)
-        self._warn([*lost, *differing])
-        everyone = run.ranks.gather((model, self.switched(), functions, metrics))
-        names = run.ranks.gather([in_words(place) for place in apart] if run.tells else [])
+        differing_slots = find_differing_slots(run.data_parallel.all_gather_object(self.functions.digest_changes()))
+        if not run.data_parallel.rank and run.is_reporting:  # the rank that calls metrics which keep state
+            functions, unstorable_functions = self.functions.collect_changes_except(
+                differing_slots if self.is_unproved else (), store_tensor
+            )
+            metrics, unstorable_metrics = self._metrics.collect_changes(store_tensor)
+            unstorable += [*unstorable_functions, *unstorable_metrics]
+            unstorable += [
+                f"{describe_slot(slot_name)}: the ranks' values differ"
+                for slot_name in differing_slots
+                if self.is_unproved
+            ]
+        optimizers, differing, missing = self._collect_optimizers(store_tensor)
+        self._warn_unstorable([*unstorable, *differing])
+        rank_changes = run.ranks.all_gather_object((model, self.changed_trainable(), functions, metrics))
+        differing_names = run.ranks.all_gather_object(
+            [describe_slot(slot_name) for slot_name in differing_slots] if run.is_reporting else []
+        )
         return {
-            "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
+            "model": {name: labels for each, *_ in rank_changes for name, labels in each.items()},
             "optimizers": optimizers,
-            "missing": sorted({name for theirs in run.ranks.gather(missing) for name in theirs}),
-            "trainable": {name: flag for _, theirs, *_ in everyone for name, flag in theirs.items()},
-            "functions": next(each for *_, each, _ in everyone if each is not None),
-            "metrics": next(each for *_, each in everyone if each is not None),
-            "apart": {name: "lost" if self.unproved else "first" for each in names for name in each},
+            "missing": sorted(
+                {name for rank_trainable in run.ranks.all_gather_object(missing) for name in rank_trainable}
+            ),
+            "trainable": {
+                name: flag for _, rank_trainable, *_ in rank_changes for name, flag in rank_trainable.items()
+            },
+            "functions": next(each for *_, each, _ in rank_changes if each is not None),
+            "metrics": next(each for *_, each in rank_changes if each is not None),
+            "apart": {name: "lost" if self.is_unproved else "first" for each in differing_names for name in each},
         }, tensors
 
-    def _of_optimizers(self, put: Put) -> tuple[Changes, list[str], list[str]]:
+    def _collect_optimizers(self, store_tensor: StoreTensor) -> tuple[StateChanges, list[str], list[str]]:
         """What all ranks' optimizers keep alike, with its tensors from the first rank that has it; what cannot be stored; and the names of
         tensors among that, without which a run would not go on as it was."""
         run = self._run
-        mine, lost = self.optimizers.changes(lambda _, value: digest_of(value, whole=True).hex())
-        live: dict[str, Tensor] = {}
+        local_digests, unstorable = self.optimizers.collect_changes(
+            lambda _, value: digest_tensor(value, include_large=True).hex()
+        )
+        local_tensors: dict[str, Tensor] = {}
 
-        def note(path: str, value: Tensor) -> Any:
-            live[path] = value
+        def remember_tensor(path: str, value: Tensor) -> Any:
+            local_tensors[path] = value
             return [path, value.device.type]
 
-        noted, _ = self.optimizers.changes(note)
-        missing = [each.partition(":")[0] for each in lost if SHARDED in each]
-        everyone = run.ranks.gather((mine, noted))
-        places = dict.fromkeys(
-            (name, label) for each, _ in everyone for name, labels in each.items() for label in labels
+        local_changes, _ = self.optimizers.collect_changes(remember_tensor)
+        missing = [each.partition(":")[0] for each in unstorable if SHARDED_TENSOR_REASON in each]
+        rank_changes = run.ranks.all_gather_object((local_digests, local_changes))
+        slot_names = dict.fromkeys(
+            (name, label) for each, _ in rank_changes for name, labels in each.items() for label in labels
         )
-        kept: Changes = {}
-        for name, label in places:
-            theirs = [each.get(name, {}).get(label) for each, _ in everyone]
+        kept_changes: StateChanges = {}
+        for name, label in slot_names:
+            digests_by_rank = [each.get(name, {}).get(label) for each, _ in rank_changes]
             # One that gathers whole tensors steps on some ranks only; on the others nothing changes.
-            found = [each for each in theirs if each is not None or not run.whole]
-            if any(each != found[0] for each in found):
-                lost.append(f"{name}{label}: the ranks' values differ")
+            known_digests = [each for each in digests_by_rank if each is not None or not run.full_tensor_optimizers]
+            if any(each != known_digests[0] for each in known_digests):
+                unstorable.append(f"{name}{label}: the ranks' values differ")
                 missing += [f"{name}{label}"] * any(
-                    live[path].ndim for path, _ in tensor_refs(noted.get(name, {}).get(label))
+                    local_tensors[path].ndim for path, _ in find_tensor_refs(local_changes.get(name, {}).get(label))
                 )
                 continue
-            first = theirs.index(found[0])
-            kept.setdefault(name, {})[label] = everyone[first][1][name][label]
-            for path, _ in tensor_refs(kept[name][label]) if first == run.ranks.rank else ():
-                put(path, live[path])
-        return kept, lost, missing
+            first_rank = digests_by_rank.index(known_digests[0])
+            kept_changes.setdefault(name, {})[label] = rank_changes[first_rank][1][name][label]
+            for path, _ in find_tensor_refs(kept_changes[name][label]) if first_rank == run.ranks.rank else ():
+                store_tensor(path, local_tensors[path])
+        return kept_changes, unstorable, missing
 
-    def of_model(self) -> tuple[Changes, list[str]]:
+    def collect_model(self) -> tuple[StateChanges, list[str]]:
         """What the modules of all stages keep and changed since the start, with tensors as they are; and what of it cannot be copied. Every rank
         must call it."""
         run = self._run
-        speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        mine = self.model.changes(lambda _, value: value.cpu()) if speaks else ({}, [])
-        found: Changes = {}
-        lost: list[str] = []
-        for theirs, names in run.ranks.gather(mine):
-            found = theirs | found
-            lost += names
-        return found, lost
+        stores_model = not run.axes["dp"].rank and not run.axes["tp"].rank
+        local_changes = self.model.collect_changes(lambda _, value: value.cpu()) if stores_model else ({}, [])
+        changes: StateChanges = {}
+        unstorable: list[str] = []
+        for rank_changes, unstorable_names in run.ranks.all_gather_object(local_changes):
+            changes = rank_changes | changes
+            unstorable += unstorable_names
+        return changes, unstorable
 
-    def _warn(self, lost: Sequence[str]) -> None:
-        for why in lost:
-            name = why.partition(":")[0]
-            if name not in self._lost:
-                self._lost.add(name)
-                self._run.warn(f"{why}: checkpoints do not hold it, so that a resumed run has its first value again")
+    def _warn_unstorable(self, unstorable: Sequence[str]) -> None:
+        for reason in unstorable:
+            name = reason.partition(":")[0]
+            if name not in self._warned_names:
+                self._warned_names.add(name)
+                self._run.warn(f"{reason}: checkpoints do not hold it, so that a resumed run has its first value again")
 
-    def rooms(self, stored: Stored) -> dict[str, Tensor]:
+    def allocate_targets(self, checkpoint: StoredCheckpoint) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint before `restore`."""
-        self._rooms: dict[str, Tensor] = {}
-        attributes = stored.manifest["attributes"]
-        for path, device in tensor_refs([attributes[part] for part in ("model", "functions", "metrics", "optimizers")]):
-            entry = stored.entries[f"held/{path}"]
-            where = torch.device("cpu") if device == "cpu" else self._run.device
-            self._rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
-        return self._rooms
+        self._targets: dict[str, Tensor] = {}
+        attributes = checkpoint.manifest["attributes"]
+        for path, device in find_tensor_refs(
+            [attributes[part] for part in ("model", "functions", "metrics", "optimizers")]
+        ):
+            entry = checkpoint.entries[f"held/{path}"]
+            target_device = torch.device("cpu") if device == "cpu" else self._run.device
+            self._targets[path] = torch.empty(entry.shape, dtype=entry.dtype, device=target_device)
+        return self._targets
 
     def restore(self, manifest: Mapping[str, Any]) -> None:
         """Give back what `collect` returned."""
         run, stored = self._run, manifest["attributes"]
-        set_trainable(run.model, self._trainable | stored["trainable"])
-        held = (
+        set_trainable(run.model, self._initial_trainable | stored["trainable"])
+        states_and_changes = (
             (self.model, stored["model"]),
             (self.functions, stored["functions"]),
             (self._metrics, stored["metrics"]),
             (self.optimizers, stored["optimizers"]),
         )
-        for each, changes in held:
-            for name in each.restore(changes, lambda ref: self._rooms[ref[0]]):
+        for state, changes in states_and_changes:
+            for name in state.restore(changes, lambda ref: self._targets[ref[0]]):
                 run.warn(
                     f"{name}: the checkpoint holds a value for it, and this job has no place for it; it is left out"
                 )
 
-        for name, kept in stored.get("apart", {}).items() if run.world.main else ():
+        for name, kept_value in stored.get("apart", {}).items() if run.world.is_main else ():
             run.warn(
                 f"{name}: the data ranks that wrote the checkpoint held different values, "
                 + (
                     "and the checkpoint has none: it has its first value again"
-                    if kept == "lost"
+                    if kept_value == "lost"
                     else "of which the checkpoint has the first rank's"
                 )
                 + "; if the loss reads it, this run goes on with other numbers: train again from the start (--fresh --plan dp=1)"
             )
 
-    def require_fits(self, manifest: Mapping[str, Any], folder: Path) -> None:
+    def require_compatible(self, manifest: Mapping[str, Any], folder: Path) -> None:
         """Refuse a checkpoint that lacks tensors which optimizers keep outside of their state, or holds them as another plan lays them out."""
-        run, attributes, written = self._run, manifest["attributes"], manifest["plan"]
-        lacks = attributes["missing"]
+        run, attributes, stored_plan = self._run, manifest["attributes"], manifest["plan"]
+        missing = attributes["missing"]
         plan, refs = to_plain(run.plan), []
-        if plan != written and (run.whole or _cuts(plan) or _cuts(written)):
+        if plan != stored_plan and (
+            run.full_tensor_optimizers or _is_sharded_plan(plan) or _is_sharded_plan(stored_plan)
+        ):
             refs = [
                 f"{name}{label}"
                 for name, labels in attributes["optimizers"].items()
                 for label, reference in labels.items()
-                if any(self._rooms[path].ndim for path, _ in tensor_refs(reference))
+                if any(self._targets[path].ndim for path, _ in find_tensor_refs(reference))
             ]
-        if lacks or refs:
-            raise ForeignCheckpoint(
-                f"{folder}: {', '.join(lacks or refs)}: tensors that the optimizer keeps outside of its state and that "
+        if missing or refs:
+            raise IncompatibleCheckpointError(
+                f"{folder}: {', '.join(missing or refs)}: tensors that the optimizer keeps outside of its state and that "
                 + (
                     "a checkpoint cannot hold under the plan that wrote it"
-                    if lacks
+                    if missing
                     else "another plan cannot take over"
                 )
                 + "; the run would go on with other numbers. Have the optimizer's state_dict() return them"
-                + ("" if lacks else f', resume under "{to_text(from_plain(Plan, written, "plan"))}"')
+                + ("" if missing else f', resume under "{to_text(from_plain(Plan, stored_plan, "plan"))}"')
                 + f", or begin a new run with weights={str(folder)!r}"
             )
 
 
-def _cuts(plan: Mapping[str, Any]) -> bool:
+def _is_sharded_plan(plan: Mapping[str, Any]) -> bool:
     """Whether some rank has a part of the parameters only."""
     return bool(plan["zero"]) or plan["mesh"]["tp"] > 1 or plan["mesh"]["pp"] > 1
 
 
-def _changed(values: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in first or first[name] != value}
+def _changed_entries(values: Mapping[str, Any], initial_values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in values.items() if name not in initial_values or initial_values[name] != value
+    }
 
 
-def trainable(model: nn.Module) -> dict[str, bool]:
+def read_trainable(model: nn.Module) -> dict[str, bool]:
     """By name whether a parameter requires gradients."""
-    return {name: value.requires_grad for name, value in model.named_parameters()}
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def set_trainable(model: nn.Module, flags: Mapping[str, bool]) -> None:
-    """Freeze and unfreeze parameters as `trainable` returned them; others stay as they are."""
-    for name, value in model.named_parameters():
-        if flags.get(name, value.requires_grad) != value.requires_grad:
-            value.requires_grad_(flags[name])
+    """Freeze and unfreeze parameters as `read_trainable` returned them; others stay as they are."""
+    for name, parameter in model.named_parameters():
+        if flags.get(name, parameter.requires_grad) != parameter.requires_grad:
+            parameter.requires_grad_(flags[name])

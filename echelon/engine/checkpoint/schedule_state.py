@@ -17,164 +17,173 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, from_inline, inline
+from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
 from echelon.errors import JobError
 
 #: What torch's schedules keep for each group.
-_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
+_GROUP_KEYS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 #: Code is the job's own: it is not stored, and the live one stays.
-_CODE = (
+_CODE_TYPES = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, types.ModuleType, Optimizer,
 )  # fmt: skip
 #: Marks a held object that has a state dict of its own.
-HELD = "state of an object"
+OBJECT_STATE_KEY = "state of an object"
 
 
 def takes_metric(schedule: Any) -> bool:
     """Whether its `step` needs the value of a metric, as ReduceLROnPlateau's does."""
-    return len(_required(schedule)) == 1 and _required(schedule)[0].startswith(("metric", "loss", "value", "val"))
+    return len(_required_step_arguments(schedule)) == 1 and _required_step_arguments(schedule)[0].startswith(
+        ("metric", "loss", "value", "val")
+    )
 
 
-def require_steps(schedule: Any) -> None:
+def require_steppable(schedule: Any) -> None:
     """Refuse a schedule that cannot be stepped here."""
     name = type(schedule).__name__
     if not hasattr(schedule, "step"):
-        raise JobError(f"schedule= gives {name}, which has no step(); return a torch LRScheduler")
-    if _required(schedule) and not takes_metric(schedule):
+        raise JobError(f"lr_schedule= gives {name}, which has no step(); return a torch LRScheduler")
+    if _required_step_arguments(schedule) and not takes_metric(schedule):
         raise JobError(
-            f"schedule= gives {name}, whose step() needs {', '.join(_required(schedule))}: schedules are stepped once per optimizer step, "
+            f"lr_schedule= gives {name}, whose step() needs {', '.join(_required_step_arguments(schedule))}: schedules are stepped once per optimizer step, "
             "without arguments, and those of a metric (ReduceLROnPlateau) with the evaluation's loss; return a torch LRScheduler"
         )
 
 
-def _required(schedule: Any) -> list[str]:
+def _required_step_arguments(schedule: Any) -> list[str]:
     try:
         parameters = inspect.signature(schedule.step).parameters.values()
     except (TypeError, ValueError):
         return []
     return [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
 
 
-def state_of(schedule: Any) -> dict[str, Any]:
+def read_state(schedule: Any) -> dict[str, Any]:
     """What it keeps, opened: held objects that have a state dict as that."""
     if hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
-        found = schedule.state_dict()
+        state = schedule.state_dict()
     elif hasattr(schedule, "__dict__"):
-        found = {key: value for key, value in vars(schedule).items() if not isinstance(value, _CODE)}
+        state = {key: value for key, value in vars(schedule).items() if not isinstance(value, _CODE_TYPES)}
     else:
         raise JobError(
-            f"schedule= gives {type(schedule).__name__}, which has neither state_dict() and load_state_dict() nor attributes: where it "
+            f"lr_schedule= gives {type(schedule).__name__}, which has neither state_dict() and load_state_dict() nor attributes: where it "
             "stands could not be saved; give it both methods"
         )
-    if not isinstance(found, dict):
-        raise JobError(f"schedule= gives {type(schedule).__name__}, whose state_dict() is no dict; return one")
-    return {key: _opened(value) for key, value in found.items() if not isinstance(value, _CODE)}
+    if not isinstance(state, dict):
+        raise JobError(f"lr_schedule= gives {type(schedule).__name__}, whose state_dict() is no dict; return one")
+    return {key: _expand_objects(value) for key, value in state.items() if not isinstance(value, _CODE_TYPES)}
 
 
-def _opened(value: Any) -> Any:
-    if isinstance(value, _CODE):
-        return {HELD: {}}
+def _expand_objects(value: Any) -> Any:
+    if isinstance(value, _CODE_TYPES):
+        return {OBJECT_STATE_KEY: {}}
     if isinstance(value, Tensor | np.generic | np.ndarray | torch.dtype | torch.device):
         return value
     stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if stateful or (callable(value) and hasattr(value, "__dict__")):
-        return {HELD: state_of(value)}
+        return {OBJECT_STATE_KEY: read_state(value)}
     if type(value) is dict:
-        return {key: _opened(each) for key, each in value.items()}
+        return {key: _expand_objects(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_opened(each) for each in value)
+        return type(value)(_expand_objects(item) for item in value)
     return value
 
 
-def per_group(schedule: Any) -> dict[str, list[Any]]:
+def collect_group_values(schedule: Any) -> dict[str, list[Any]]:
     """What it keeps for each group, for JSON: `base_lrs`, `_schedulers/0/base_lrs`."""
-    return _lists(state_of(schedule), "")
+    return _group_values(read_state(schedule), "")
 
 
-def common(schedule: Any) -> dict[str, Any]:
+def collect_common_state(schedule: Any) -> dict[str, Any]:
     """The rest, for JSON."""
     try:
-        encoded = encode(_common(state_of(schedule)), "", inline)
-    except Unstorable as error:
+        encoded = encode(_without_group_values(read_state(schedule)), "", encode_inline)
+    except UnstorableValue as error:
         raise JobError(
-            f"schedule= gives {type(schedule).__name__}, which keeps {error.why} ({error.path.lstrip('/')}): a checkpoint does not hold it, and a "
+            f"lr_schedule= gives {type(schedule).__name__}, which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint does not hold it, and a "
             "resumed run would go on without it; keep numbers, strings and containers of these, or leave it out in state_dict()"
         ) from error
     assert isinstance(encoded, dict)
     return encoded
 
 
-def set_state(schedule: Any, stored: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Restore what `common` and `per_group` gave; `own`: the latter's part of each live group."""
-    state = _joined(state_of(schedule), decode(dict(stored), from_inline), own, "")
-    _load(schedule, state)
+def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Restore what `collect_common_state` and `collect_group_values` gave; `stored_groups`: the latter's part of each live group."""
+    state = _merge_states(read_state(schedule), decode(dict(encoded), decode_inline), stored_groups, "")
+    _load_state(schedule, state)
 
 
-def _load(schedule: Any, state: dict[str, Any]) -> None:
+def _load_state(schedule: Any, state: dict[str, Any]) -> None:
     if not (hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")):
-        vars(schedule).update({key: _closed(value, vars(schedule).get(key)) for key, value in state.items()})
+        vars(schedule).update({key: _collapse_objects(value, vars(schedule).get(key)) for key, value in state.items()})
         return
     live = schedule.state_dict()
-    schedule.load_state_dict(dict(live) | {key: _closed(value, live.get(key)) for key, value in state.items()})
+    schedule.load_state_dict(
+        dict(live) | {key: _collapse_objects(value, live.get(key)) for key, value in state.items()}
+    )
 
 
-def _closed(value: Any, live: Any) -> Any:
+def _collapse_objects(value: Any, live: Any) -> Any:
     """With held objects in place of their states, which they have taken up."""
-    if isinstance(value, dict) and value.keys() == {HELD}:
-        if value[HELD]:
-            _load(live, value[HELD])
+    if isinstance(value, dict) and value.keys() == {OBJECT_STATE_KEY}:
+        if value[OBJECT_STATE_KEY]:
+            _load_state(live, value[OBJECT_STATE_KEY])
         return live
     if type(value) is dict and isinstance(live, dict):
-        return {key: _closed(each, live.get(key)) for key, each in value.items()}
+        return {key: _collapse_objects(item, live.get(key)) for key, item in value.items()}
     if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(value):
-        return type(value)(_closed(each, was) for each, was in zip(value, live, strict=True))
+        return type(value)(_collapse_objects(item, live_item) for item, live_item in zip(value, live, strict=True))
     return value
 
 
-def _inner(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _nested_states(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The states of the schedules that a schedule holds."""
     for key, value in state.items():
-        if isinstance(value, list) and value and all(isinstance(each, dict) and "last_epoch" in each for each in value):
+        if isinstance(value, list) and value and all(isinstance(item, dict) and "last_epoch" in item for item in value):
             yield key, value
-        elif isinstance(value, dict) and value.keys() == {HELD}:
-            yield key, [value[HELD]]
+        elif isinstance(value, dict) and value.keys() == {OBJECT_STATE_KEY}:
+            yield key, [value[OBJECT_STATE_KEY]]
 
 
-def _lists(state: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
-    found = {}
+def _group_values(state: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
+    values_by_path = {}
     for key, value in state.items():
-        if key in _BY_GROUP and isinstance(value, list | tuple):
-            found[f"{path}{key}"] = [encode(each, f"{path}{key}", inline) for each in value]
-    for key, states in _inner(state):
-        for i, each in enumerate(states):
-            found |= _lists(each, f"{path}{key}/{i}/")
-    return found
+        if key in _GROUP_KEYS and isinstance(value, list | tuple):
+            values_by_path[f"{path}{key}"] = [encode(item, f"{path}{key}", encode_inline) for item in value]
+    for key, states in _nested_states(state):
+        for i, item in enumerate(states):
+            values_by_path |= _group_values(item, f"{path}{key}/{i}/")
+    return values_by_path
 
 
-def _common(state: Mapping[str, Any]) -> dict[str, Any]:
-    inner = dict(_inner(state))
-    rest = {key: value for key, value in state.items() if key not in _BY_GROUP and key not in inner}
-    return rest | {key: [_common(each) for each in states] for key, states in inner.items()}
+def _without_group_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    inner = dict(_nested_states(state))
+    rest = {key: value for key, value in state.items() if key not in _GROUP_KEYS and key not in inner}
+    return rest | {
+        key: [_without_group_values(nested_state) for nested_state in states] for key, states in inner.items()
+    }
 
 
-def _joined(
-    mine: Mapping[str, Any], old: Mapping[str, Any], own: Sequence[Mapping[str, Any]], path: str
+def _merge_states(
+    live: Mapping[str, Any], stored: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]], path: str
 ) -> dict[str, Any]:
     """A live schedule's state with what was stored in its place."""
-    merged = {key: value for key, value in old.items() if key not in dict(_inner(mine))}
-    for key, states in _inner(mine):
-        was = old.get(key)
-        if isinstance(was, list) and len(was) == len(states):
-            joined = [
-                _joined(each, old_one, own, f"{path}{key}/{i}/")
-                for i, (each, old_one) in enumerate(zip(states, was, strict=True))
+    merged = {key: value for key, value in stored.items() if key not in dict(_nested_states(live))}
+    for key, states in _nested_states(live):
+        stored_states = stored.get(key)
+        if isinstance(stored_states, list) and len(stored_states) == len(states):
+            merged_states = [
+                _merge_states(item, stored_state, stored_groups, f"{path}{key}/{i}/")
+                for i, (item, stored_state) in enumerate(zip(states, stored_states, strict=True))
             ]
-            merged[key] = {HELD: joined[0]} if isinstance(mine[key], dict) else joined
-    for key in _BY_GROUP:
-        values = [group[path + key] for group in own if path + key in group]
-        if key in mine and len(values) == len(own):
-            decoded = [decode(each, from_inline) for each in values]
-            merged[key] = tuple(decoded) if isinstance(mine[key], tuple) else decoded
-    return dict(mine) | merged
+            merged[key] = {OBJECT_STATE_KEY: merged_states[0]} if isinstance(live[key], dict) else merged_states
+    for key in _GROUP_KEYS:
+        values = [group[path + key] for group in stored_groups if path + key in group]
+        if key in live and len(values) == len(stored_groups):
+            decoded = [decode(item, decode_inline) for item in values]
+            merged[key] = tuple(decoded) if isinstance(live[key], tuple) else decoded
+    return dict(live) | merged

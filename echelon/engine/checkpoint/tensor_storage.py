@@ -38,10 +38,10 @@ from torch.futures import Future
 from echelon.errors import CheckpointError, DocumentError
 from echelon.plan.sealed_json import open_regular, parse_object, read_regular
 
-INDEX = "tensors.json"
+INDEX_FILE = "tensors.json"
 #: Tensors on their way to the disk and the hash at a time.
-_AHEAD = 3
-_DTYPES: dict[str, torch.dtype] = {
+_MAX_PENDING_WRITES = 3
+_DTYPES_BY_NAME: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
@@ -49,7 +49,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FileLocation:
     """Where a part's bytes are."""
 
     file: str
@@ -59,7 +59,7 @@ class _Place:
 # Writing
 
 
-class Writer(StorageWriter):
+class TensorWriter(StorageWriter):
     """Writes this rank's parts to one file, hashing on the way; rank 0 writes the index. `files`: what the manifest lists of this rank."""
 
     def __init__(self, folder: Path) -> None:
@@ -84,48 +84,61 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the parts of `plan`."""
         name: str = plan.storage_data
-        done: Future[list[WriteResult]] = Future()
-        with _create(self._folder / name) as file:
+        future: Future[list[WriteResult]] = Future()
+        with _create_file(self._folder / name) as file:
             with _HashedFile(file) as stream:
-                results = [self._write(stream, name, item, planner) for item in plan.items]
+                results = [self._write_item(stream, name, item, planner) for item in plan.items]
             os.fsync(file.fileno())
         if plan.items:
-            self.files[name] = {"bytes": stream.bytes, "sha256": stream.digest.hexdigest()}
+            self.files[name] = {"bytes": stream.byte_count, "sha256": stream.digest.hexdigest()}
         else:
             (self._folder / name).unlink()
-        done.set_result(results)
-        return done
+        future.set_result(results)
+        return future
 
-    def _write(self, stream: _HashedFile, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        value = planner.resolve_data(item)
-        if not isinstance(value, Tensor):
+    def _write_item(self, stream: _HashedFile, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        tensor = planner.resolve_data(item)
+        if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{item.index.fqn}: not a tensor; only tensors are stored there")
-        offset = stream.bytes
-        stream.write(value)
+        offset = stream.byte_count
+        stream.write(tensor)
         return WriteResult(
-            index=item.index, size_in_bytes=stream.bytes - offset, storage_data=_Place(file=name, offset=offset)
+            index=item.index,
+            size_in_bytes=stream.byte_count - offset,
+            storage_data=_FileLocation(file=name, offset=offset),
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index of all ranks' parts."""
-        places: dict[MetadataIndex, _Place] = {each.index: each.storage_data for part in results for each in part}
+        locations: dict[MetadataIndex, _FileLocation] = {
+            result.index: result.storage_data for rank_results in results for result in rank_results
+        }
         tensors: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{name}: not a tensor; only tensors are stored there")
-            parts = [
-                {"start": list(chunk.offsets), "shape": list(chunk.sizes), "file": place.file, "offset": place.offset}
+            encoded_parts = [
+                {
+                    "start": list(chunk.offsets),
+                    "shape": list(chunk.sizes),
+                    "file": location.file,
+                    "offset": location.offset,
+                }
                 for chunk in entry.chunks
                 if math.prod(chunk.sizes)
-                for place in [places[MetadataIndex(name, chunk.offsets)]]
+                for location in [locations[MetadataIndex(name, chunk.offsets)]]
             ]
-            tensors[name] = {"dtype": name_of_dtype(entry.properties.dtype), "shape": list(entry.size), "parts": parts}
+            tensors[name] = {
+                "dtype": dtype_to_name(entry.properties.dtype),
+                "shape": list(entry.size),
+                "parts": encoded_parts,
+            }
         data = json.dumps(tensors, separators=(",", ":")).encode()
-        with _create(self._folder / INDEX) as file:
+        with _create_file(self._folder / INDEX_FILE) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        self.files[INDEX] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self.files[INDEX_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -133,7 +146,7 @@ class Writer(StorageWriter):
         return True
 
 
-def _create(path: Path) -> BinaryIO:
+def _create_file(path: Path) -> BinaryIO:
     return open(path, "xb")
 
 
@@ -142,20 +155,22 @@ class _HashedFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._disk, self._hash = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._write_executor, self._hash_executor = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._pending: deque[tuple[Pending[Any], Pending[Any]]] = deque()
-        self.digest, self.bytes = hashlib.sha256(), 0
+        self.digest, self.byte_count = hashlib.sha256(), 0
 
-    def write(self, value: Tensor) -> None:
-        data = raw(value)
-        self.bytes += len(data)
-        self._pending.append((self._disk.submit(self._file.write, data), self._hash.submit(self.digest.update, data)))
-        if len(self._pending) > _AHEAD:
-            self._wait()
+    def write(self, tensor: Tensor) -> None:
+        data = tensor_bytes(tensor)
+        self.byte_count += len(data)
+        self._pending.append(
+            (self._write_executor.submit(self._file.write, data), self._hash_executor.submit(self.digest.update, data))
+        )
+        if len(self._pending) > _MAX_PENDING_WRITES:
+            self._wait_for_oldest()
 
-    def _wait(self) -> None:
-        for each in self._pending.popleft():
-            each.result()
+    def _wait_for_oldest(self) -> None:
+        for future in self._pending.popleft():
+            future.result()
 
     def __enter__(self) -> _HashedFile:
         return self
@@ -163,119 +178,128 @@ class _HashedFile:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             while self._pending and kind is None:
-                self._wait()
+                self._wait_for_oldest()
         finally:
-            self._disk.shutdown()
-            self._hash.shutdown()
+            self._write_executor.shutdown()
+            self._hash_executor.shutdown()
         self._file.flush()
 
 
-def raw(value: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order, shared with it where it is contiguous on the CPU."""
-    if value.layout != torch.strided or value.is_quantized:
-        raise CheckpointError(f"a {value.layout} tensor of {value.dtype}: only dense tensors are stored")
-    here = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return here.view(torch.uint8).numpy().data if here.numel() else memoryview(b"")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"a {tensor.layout} tensor of {tensor.dtype}: only dense tensors are stored")
+    host_tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return host_tensor.view(torch.uint8).numpy().data if host_tensor.numel() else memoryview(b"")
 
 
-def name_of_dtype(dtype: torch.dtype) -> str:
+def dtype_to_name(dtype: torch.dtype) -> str:
     """`float32`; only of dtypes that are stored."""
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in _DTYPES_BY_NAME:
         raise CheckpointError(f"tensors of {dtype} are not stored")
     return name
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """The dtype of that name."""
-    if name not in _DTYPES:
+    if name not in _DTYPES_BY_NAME:
         raise ValueError(f"no dtype {name!r}")
-    return _DTYPES[name]
+    return _DTYPES_BY_NAME[name]
 
 
 # Reading
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A stored tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
-    parts: tuple[tuple[ChunkStorageMetadata, _Place], ...]
+    chunks: tuple[tuple[ChunkStorageMetadata, _FileLocation], ...]
 
 
-def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
+def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorEntry]:
     """The stored tensors by name. `files`: those of the manifest, whose sizes and hashes were checked."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
-        plain = parse_object(read_regular(path), str(path))
-        return {name: _entry(name, each, files) for name, each in plain.items()}
+        encoded_entries = parse_object(read_regular(path), str(path))
+        return {name: _parse_entry(name, encoded, files) for name, encoded in encoded_entries.items()}
     except (DocumentError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = str(error) if isinstance(error, DocumentError) else f"{path}: {error}"
         raise CheckpointError(f"{reason}; use an older checkpoint") from error
 
 
-def _entry(name: str, plain: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Entry:
-    dtype, shape = dtype_named(plain["dtype"]), _sizes(plain["shape"])
+def _parse_entry(name: str, encoded: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> TensorEntry:
+    dtype, shape = dtype_from_name(encoded["dtype"]), _parse_sizes(encoded["shape"])
     if math.prod(max(size, 1) for size in shape) >= 2**48:
         raise ValueError(f"{name}: a tensor of {list(shape)}")
-    parts = []
-    for part in plain["parts"]:
-        start, sizes, file, offset = _sizes(part["start"]), _sizes(part["shape"]), part["file"], part["offset"]
-        if file == INDEX or file not in files:
+    chunks = []
+    for part in encoded["parts"]:
+        start, sizes, file, offset = (
+            _parse_sizes(part["start"]),
+            _parse_sizes(part["shape"]),
+            part["file"],
+            part["offset"],
+        )
+        if file == INDEX_FILE or file not in files:
             raise ValueError(f"{name}: {file!r} is not a data file of this checkpoint")
-        (offset,) = _sizes([offset])
+        (offset,) = _parse_sizes([offset])
         if offset + math.prod(sizes) * dtype.itemsize > files[file]["bytes"]:
             raise ValueError(f"{name}: bytes from {offset:,} on are beyond the end of {file}")
         if len(start) != len(shape) or len(sizes) != len(shape) or not math.prod(sizes):
             raise ValueError(f"{name}: a part {list(sizes)} at {list(start)} in a tensor {list(shape)}")
-        if any(at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)):
+        if any(begin + size > full_size for begin, size, full_size in zip(start, sizes, shape, strict=True)):
             raise ValueError(f"{name}: the part {list(sizes)} at {list(start)} leaves the tensor {list(shape)}")
-        parts.append((ChunkStorageMetadata(start, sizes), _Place(file=file, offset=offset)))
-    if sum(math.prod(chunk.sizes) for chunk, _ in parts) != math.prod(shape) or _overlap([chunk for chunk, _ in parts]):
+        chunks.append((ChunkStorageMetadata(start, sizes), _FileLocation(file=file, offset=offset)))
+    if sum(math.prod(chunk.sizes) for chunk, _ in chunks) != math.prod(shape) or _any_overlap(
+        [chunk for chunk, _ in chunks]
+    ):
         raise ValueError(f"{name}: its parts do not cover it exactly once")
-    return Entry(dtype=dtype, shape=shape, parts=tuple(parts))
+    return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(chunks))
 
 
-def _sizes(plain: Any) -> torch.Size:
-    if not isinstance(plain, list) or not all(type(each) is int and 0 <= each < 2**62 for each in plain):
-        raise ValueError(f"{plain!r} is not a list of sizes")
-    return torch.Size(plain)
+def _parse_sizes(encoded: Any) -> torch.Size:
+    if not isinstance(encoded, list) or not all(type(size) is int and 0 <= size < 2**62 for size in encoded):
+        raise ValueError(f"{encoded!r} is not a list of sizes")
+    return torch.Size(encoded)
 
 
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+def _any_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether two of them share an element: a sweep along the dimension that separates most."""
     if len(chunks) < 2:
         return False
     if not chunks[0].offsets:
         return True
     dim = max(range(len(chunks[0].offsets)), key=lambda each: len({chunk.offsets[each] for chunk in chunks}))
-    open_ones: list[ChunkStorageMetadata] = []
+    active_chunks: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda each: each.offsets[dim]):
-        open_ones = [each for each in open_ones if each.offsets[dim] + each.sizes[dim] > chunk.offsets[dim]]
-        if any(_share(each, chunk) for each in open_ones):
+        active_chunks = [each for each in active_chunks if each.offsets[dim] + each.sizes[dim] > chunk.offsets[dim]]
+        if any(_is_overlapping(each, chunk) for each in active_chunks):
             return True
-        open_ones.append(chunk)
+        active_chunks.append(chunk)
     return False
 
 
-def _share(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+def _is_overlapping(chunk: ChunkStorageMetadata, other_chunk: ChunkStorageMetadata) -> bool:
     return all(
-        a < b + size and b < a + length
-        for a, length, b, size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        begin < other_begin + other_size and other_begin < begin + size
+        for begin, size, other_begin, other_size in zip(
+            chunk.offsets, chunk.sizes, other_chunk.offsets, other_chunk.sizes, strict=True
+        )
     )
 
 
-class Reader(StorageReader):
+class TensorReader(StorageReader):
     """Reads the rows that the planner asks for."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
         self._folder, self.entries = folder, entries
-        self._parts = {
-            MetadataIndex(name, chunk.offsets): (entry.dtype, chunk.sizes, place)
+        self._chunk_locations = {
+            MetadataIndex(name, chunk.offsets): (entry.dtype, chunk.sizes, location)
             for name, entry in entries.items()
-            for chunk, place in entry.parts
+            for chunk, location in entry.chunks
         }
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -284,7 +308,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index in torch's words."""
         return Metadata({
-            name: TensorStorageMetadata(TensorProperties(entry.dtype), entry.shape, [chunk for chunk, _ in entry.parts])
+            name: TensorStorageMetadata(TensorProperties(entry.dtype), entry.shape, [chunk for chunk, _ in entry.chunks])
             for name, entry in self.entries.items()
         })  # fmt: skip
 
@@ -301,35 +325,35 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, file by file in the order of their bytes."""
-        for name, items in self._by_file(plan.items):
+        for name, items in self._group_by_file(plan.items):
             with open_regular(self._folder / name) as file:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(self._read(file, item))
+                    target.copy_(self._read_region(file, item))
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def _by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[ReadItem]]]:
-        found: dict[str, list[ReadItem]] = {}
-        for item in sorted(items, key=lambda each: self._parts[each.storage_index][2].offset):
-            found.setdefault(self._parts[item.storage_index][2].file, []).append(item)
-        yield from found.items()
+    def _group_by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[ReadItem]]]:
+        items_by_file: dict[str, list[ReadItem]] = {}
+        for item in sorted(items, key=lambda read_item: self._chunk_locations[read_item.storage_index][2].offset):
+            items_by_file.setdefault(self._chunk_locations[item.storage_index][2].file, []).append(item)
+        yield from items_by_file.items()
 
-    def _read(self, file: BinaryIO, item: ReadItem) -> Tensor:
+    def _read_region(self, file: BinaryIO, item: ReadItem) -> Tensor:
         """The region of a part that `item` names; of its first dimension only the rows in question are read."""
-        dtype, sizes, place = self._parts[item.storage_index]
-        first, count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)
-        row = math.prod(sizes[1:]) * dtype.itemsize
-        data = torch.empty(count * row, dtype=torch.uint8)
-        file.seek(place.offset + first * row)
+        dtype, sizes, location = self._chunk_locations[item.storage_index]
+        first_row, row_count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)
+        row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+        data = torch.empty(row_count * row_bytes, dtype=torch.uint8)
+        file.seek(location.offset + first_row * row_bytes)
         if file.readinto(data.numpy()) != len(data):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{self._folder / place.file}: cut short while it was read")
-        value = data.view(dtype).reshape(count, *sizes[1:]) if sizes else data.view(dtype).reshape(())
+            raise CheckpointError(f"{self._folder / location.file}: cut short while it was read")
+        tensor = data.view(dtype).reshape(row_count, *sizes[1:]) if sizes else data.view(dtype).reshape(())
         for dim in range(1, len(sizes)):
-            value = value.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-        return value
+            tensor = tensor.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+        return tensor
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -337,7 +361,7 @@ class Reader(StorageReader):
         return True
 
 
-class TensorPlanner(DefaultLoadPlanner):
+class TensorLoadPlanner(DefaultLoadPlanner):
     """torch's planner without its unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import TrainingError
-from echelon.plan.gradient_buckets import layout
+from echelon.plan.gradient_buckets import assign_buckets
 
 
-class _Bucket:
+class _GradientBucket:
     """Consecutive gradients in one flat tensor, with one number behind each parameter's: how many ranks used it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
@@ -25,21 +25,21 @@ class _Bucket:
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self.views = [
-            _view(part, parameter)
-            for part, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
+            _gradient_view(flat_slice, parameter)
+            for flat_slice, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
         ]
-        self.used = self.flat[-len(sizes) :]
+        self.use_counts = self.flat[-len(sizes) :]
         self.filled: list[bool] = []
-        self.missing = 0
+        self.missing_count = 0
         self.work: dist.Work | None = None
         self.reset()
 
     def reset(self) -> None:
         self.filled = [False] * len(self.parameters)
-        self.missing = len(self.parameters)
+        self.missing_count = len(self.parameters)
         self.work = None
 
-    def take(self, index: int) -> None:
+    def adopt_gradient(self, index: int) -> None:
         """Move a parameter's gradient in; from now on its `.grad` is the bucket's view, and later micro-batches add to that."""
         parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is not view:
@@ -47,103 +47,108 @@ class _Bucket:
             view.copy_(parameter.grad)
             parameter.grad = view
 
-    def fill(self, index: int) -> None:
+    def mark_final(self, index: int) -> None:
         """A parameter's gradient is final."""
         if self.work is not None:
             raise TrainingError(
                 "a gradient was computed twice in one backward, after it had been exchanged (reentrant checkpointing does that): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        self.take(index)
-        self.missing -= not self.filled[index]
+        self.adopt_gradient(index)
+        self.missing_count -= not self.filled[index]
         self.filled[index] = True
 
-    def launch(self) -> None:
-        if self.missing:
+    def start_all_reduce(self) -> None:
+        if self.missing_count:
             for view, filled in zip(self.views, self.filled, strict=True):
                 if not filled:
                     view.zero_()
-            self.used.copy_(torch.tensor(self.filled, dtype=self.flat.dtype))
+            self.use_counts.copy_(torch.tensor(self.filled, dtype=self.flat.dtype))
         else:
-            self.used.fill_(1)
+            self.use_counts.fill_(1)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         assert self.work is not None
         self.work.wait()
-        if self.missing:
+        if self.missing_count:
             # Another rank may have used what this one did not: its gradient counts here too. Unused everywhere stays None.
-            for index, ranks in enumerate(self.used.tolist()):
+            for index, use_count in enumerate(self.use_counts.tolist()):
                 if not self.filled[index]:
-                    self.parameters[index].grad = self.views[index] if ranks else None
+                    self.parameters[index].grad = self.views[index] if use_count else None
         self.reset()
 
 
-def _view(flat: Tensor, parameter: Tensor) -> Tensor:
+def _gradient_view(flat: Tensor, parameter: Tensor) -> Tensor:
     """A gradient inside `flat`, laid out in memory as its parameter is: fused optimizer kernels take that for granted, and
     train something else in silence where it is not so (`channels_last` weights)."""
-    if _dense(parameter):
+    if _is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view_as(parameter)
 
 
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order."""
-    step = 1
+    expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
-            if stride != step:
+            if stride != expected_stride:
                 return False
-            step *= size
+            expected_stride *= size
     return True
 
 
-class Exchange:
-    """Sums gradients over the ranks of a group. `arm` before the backward whose gradients are final, `finish` after it."""
+class GradientAllReduce:
+    """Sums gradients over the ranks of a group. `sync_next_backward` before the backward whose gradients are final, `wait` after it."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        kinds = [(each.numel() * each.element_size(), (each.dtype, each.device)) for each in parameters]
-        self._buckets = [_Bucket([parameters[place] for place in part], group) for part in layout(kinds, megabytes)]
-        self._armed = False
-        self._next = 0
+        sizes_and_kinds = [
+            (tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.device)) for tensor in parameters
+        ]
+        self._buckets = [
+            _GradientBucket([parameters[position] for position in positions], group)
+            for positions in assign_buckets(sizes_and_kinds, megabytes)
+        ]
+        self._sync_enabled = False
+        self._next_bucket = 0
         self._hooks = []
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket, index)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
 
-    def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            if not self._armed:
-                bucket.take(index)
+    def _make_hook(self, bucket: _GradientBucket, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            if not self._sync_enabled:
+                bucket.adopt_gradient(index)
                 return
-            bucket.fill(index)
-            if not bucket.missing:
-                self._launch_ready()
+            bucket.mark_final(index)
+            if not bucket.missing_count:
+                self._launch_full_buckets()
 
-        return ready
+        return on_gradient
 
-    def _launch_ready(self) -> None:
+    def _launch_full_buckets(self) -> None:
         """Launch full buckets in their fixed order: every rank must issue its collectives in the same one."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].launch()
-            self._next += 1
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].missing_count:
+            self._buckets[self._next_bucket].start_all_reduce()
+            self._next_bucket += 1
 
-    def arm(self) -> None:
+    def sync_next_backward(self) -> None:
         """The next backward completes the gradients: exchange each as soon as it is ready."""
-        self._armed, self._next = True, 0
+        self._sync_enabled, self._next_bucket = True, 0
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until every gradient is the sum over ranks."""
-        self._armed = False
-        for bucket in self._buckets[self._next :]:
+        self._sync_enabled = False
+        for bucket in self._buckets[self._next_bucket :]:
             for index, parameter in enumerate(bucket.parameters):
                 if not bucket.filled[index] and parameter.grad is not None:
-                    bucket.fill(index)  # used in an earlier micro-batch but not in the last
-            bucket.launch()
+                    bucket.mark_final(index)  # used in an earlier micro-batch but not in the last
+            bucket.start_all_reduce()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.wait()
 
     def close(self) -> None:
         """Detach from the parameters."""

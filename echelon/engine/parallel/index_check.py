@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def require_inside(ids: Tensor, size: int, what: str) -> None:
+def require_in_range(ids: Tensor, size: int, description: str) -> None:
     """Refuse ids that are not below `size`, as torch does: on the CPU at once, on a GPU without waiting for it."""
     if ids.is_meta:
         return
-    inside = (ids >= 0) & (ids < size)
+    in_range = (ids >= 0) & (ids < size)
     if not ids.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(inside.all(), f"{what}: an index is out of range of 0 to {size - 1}")
-    elif not inside.all():
-        wrong = int(ids[~inside].flatten()[0])
-        raise IndexError(f"{what}: index {wrong} is out of range of 0 to {size - 1}")
+        torch._assert_async(in_range.all(), f"{description}: an index is out of range of 0 to {size - 1}")
+    elif not in_range.all():
+        bad_id = int(ids[~in_range].flatten()[0])
+        raise IndexError(f"{description}: index {bad_id} is out of range of 0 to {size - 1}")

@@ -11,23 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.engine.process_groups import Group
+from echelon.engine.process_groups import Communicator
 
 
-def shortened(model: nn.Module) -> list[nn.Parameter]:
+def max_norm_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights that lookups change."""
-    tables = [
-        each
-        for each in model.modules()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
+    embeddings = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
     ]
-    return [each.weight for each in tables if isinstance(each.weight, nn.Parameter)]
+    return [module.weight for module in embeddings if isinstance(module.weight, nn.Parameter)]
 
 
 @torch.no_grad()
-def agree(weights: Iterable[Tensor], ranks: Group) -> None:
+def sync_max_norm_weights(weights: Iterable[Tensor], communicator: Communicator) -> None:
     """Every rank takes over what any of them has shortened."""
-    for weight in weights if ranks.size > 1 else ():
-        least = weight.abs()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=ranks.group)
-        weight.copy_(least.copysign(weight))
+    for weight in weights if communicator.size > 1 else ():
+        min_magnitude = weight.abs()
+        dist.all_reduce(min_magnitude, dist.ReduceOp.MIN, group=communicator.process_group)
+        weight.copy_(min_magnitude.copysign(weight))

@@ -13,30 +13,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.engine.parallel.tp_collectives import Axis
-from echelon.plan.placement import shares
+from echelon.engine.parallel.tp_collectives import TPCommunicator
+from echelon.plan.placement import compute_shard_sizes
 
 
-def attention(module: Any, axis: Axis) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def make_attention_forward(module: Any, tp: TPCommunicator) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The module's forward, with this rank's heads."""
-    sizes = shares(module.num_heads, axis.size)
-    start, mine = sum(sizes[: axis.rank]), sizes[axis.rank]
+    heads_per_rank = compute_shard_sizes(module.num_heads, tp.size)
+    first_head, local_heads = sum(heads_per_rank[: tp.rank]), heads_per_rank[tp.rank]
 
-    def split(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (mine, module.head_dim)).transpose(1, 2)
+    def split_heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (local_heads, module.head_dim)).transpose(1, 2)
 
-    def masked(query: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    def merge_masks(query: Tensor, padding_mask: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """Both masks as one that is added to the scores: samples x heads x queries x keys."""
-        both: Tensor | None = None
-        if mask is not None:
-            mask = axis.copied(_added(mask, query.dtype))
-            if mask.dim() == 3:
-                mask = mask.unflatten(0, (-1, module.num_heads))[:, start : start + mine]
-            both = mask
-        if padding is not None:
-            padding = _added(padding, query.dtype)[:, None, None, :]
-            both = padding if both is None else both + padding
-        return both
+        merged_mask: Tensor | None = None
+        if attention_mask is not None:
+            attention_mask = tp.copy_to_region(_to_additive_mask(attention_mask, query.dtype))
+            if attention_mask.dim() == 3:
+                attention_mask = attention_mask.unflatten(0, (-1, module.num_heads))[
+                    :, first_head : first_head + local_heads
+                ]
+            merged_mask = attention_mask
+        if padding_mask is not None:
+            padding_mask = _to_additive_mask(padding_mask, query.dtype)[:, None, None, :]
+            merged_mask = padding_mask if merged_mask is None else merged_mask + padding_mask
+        return merged_mask
 
     def forward(
         query: Tensor,
@@ -48,52 +50,59 @@ def attention(module: Any, axis: Axis) -> Callable[..., tuple[Tensor, Tensor | N
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        alone = query.dim() == 2
-        inputs = [axis.copied(x) for x in (query, key, value)]
-        if alone:
+        is_unbatched = query.dim() == 2
+        inputs = [tp.copy_to_region(x) for x in (query, key, value)]
+        if is_unbatched:
             inputs = [x.unsqueeze(0) for x in inputs]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not module.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        q, k, v = (split(F.linear(x, *each)) for x, each in zip(inputs, _projections(module), strict=True))
-        causal = is_causal and key_padding_mask is None and not need_weights
-        mask = masked(q, key_padding_mask, None if causal else attn_mask)
+        q, k, v = (
+            split_heads(F.linear(x, *projection))
+            for x, projection in zip(inputs, _local_projections(module), strict=True)
+        )
+        use_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = merge_masks(q, key_padding_mask, None if use_causal else attn_mask)
         dropout = module.dropout if module.training else 0.0
         if dropout:
-            axis.draws.own(q.device)
+            tp.rng.use_rank_rng(q.device)
         weights: Tensor | None = None
         if need_weights:
             scores = (q * module.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-            seen = weights @ v
+            attended = weights @ v
         else:
-            seen = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, use_causal)
         if dropout:
-            axis.draws.common(q.device)
-        out = axis.joined(F.linear(seen.transpose(1, 2).flatten(2), module.out_proj.weight), 1)
+            tp.rng.use_shared_rng(q.device)
+        out = tp.reduce_row_output(F.linear(attended.transpose(1, 2).flatten(2), module.out_proj.weight), 1)
         if module.out_proj.bias is not None:
             out = out + module.out_proj.bias
         if weights is not None:
             weights = (
-                axis.summed(weights.sum(1)) / module.num_heads
+                tp.reduce_from_region(weights.sum(1)) / module.num_heads
                 if average_attn_weights
-                else axis.gathered(weights, 1, sizes)
+                else tp.gather_from_region(weights, 1, heads_per_rank)
             )
-        if alone:
+        if is_unbatched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if module.batch_first else out.transpose(0, 1), weights
 
     return forward
 
 
-def _projections(module: Any) -> list[tuple[Tensor, Tensor | None]]:
+def _local_projections(module: Any) -> list[tuple[Tensor, Tensor | None]]:
     """(weight, bias) of q, k and v: this rank's rows of each."""
-    packed = module.in_proj_weight
-    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight) if packed is None else packed.chunk(3)
+    packed_weight = module.in_proj_weight
+    weights = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if packed_weight is None
+        else packed_weight.chunk(3)
+    )
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     return list(zip(weights, biases, strict=True))
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """True: not to be seen."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype is torch.bool else mask

@@ -15,15 +15,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from echelon.engine.parallel.pipeline_stage import Seed, Stage
-from echelon.engine.parallel.placeholder_tensor import absent
-from echelon.engine.parallel.shard_layout import local
-from echelon.engine.process_groups import Group
+from echelon.engine.parallel.pipeline_stage import SeedFunction, Stage
+from echelon.engine.parallel.placeholder_tensor import make_placeholder
+from echelon.engine.parallel.shard_layout import to_local
+from echelon.engine.process_groups import Communicator
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
-from echelon.plan.stages import UNCUT
-from echelon.profiler.fake_model import Around, Forward, Ghost, shape_key
-from echelon.profiler.module_calls import Visit
+from echelon.plan.stages import NO_STAGES_REASON
+from echelon.profiler.fake_model import ContextFactory, FakeModel, ForwardFunction, compute_shape_key
+from echelon.profiler.module_calls import UnitCall
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
@@ -34,259 +34,307 @@ _SCHEDULES: dict[str, Any] = {
 
 
 #: Before this version torch's stages want a gradient for everything that they receive.
-_CARRIES_ANY = "2.13"
+_NO_GRAD_INPUTS_SINCE = "2.13"
 
 
 #: So many schedules are kept, each for micro-batches of one shape, for which it has buffers.
-_SHAPES = 8
+_MAX_CACHED_SCHEDULES = 8
 
 
 class Pipeline:
     """This rank's stages among all of them."""
 
     def __init__(
-        self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group, around: Around = nullcontext
+        self,
+        model: nn.Module,
+        forward: ForwardFunction,
+        example: Any,
+        plan: Plan,
+        pp: Communicator,
+        shape_inference_context: ContextFactory = nullcontext,
     ) -> None:
-        """`forward(model, batch)` computes the loss; `example` is a batch of it. `around`: within it shapes are found."""
-        self._model, self._forward, self._plan, self._ranks = model, forward, plan, ranks
+        """`forward(model, batch)` computes the loss; `example` is a batch of it. `shape_inference_context`: within it shapes are found."""
+        self._model, self._forward, self._plan, self._pp = model, forward, plan, pp
         #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
-        self._post = torch.device("cpu") if ranks.staged else ranks.device
-        self._ghost = Ghost(model, ranks.device, around)
-        self._visits = visits = self._ghost.visits(forward, example)
-        bounds = _bounds(plan, visits, ranks.size)
-        self._total = len(bounds) - 1
-        self.rank = ranks.rank
+        self._transfer_device = torch.device("cpu") if pp.via_host else pp.device
+        self._fake_model = FakeModel(model, pp.device, shape_inference_context)
+        self._unit_calls = unit_calls = self._fake_model.trace_calls(forward, example)
+        stage_bounds = _find_stage_bounds(plan, unit_calls, pp.size)
+        self._stage_count = len(stage_bounds) - 1
+        self.rank = pp.rank
         #: Tensor, by each of its names -> the ranks of the axis that hold it; one that no unit holds is held by all.
-        self.owners = _owners(model, visits, bounds, ranks.size)
-        self._between = set[str]().union(*(visit.weights for visit in visits))
-        self._numbers = range(ranks.rank, self._total, ranks.size)
-        self._stages = [Stage(model, self._ghost, visits, bounds[n], bounds[n + 1]) for n in self._numbers]
+        self.holding_ranks = _find_holding_ranks(model, unit_calls, stage_bounds, pp.size)
+        self._glue_weights = set[str]().union(*(call.glue_parameters for call in unit_calls))
+        self._stage_indices = range(pp.rank, self._stage_count, pp.size)
+        self._stages = [
+            Stage(model, self._fake_model, unit_calls, stage_bounds[stage_index], stage_bounds[stage_index + 1])
+            for stage_index in self._stage_indices
+        ]
         #: The units that this rank computes.
-        self.units = list(dict.fromkeys(v.path for s in self._stages for v in visits[s.first : s.last] if v.path))
+        self.unit_paths = list(
+            dict.fromkeys(
+                unit_call.path
+                for local_stage in self._stages
+                for unit_call in unit_calls[local_stage.first_call : local_stage.end_call]
+                if unit_call.path
+            )
+        )
         #: Whether the loss is computed here.
-        self.final = any(stage.final for stage in self._stages)
-        self._batches: Sequence[Any] = ()
-        self._loss: Callable[[Any, int], Tensor] | None = None
-        self._seed: Seed | None = None
-        self._made: dict[Any, Any] = {}
+        self.computes_loss = any(stage.is_last for stage in self._stages)
+        self._micro_batches: Sequence[Any] = ()
+        self._loss_function: Callable[[Any, int], Tensor] | None = None
+        self._seed: SeedFunction | None = None
+        self._schedules: dict[Any, Any] = {}
 
-    def require_evaluation(self, forward: Forward, example: Any) -> None:
+    def require_evaluable(self, forward: ForwardFunction, example: Any) -> None:
         """Refuse a model that calls other units in evaluation, before it has trained for hours."""
-        paths = list(dict.fromkeys(visit.path for visit in self._visits if visit.path))
+        paths = list(dict.fromkeys(call.path for call in self._unit_calls if call.path))
         try:
-            found = self._ghost.returned(forward, example, paths, training=False, visits=self._visits)
+            evaluation_outputs = self._fake_model.compute_outputs(
+                forward, example, paths, training=False, unit_calls=self._unit_calls
+            )
         except Exception:  # a metric that looks at values, which are not there: told of when it is its turn
             return
-        if len(found) != len(self._visits):
+        if len(evaluation_outputs) != len(self._unit_calls):
             raise PlanError(
-                f"pp={self._ranks.size}: the model calls {len(self._visits) - 1} units in training and {len(found) - 1} in evaluation, so that its "
-                "stages cannot evaluate it; leave evaluation= out and evaluate what `echelon export` writes, or use pp=1 (dp with zero=3 also "
+                f"pp={self._pp.size}: the model calls {len(self._unit_calls) - 1} units in training and {len(evaluation_outputs) - 1} in evaluation, so that its "
+                "stages cannot evaluate it; leave eval_data= out and evaluate what `echelon export` writes, or use pp=1 (dp with zero=3 also "
                 "shares the memory)"
             )
 
     @torch.no_grad()
-    def drop(self) -> None:
+    def drop_other_stages(self) -> None:
         """Let go of what only other ranks' stages need: it stays by name and shape, without numbers."""
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        foreign = {id(value) for name, value in named if self._ranks.rank not in self.owners[name]}
-        done: dict[int, Any] = {}
+        named_tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        other_stage_ids = {
+            id(tensor) for name, tensor in named_tensors if self._pp.rank not in self.holding_ranks[name]
+        }
+        placeholders: dict[int, Any] = {}
         for module in self._model.modules():
-            for slots in (module._parameters, module._buffers):
-                for name, value in slots.items():
-                    if value is not None and id(value) in foreign:
-                        slots[name] = done.setdefault(id(value), absent(value))
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if tensor is not None and id(tensor) in other_stage_ids:
+                        registry[name] = placeholders.setdefault(id(tensor), make_placeholder(tensor))
 
-    def whole(self) -> list[str]:
+    def shared_parameters(self) -> list[str]:
         """Parameters (by first name) that no unit has for itself: tied over stages, or used between units."""
         return [
-            name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1 or name in self._between
+            name
+            for name, _ in self._model.named_parameters()
+            if len(self.holding_ranks[name]) > 1 or name in self._glue_weights
         ]
 
     def run(
-        self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], seed: Seed, others: Group | None = None
+        self,
+        micro_batches: Sequence[Any],
+        loss: Callable[[Any, int], Tensor],
+        seed: SeedFunction,
+        data_parallel: Communicator | None = None,
     ) -> None:
         """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
         `seed(index, *place)` is told where random numbers will be drawn.
 
-        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `others`: ranks
+        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `data_parallel`: ranks
         with whom parameters are exchanged meanwhile, which must therefore go through in the same order.
         """
-        keys = [shape_key(batch) for batch in batches]
-        turns = torch.tensor([after != before for before, after in pairwise(keys)], dtype=torch.int32)
-        if others is not None:
-            others.sum(turns)
-        bounds = [0, *(index + 1 for index, turn in enumerate(turns.tolist()) if turn), len(batches)]
-        for first, last in pairwise(bounds):
-            self._batches = batches[first:last]
-            self._loss = lambda output, index, first=first: loss(output, first + index)
-            self._seed = lambda index, *place, first=first: seed(first + index, *place)
-            self._run()
-        self._batches, self._loss, self._seed = (), None, None
+        batch_shapes = [compute_shape_key(micro_batch) for micro_batch in micro_batches]
+        shape_changes = torch.tensor([after != before for before, after in pairwise(batch_shapes)], dtype=torch.int32)
+        if data_parallel is not None:
+            data_parallel.all_reduce(shape_changes)
+        run_bounds = [
+            0,
+            *(index + 1 for index, has_changed in enumerate(shape_changes.tolist()) if has_changed),
+            len(micro_batches),
+        ]
+        for first, last in pairwise(run_bounds):
+            self._micro_batches = micro_batches[first:last]
+            self._loss_function = lambda output, index, first=first: loss(output, first + index)
+            self._seed = lambda index, *seed_key, first=first: seed(first + index, *seed_key)
+            self._run_same_shape()
+        self._micro_batches, self._loss_function, self._seed = (), None, None
 
-    def _run(self) -> None:
-        count = len(self._batches)
-        schedule = self._ready(count)
-        numbers = torch.arange(count)
-        given = (torch.zeros(count, device=self._post),) if 0 in self._numbers else ()
-        target = {"target": numbers, "losses": []} if self.final else {}
+    def _run_same_shape(self) -> None:
+        micro_batch_count = len(self._micro_batches)
+        schedule = self._get_schedule(micro_batch_count)
+        indices = torch.arange(micro_batch_count)
+        stage_inputs = (
+            (torch.zeros(micro_batch_count, device=self._transfer_device),) if 0 in self._stage_indices else ()
+        )
+        loss_arguments = {"target": indices, "losses": []} if self.computes_loss else {}
         try:
-            schedule.step(*given, index=numbers, **target, return_outputs=False)
+            schedule.step(*stage_inputs, index=indices, **loss_arguments, return_outputs=False)
         except RuntimeError as error:
-            cause = _first_cause(error)
+            cause = _root_cause(error)
             if cause is error or "failed to run" not in str(error):
                 raise
             raise cause from None  # torch's stages put theirs around what the model's code said
 
-    def forward(self, batch: Any, forward: Forward, seed: Seed) -> tuple[Tensor, ...]:
+    def forward(self, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> tuple[Tensor, ...]:
         """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
-        found: tuple[Tensor, ...] = ()
-        for number, stage in zip(self._numbers, self._stages, strict=True):
-            incoming, _ = stage.shapes(batch, forward)
-            received = [torch.empty(each.shape, dtype=each.dtype, device=self._post) for each in incoming]
-            for value in received:
-                dist.recv(value, group_src=(number - 1) % self._ranks.size, group=self._ranks.group)
-            given = (value.to(self._ranks.device) for value in received)
-            sent = stage(*given, batch=batch, forward=forward, seed=seed)
-            if stage.final:
-                found = sent
+        output: tuple[Tensor, ...] = ()
+        for stage_index, stage in zip(self._stage_indices, self._stages, strict=True):
+            incoming, _ = stage.boundary_meta_tensors(batch, forward)
+            received = [torch.empty(meta.shape, dtype=meta.dtype, device=self._transfer_device) for meta in incoming]
+            for tensor in received:
+                dist.recv(tensor, group_src=(stage_index - 1) % self._pp.size, group=self._pp.process_group)
+            stage_inputs = (tensor.to(self._pp.device) for tensor in received)
+            stage_outputs = stage(*stage_inputs, batch=batch, forward=forward, seed=seed)
+            if stage.is_last:
+                output = stage_outputs
                 continue
-            for value in sent:
+            for tensor in stage_outputs:
                 dist.send(
-                    value.contiguous().to(self._post),
-                    group_dst=(number + 1) % self._ranks.size,
-                    group=self._ranks.group,
+                    tensor.contiguous().to(self._transfer_device),
+                    group_dst=(stage_index + 1) % self._pp.size,
+                    group=self._pp.process_group,
                 )
-        return found
+        return output
 
-    def _ready(self, count: int) -> Any:
+    def _get_schedule(self, micro_batch_count: int) -> Any:
         """The schedule for so many micro-batches of this shape."""
-        key = count, shape_key(self._batches[0])
-        if key not in self._made:
-            if len(self._made) == _SHAPES:
-                del self._made[next(iter(self._made))]
-            kind = _SCHEDULES[self._plan.schedule]
-            several = issubclass(kind, PipelineScheduleMulti)
-            if count < self._total or (several and count % self._ranks.size):
+        key = micro_batch_count, compute_shape_key(self._micro_batches[0])
+        if key not in self._schedules:
+            if len(self._schedules) == _MAX_CACHED_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            schedule_class = _SCHEDULES[self._plan.schedule]
+            is_multi_stage = issubclass(schedule_class, PipelineScheduleMulti)
+            if micro_batch_count < self._stage_count or (is_multi_stage and micro_batch_count % self._pp.size):
                 # Too few to fill the pipe in that order (the short end of an epoch): all forwards, then all backwards.
-                kind = torch_schedules.ScheduleLoopedBFS if several else torch_schedules.ScheduleGPipe
-            parts = [self._part(number, stage) for number, stage in zip(self._numbers, self._stages, strict=True)]
-            self._made[key] = kind(parts if several else parts[0], count, loss_fn=self._loss_of, scale_grads=False)
-        return self._made[key]
+                schedule_class = torch_schedules.ScheduleLoopedBFS if is_multi_stage else torch_schedules.ScheduleGPipe
+            torch_stages = [
+                self._make_torch_stage(stage_index, stage)
+                for stage_index, stage in zip(self._stage_indices, self._stages, strict=True)
+            ]
+            self._schedules[key] = schedule_class(
+                torch_stages if is_multi_stage else torch_stages[0],
+                micro_batch_count,
+                loss_fn=self._compute_loss,
+                scale_grads=False,
+            )
+        return self._schedules[key]
 
-    def _part(self, number: int, stage: Stage) -> PipelineStage:
-        incoming, outgoing = stage.shapes(self._batches[0], self._forward)
-        if torch.__version__ < _CARRIES_ANY and not all(each.requires_grad for each in incoming):
+    def _make_torch_stage(self, stage_index: int, stage: Stage) -> PipelineStage:
+        incoming, outgoing = stage.boundary_meta_tensors(self._micro_batches[0], self._forward)
+        if torch.__version__ < _NO_GRAD_INPUTS_SINCE and not all(meta.requires_grad for meta in incoming):
             raise PlanError(
-                f"pp={self._ranks.size}: values without a gradient (whole numbers, a mask) pass between stages, which torch "
-                f"{torch.__version__} cannot carry; use torch {_CARRIES_ANY}, or pp=1 (dp with zero=3 also shares the memory)"
+                f"pp={self._pp.size}: values without a gradient (whole numbers, a mask) pass between stages, which torch "
+                f"{torch.__version__} cannot carry; use torch {_NO_GRAD_INPUTS_SINCE}, or pp=1 (dp with zero=3 also shares the memory)"
             )
         return PipelineStage(
-            _Fed(stage, self),
-            number,
-            self._total,
-            self._post,
-            input_args=incoming if number else (torch.zeros(1, device="meta"),),
+            _IndexedStage(stage, self),
+            stage_index,
+            self._stage_count,
+            self._transfer_device,
+            input_args=incoming if stage_index else (torch.zeros(1, device="meta"),),
             output_args=outgoing,
-            group=self._ranks.mesh().get_group(),
+            group=self._pp.device_mesh().get_group(),
         )
 
-    def _loss_of(self, output: Any, index: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(output, int(index))
+    def _compute_loss(self, output: Any, index: Tensor) -> Tensor:
+        assert self._loss_function is not None
+        return self._loss_function(output, int(index))
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-class _Fed(nn.Module):
+class _IndexedStage(nn.Module):
     """A stage that takes its micro-batch by number: every rank reads the batch itself."""
 
     def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
         super().__init__()
         # Not as a submodule: torch would give up its gathered parameters whenever a schedule for another shape is made, on the
         # ranks that happen to make one.
-        self._held = (stage, pipeline)
+        self._stage_and_pipeline = (stage, pipeline)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        stage, pipeline = self._held
-        here, post = pipeline._ranks.device, pipeline._post
-        given = [value.to(here) for value in received] if stage.first else []
-        number = int(index)
+        stage, pipeline = self._stage_and_pipeline
+        device, transfer_device = pipeline._pp.device, pipeline._transfer_device
+        stage_inputs = [tensor.to(device) for tensor in received] if stage.first_call else []
+        micro_batch_index = int(index)
         assert pipeline._seed is not None
-        seed = partial(pipeline._seed, number)
-        out = stage(*given, batch=pipeline._batches[number], forward=pipeline._forward, seed=seed)
-        return out if stage.final else tuple(value.to(post) for value in out)
+        seed = partial(pipeline._seed, micro_batch_index)
+        out = stage(
+            *stage_inputs, batch=pipeline._micro_batches[micro_batch_index], forward=pipeline._forward, seed=seed
+        )
+        return out if stage.is_last else tuple(tensor.to(transfer_device) for tensor in out)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What a split backward computes gradients for."""
-        return (value for value in self._held[0].parameters(recurse) if not value.is_meta)
+        return (parameter for parameter in self._stage_and_pipeline[0].parameters(recurse) if not parameter.is_meta)
 
 
-def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
+def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int) -> list[int]:
     """Where stages begin, and the end."""
-    if not visits:
-        raise PlanError(f"pp={ways}: {UNCUT}; use pp=1 (dp with zero=3 also shares the memory)")
-    bounds = [0, *plan.stages, len(visits)]
-    if not plan.stages or (len(bounds) - 1) % ways:
+    if not unit_calls:
+        raise PlanError(f"pp={pp_size}: {NO_STAGES_REASON}; use pp=1 (dp with zero=3 also shares the memory)")
+    bounds = [0, *plan.stages, len(unit_calls)]
+    if not plan.stages or (len(bounds) - 1) % pp_size:
         raise PlanError(
-            f"pp={ways}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {ways - 1} places where a stage "
-            f"begins (stages=), of {len(visits) - 1} units"
+            f"pp={pp_size}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {pp_size - 1} places where a stage "
+            f"begins (stages=), of {len(unit_calls) - 1} units"
         )
-    if sorted(set(bounds)) != bounds or len(visits) - 1 <= bounds[-2]:
+    if sorted(set(bounds)) != bounds or len(unit_calls) - 1 <= bounds[-2]:
         raise PlanError(
-            f"stages={list(plan.stages)}: places among {len(visits) - 1} units, in order, at least one unit each"
+            f"stages={list(plan.stages)}: places among {len(unit_calls) - 1} units, in order, at least one unit each"
         )
-    stages = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
-    for path in {visit.path for visit in visits if visit.changes}:
-        found = sorted({stage for stage, visit in zip(stages, visits, strict=True) if visit.path == path})
-        if len(found) > 1:
+    stage_of_call = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
+    for path in {call.path for call in unit_calls if call.changes_buffers}:
+        path_stages = sorted(
+            {stage for stage, call in zip(stage_of_call, unit_calls, strict=True) if call.path == path}
+        )
+        if len(path_stages) > 1:
             raise PlanError(
-                f"stages={list(plan.stages)}: {path} keeps statistics of its calls and is called on stages {found[0]} and {found[1]}, which would "
+                f"stages={list(plan.stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, which would "
                 "each count their own; have the plan completed (echelon plan FILE), or use pp=1"
             )
     return bounds
 
 
-def _owners(
-    model: nn.Module, visits: Sequence[Visit], bounds: Sequence[int], ways: int
+def _find_holding_ranks(
+    model: nn.Module, unit_calls: Sequence[UnitCall], stage_bounds: Sequence[int], pp_size: int
 ) -> Mapping[str, frozenset[int]]:
-    found: dict[int, set[int]] = {}
-    for stage, (first, last) in enumerate(pairwise(bounds)):
-        for path in {visit.path for visit in visits[first:last] if visit.path}:
+    ranks_by_id: dict[int, set[int]] = {}
+    for stage, (first, last) in enumerate(pairwise(stage_bounds)):
+        for path in {call.path for call in unit_calls[first:last] if call.path}:
             module = model.get_submodule(path)
-            for value in (*module.parameters(), *module.buffers()):
-                found.setdefault(id(value), set()).add(stage % ways)
-    named = (
+            for tensor in (*module.parameters(), *module.buffers()):
+                ranks_by_id.setdefault(id(tensor), set()).add(stage % pp_size)
+    named_tensors = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    values = dict(named)
-    for number, visit in enumerate(visits):
-        for name in visit.weights:  # of units that are called as well: each stage that comes so far computes with them
-            found.setdefault(id(values[name]), set()).update(
-                stage % ways for stage, last in enumerate(bounds[1:]) if last > number
+    tensors_by_name = dict(named_tensors)
+    for call_index, call in enumerate(unit_calls):
+        for (
+            name
+        ) in call.glue_parameters:  # of units that are called as well: each stage that comes so far computes with them
+            ranks_by_id.setdefault(id(tensors_by_name[name]), set()).update(
+                stage % pp_size for stage, last in enumerate(stage_bounds[1:]) if last > call_index
             )
-    return {name: frozenset(found.get(id(value), range(ways))) for name, value in named}
+    return {name: frozenset(ranks_by_id.get(id(tensor), range(pp_size))) for name, tensor in named_tensors}
 
 
 @torch.no_grad()
-def add_up(parameters: Sequence[nn.Parameter], ranks: Group) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], communicator: Communicator) -> None:
     """Sum the gradients of parameters of which each rank has a share; one that no rank used keeps none."""
-    for _, same in groupby(sorted(parameters, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
-        held = list(same)
-        unused = [place for place, each in enumerate(held) if each.grad is None]
-        used = torch.ones(len(held))
-        for place in unused:
-            used[place], held[place].grad = 0.0, torch.zeros_like(held[place])
-        grads = [local(each.grad) for each in held]  # type: ignore[arg-type]
-        flat = ranks.sum(torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])]))
-        *parts, users = flat.split([*(grad.numel() for grad in grads), len(held)])
-        for grad, part in zip(grads, parts, strict=True):
-            grad.copy_(part.view_as(grad))
+    for _, same_dtype in groupby(
+        sorted(parameters, key=lambda parameter: str(parameter.dtype)), key=lambda parameter: parameter.dtype
+    ):
+        dtype_parameters = list(same_dtype)
+        unused = [index for index, parameter in enumerate(dtype_parameters) if parameter.grad is None]
+        is_used = torch.ones(len(dtype_parameters))
+        for index in unused:
+            is_used[index], dtype_parameters[index].grad = 0.0, torch.zeros_like(dtype_parameters[index])
+        grads = [to_local(parameter.grad) for parameter in dtype_parameters]  # type: ignore[arg-type]
+        flat = communicator.all_reduce(torch.cat([*(grad.reshape(-1) for grad in grads), is_used.to(grads[0])]))
+        *summed_grads, use_counts = flat.split([*(grad.numel() for grad in grads), len(dtype_parameters)])
+        for grad, summed_grad in zip(grads, summed_grads, strict=True):
+            grad.copy_(summed_grad.view_as(grad))
         if unused:  # else there is nothing to learn, and an accelerator need not be waited for
-            counts = users.tolist()
-            for place in unused:
-                held[place].grad = held[place].grad if counts[place] else None
+            counts = use_counts.tolist()
+            for index in unused:
+                dtype_parameters[index].grad = dtype_parameters[index].grad if counts[index] else None

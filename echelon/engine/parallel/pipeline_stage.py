@@ -24,51 +24,55 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from echelon.errors import DivergenceError, TrainingError
-from echelon.profiler.fake_model import Forward, Ghost, Returned
-from echelon.profiler.module_calls import Value, Visit, crossing, intercepted
+from echelon.profiler.fake_model import CallOutput, FakeModel, ForwardFunction
+from echelon.profiler.module_calls import UnitCall, UnitOutput, find_crossing_values, intercept_unit_calls
 from echelon.tree import tree_flatten, tree_unflatten
-from echelon.trials.determinism import DRAWING
+from echelon.trials.determinism import RANDOM_FUNCTIONS
 
 #: Makes random numbers begin anew, for a place in forward.
-Seed = Callable[..., None]
+SeedFunction = Callable[..., None]
 
 
-class _Done(BaseException):
+class _StageFinished(BaseException):
     """This stage's last unit is computed: the rest of forward is other stages' work. Not an Exception: models may catch those."""
 
 
 class Stage(nn.Module):
-    """Visits `first` to `last` (exclusive) of a model. `stage(*received, batch=...)` gives what later stages read, or the loss."""
+    """Visits `first_call` to `end_call` (exclusive) of a model. `stage(*received, batch=...)` gives what later stages read, or the loss."""
 
     def __init__(
         self,
         model: nn.Module,
-        ghost: Ghost,
-        visits: list[Visit],
-        first: int,
-        last: int,
+        fake_model: FakeModel,
+        unit_calls: list[UnitCall],
+        first_call: int,
+        end_call: int,
     ) -> None:
         super().__init__()
         self.model = model
-        self._ghost, self._visits = ghost, visits
-        self.first, self.last = first, last
-        self._paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
-        self.incoming = crossing(visits, first)
+        self._fake_model, self._unit_calls = fake_model, unit_calls
+        self.first_call, self.end_call = first_call, end_call
+        self._unit_paths = list(dict.fromkeys(call.path for call in unit_calls if call.path))
+        self.incoming = find_crossing_values(unit_calls, first_call)
         #: Whether it gives the loss.
-        self.final = last == len(visits)
+        self.is_last = end_call == len(unit_calls)
         #: What the stages after this one read.
-        self.outgoing = [] if self.final else crossing(visits, last)
+        self.outgoing = [] if self.is_last else find_crossing_values(unit_calls, end_call)
 
-    def forward(self, *received: Tensor, batch: Any, forward: Forward, seed: Seed) -> Any:
+    def forward(self, *received: Tensor, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> Any:
         """The outgoing values, in order; on the last stage what `forward` gives. `seed(*place)` is told the place in forward."""
-        values: dict[Value, Tensor] = dict(zip(self.incoming, received, strict=True))
+        values: dict[UnitOutput, Tensor] = dict(zip(self.incoming, received, strict=True))
         # A value that was received is given away as a copy, and one that will be sent is kept as a copy: what stands between units may
         # change values in place, and does so on every stage that needs them.
-        walk = _Walk(self, values, self._returned(batch, forward), _Glue(seed))
-        with walk.watched(), intercepted(self.model, self._paths, walk.around), walk.glue:
+        stage_forward = _StageForward(self, values, self._fake_outputs(batch, forward), _GlueSeeder(seed))
+        with (
+            stage_forward.capture_outputs(),
+            intercept_unit_calls(self.model, self._unit_paths, stage_forward.intercept_call),
+            stage_forward.seeder,
+        ):
             try:
                 result = forward(self.model, batch)
-            except _Done:
+            except _StageFinished:
                 return tuple(
                     values[value].clone(memory_format=torch.contiguous_format)
                     if value in self.incoming
@@ -77,124 +81,139 @@ class Stage(nn.Module):
                 )
         return result
 
-    def _returned(self, batch: Any, forward: Forward) -> list[Returned]:
-        return self._ghost.returned(forward, batch, self._paths, training=self.model.training, visits=self._visits)
+    def _fake_outputs(self, batch: Any, forward: ForwardFunction) -> list[CallOutput]:
+        return self._fake_model.compute_outputs(
+            forward, batch, self._unit_paths, training=self.model.training, unit_calls=self._unit_calls
+        )
 
-    def shapes(self, batch: Any, forward: Forward) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def boundary_meta_tensors(
+        self, batch: Any, forward: ForwardFunction
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What comes in and goes out for a batch of this shape, as tensors on the meta device."""
-        returned = self._returned(batch, forward)
+        fake_outputs = self._fake_outputs(batch, forward)
 
-        def metas(values: Sequence[Value]) -> tuple[Tensor, ...]:
-            fakes = [returned[visit].leaves[returned[visit].tensors[place]] for visit, place in values]
+        def to_meta(values: Sequence[UnitOutput]) -> tuple[Tensor, ...]:
+            fakes = [
+                fake_outputs[call_index].leaves[fake_outputs[call_index].tensor_indices[tensor_index]]
+                for call_index, tensor_index in values
+            ]
             return tuple(
                 torch.empty(fake.shape, dtype=fake.dtype, device="meta", requires_grad=fake.requires_grad)
                 for fake in fakes
             )
 
-        outgoing = [(len(returned) - 1, i) for i in range(len(returned[-1].leaves))] if self.final else self.outgoing
-        return metas(self.incoming), metas(outgoing)
+        outgoing = (
+            [(len(fake_outputs) - 1, i) for i in range(len(fake_outputs[-1].leaves))] if self.is_last else self.outgoing
+        )
+        return to_meta(self.incoming), to_meta(outgoing)
 
 
-class _Glue(TorchFunctionMode):
+class _GlueSeeder(TorchFunctionMode):
     """Between units: each draw has a seed of its own, as a stage on which its size is absent draws nothing."""
 
-    def __init__(self, seed: Seed) -> None:
+    def __init__(self, seed: SeedFunction) -> None:
         super().__init__()
         self._seed = seed
-        self._visits = self._draws = 0
-        self._between = True
+        self._finished_calls = self._draws_since_call = 0
+        self._is_between_units = True
         seed(0, 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._between and func in DRAWING:
-            self._draws += 1
-            self._seed(self._visits, self._draws)
+        if self._is_between_units and func in RANDOM_FUNCTIONS:
+            self._draws_since_call += 1
+            self._seed(self._finished_calls, self._draws_since_call)
         return func(*args, **(kwargs or {}))
 
-    def unit(self, compute: Callable[[], Any]) -> Any:
+    def run_unit(self, compute: Callable[[], Any]) -> Any:
         """What a unit gives, which draws in its own way."""
-        self._seed(self._visits, -1)
-        aside = (
+        self._seed(self._finished_calls, -1)
+        is_active_mode = (
             _get_current_function_mode() is self
         )  # else the model has put one of its own upon it (`with torch.device`)
-        if aside:
+        if is_active_mode:
             self.__exit__(None, None, None)
-        self._between = False
+        self._is_between_units = False
         try:
             return compute()
         finally:
-            self._between = True
-            if aside:
+            self._is_between_units = True
+            if is_active_mode:
                 self.__enter__()
 
-    def visited(self) -> None:
+    def finish_call(self) -> None:
         """A visit is over, here or on another stage."""
-        self._visits, self._draws = self._visits + 1, 0
-        self._seed(self._visits, 0)  # for what does not ask torch: Python's and NumPy's
+        self._finished_calls, self._draws_since_call = self._finished_calls + 1, 0
+        self._seed(self._finished_calls, 0)  # for what does not ask torch: Python's and NumPy's
 
 
-class _Walk:
+class _StageForward:
     """One forward of a stage: which visit comes next, and what is known of the values so far."""
 
-    def __init__(self, stage: Stage, values: dict[Value, Tensor], returned: list[Returned], glue: _Glue) -> None:
-        self._stage, self._values, self._returned, self.glue = stage, values, returned, glue
-        self._wanted = set(stage.outgoing)
-        self._next = 0
+    def __init__(
+        self, stage: Stage, values: dict[UnitOutput, Tensor], fake_outputs: list[CallOutput], seeder: _GlueSeeder
+    ) -> None:
+        self._stage, self._values, self._fake_outputs, self.seeder = stage, values, fake_outputs, seeder
+        self._values_to_send = set(stage.outgoing)
+        self._next_call = 0
         #: The visit that was just computed, until its hooks have run.
-        self._computed: int | None = None
+        self._computed_call: int | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def capture_outputs(self) -> Iterator[None]:
         """Look at what this stage's units return after every other hook on them (fully_shard has some)."""
         stage = self._stage
-        paths = {visit.path for visit in stage._visits[stage.first : stage.last] if visit.path}
-        hooks = [stage.model.get_submodule(path).register_forward_hook(partial(self._after, path)) for path in paths]
+        paths = {call.path for call in stage._unit_calls[stage.first_call : stage.end_call] if call.path}
+        hooks = [
+            stage.model.get_submodule(path).register_forward_hook(partial(self._capture_output, path)) for path in paths
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        number, stage = self._next, self._stage
-        self._next += 1
-        planned = stage._visits[number].path if number < len(stage._visits) else ""
-        if planned != path:
+    def intercept_call(
+        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        call_index, stage = self._next_call, self._stage
+        self._next_call += 1
+        planned_path = stage._unit_calls[call_index].path if call_index < len(stage._unit_calls) else ""
+        if planned_path != path:
             raise DivergenceError(
-                f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls change while it trains (layer drop, layers "
+                f"pp: the model called {path} where {planned_path or 'the loss'} was planned: its calls change while it trains (layer drop, layers "
                 "that join later, samples that decide), so that it cannot be cut into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
-        if not stage.first <= number < stage.last:
-            self.glue.visited()
-            return self._elsewhere(number)
-        absent = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
-        if absent:
+        if not stage.first_call <= call_index < stage.end_call:
+            self.seeder.finish_call()
+            return self._output_of_other_stage(call_index)
+        fake_leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
+        if fake_leaves:
             raise TrainingError(
-                f"pp: {path} reads a value that no stage sends ({tuple(absent[0].shape)}): a bug in echelon, please report"
+                f"pp: {path} reads a value that no stage sends ({tuple(fake_leaves[0].shape)}): a bug in echelon, please report"
             )
-        out = self.glue.unit(lambda: forward(*args, **kwargs))
-        self.glue.visited()
-        self._computed = number
+        out = self.seeder.run_unit(lambda: forward(*args, **kwargs))
+        self.seeder.finish_call()
+        self._computed_call = call_index
         return out
 
-    def _after(self, path: str, _: nn.Module, __: Any, out: Any) -> None:
-        number, stage = self._computed, self._stage
-        if number is None or stage._visits[number].path != path:
+    def _capture_output(self, path: str, _: nn.Module, __: Any, out: Any) -> None:
+        call_index, stage = self._computed_call, self._stage
+        if call_index is None or stage._unit_calls[call_index].path != path:
             return  # part of another unit
-        self._computed = None
+        self._computed_call = None
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-        for place, leaf in enumerate(leaves):
-            if (number, place) in self._wanted:
-                self._values[number, place] = leaf if number == stage.last - 1 else leaf.clone()
-        if number == stage.last - 1 and not stage.final:
-            raise _Done
+        for tensor_index, leaf in enumerate(leaves):
+            if (call_index, tensor_index) in self._values_to_send:
+                self._values[call_index, tensor_index] = leaf if call_index == stage.end_call - 1 else leaf.clone()
+        if call_index == stage.end_call - 1 and not stage.is_last:
+            raise _StageFinished
 
-    def _elsewhere(self, number: int) -> Any:
+    def _output_of_other_stage(self, call_index: int) -> Any:
         """What a visit of another stage returned: received, or absent."""
-        what = self._returned[number]
-        leaves = list(what.leaves)
-        for place, leaf in enumerate(what.tensors):
-            received = self._values.get((number, place))
+        fake_output = self._fake_outputs[call_index]
+        leaves = list(fake_output.leaves)
+        for tensor_index, leaf_index in enumerate(fake_output.tensor_indices):
+            received = self._values.get((call_index, tensor_index))
             # An absent one takes no part in backward: models may change it in place, which a leaf of a graph does not allow.
-            leaves[leaf] = leaves[leaf].detach() if received is None else received.clone()
-        return tree_unflatten(leaves, what.spec)
+            leaves[leaf_index] = leaves[leaf_index].detach() if received is None else received.clone()
+        return tree_unflatten(leaves, fake_output.spec)

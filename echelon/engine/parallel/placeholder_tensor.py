@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 from echelon.errors import PlanError
 
 
-def absent(value: Tensor) -> Tensor:
-    """`value` without its numbers; a parameter stays one."""
+def make_placeholder(tensor: Tensor) -> Tensor:
+    """`tensor` without its numbers; a parameter stays one."""
     with torch.no_grad():
-        empty = torch.empty_like(value, device="meta")
-    if isinstance(value, nn.Parameter):
-        return _Parameter(empty.as_subclass(Tensor), value.requires_grad)
-    return empty.as_subclass(_Buffer)
+        empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return _PlaceholderParameter(empty.as_subclass(Tensor), tensor.requires_grad)
+    return empty.as_subclass(_PlaceholderBuffer)
 
 
-def _alone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+def _run_on_placeholders(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves((args, kwargs))):
             raise PlanError(
@@ -33,16 +33,16 @@ def _alone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> 
             )
         out = func(*args, **(kwargs or {}))
         # `.T` and the like are absent as well.
-        return out.as_subclass(_Buffer) if type(out) is Tensor and out.is_meta else out
+        return out.as_subclass(_PlaceholderBuffer) if type(out) is Tensor and out.is_meta else out
 
 
-class _Parameter(nn.Parameter):
+class _PlaceholderParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _alone(func, args, kwargs)
+        return _run_on_placeholders(func, args, kwargs)
 
 
-class _Buffer(Tensor):
+class _PlaceholderBuffer(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _alone(func, args, kwargs)
+        return _run_on_placeholders(func, args, kwargs)

@@ -16,113 +16,127 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.parallel.tp_collectives import Axis
-from echelon.plan.placement import shares
-from echelon.plan.sequence_segment import Segment
+from echelon.engine.parallel.tp_collectives import TPCommunicator
+from echelon.plan.placement import compute_shard_sizes
+from echelon.plan.sequence_segment import SequenceSegment
 
 
-class Part(Axis):
+class SequenceParallelCommunicator(TPCommunicator):
     """The tensor group inside a segment: rows give each rank its part of the sequence."""
 
-    def __init__(self, axis: Axis, segment: Segment) -> None:
-        super().__init__(axis)
-        self._dim, self._drawing = segment.dim, segment.draws
+    def __init__(self, tp: TPCommunicator, segment: SequenceSegment) -> None:
+        super().__init__(tp)
+        self._dim, self._draws_random = segment.dim, segment.uses_rng
         # Of the sequence that was cut last. What is computed again in backward is of the same batch, so of the same length.
-        self._sizes: list[int] = []
-        self._brought: tuple[Any, tuple[int, bool], Tensor, int] | None = None
+        self._shard_sizes: list[int] = []
+        self._last_gather: tuple[Any, tuple[int, bool], Tensor, int] | None = None
 
-    def enter(self, hidden: Tensor) -> Tensor:
+    def enter_segment(self, hidden: Tensor) -> Tensor:
         """Hidden states into the segment."""
-        self._sizes = shares(hidden.shape[self._dim], self.size)
-        return self.cut(hidden)
+        self._shard_sizes = compute_shard_sizes(hidden.shape[self._dim], self.size)
+        return self.slice_sequence(hidden)
 
-    def cut(self, hidden: Tensor) -> Tensor:
+    def slice_sequence(self, hidden: Tensor) -> Tensor:
         """This rank's part of what every rank has."""
-        return self.own(self.sliced(hidden, self._dim, self._sizes))
+        return self.with_rank_rng(self.slice_to_region(hidden, self._dim, self._shard_sizes))
 
-    def own(self, x: Tensor) -> Tensor:
+    def with_rank_rng(self, x: Tensor) -> Tensor:
         """`x`, from where on each rank draws its own random numbers."""
-        if self._drawing:
-            self.draws.own(x.device)
+        if self._draws_random:
+            self.rng.use_rank_rng(x.device)
         return x
 
-    def common(self, x: Tensor) -> Tensor:
+    def with_shared_rng(self, x: Tensor) -> Tensor:
         """`x`, from where on all ranks draw the same."""
-        if self._drawing:
-            self.draws.common(x.device)
+        if self._draws_random:
+            self.rng.use_shared_rng(x.device)
         return x
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def leave_segment(self, hidden: Tensor) -> Tensor:
         """Hidden states out of it."""
-        self._brought = self._copied = None
-        return self.gathered(self.common(hidden), self._dim, self._sizes)
+        self._last_gather = self._last_copy = None
+        return self.gather_from_region(self.with_shared_rng(hidden), self._dim, self._shard_sizes)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_sequence(self, x: Tensor) -> Tensor:
         """A part as the whole, for a module that needs that. Arguments that are one tensor stay one."""
-        state = x._version, torch.is_grad_enabled()
-        if self._brought is not None and self._brought[0] is x and self._brought[1] == state:
-            return self._brought[2]
-        whole = self.gathered(x, self._dim, self._sizes)
-        self.common(x)
-        self._brought = x, state, whole, whole._version
-        return whole
+        cache_key = x._version, torch.is_grad_enabled()
+        if self._last_gather is not None and self._last_gather[0] is x and self._last_gather[1] == cache_key:
+            return self._last_gather[2]
+        gathered = self.gather_from_region(x, self._dim, self._shard_sizes)
+        self.with_shared_rng(x)
+        self._last_gather = x, cache_key, gathered, gathered._version
+        return gathered
 
-    def copied(self, x: Tensor) -> Tensor:
+    def copy_to_region(self, x: Tensor) -> Tensor:
         """A whole that was just put together: its columns' gradients add up where they are dealt out again, in one message."""
-        met = self._brought
-        if met is None or met[2] is not x or met[3] != x._version:
-            return super().copied(x)
-        state = x._version, torch.is_grad_enabled()
-        if self._copied is None or self._copied[0]() is not x or self._copied[1] != state:
-            self._copied = ref(x), state, self.collected(met[0], self._dim, self._sizes, x)
-        return self._copied[2]
+        last_gather = self._last_gather
+        if last_gather is None or last_gather[2] is not x or last_gather[3] != x._version:
+            return super().copy_to_region(x)
+        cache_key = x._version, torch.is_grad_enabled()
+        if self._last_copy is None or self._last_copy[0]() is not x or self._last_copy[1] != cache_key:
+            self._last_copy = ref(x), cache_key, self.all_gather(last_gather[0], self._dim, self._shard_sizes, x)
+        return self._last_copy[2]
 
-    def joined(self, x: Tensor, dim: int | None = None) -> Tensor:
+    def reduce_row_output(self, x: Tensor, dim: int | None = None) -> Tensor:
         """What a row gives, this rank's part of it."""
-        return self.own(self.scattered(x, self._dim if dim is None else dim, self._sizes))
+        return self.with_rank_rng(self.reduce_scatter(x, self._dim if dim is None else dim, self._shard_sizes))
 
 
-def divide(segments: Iterable[Segment], axis: Axis) -> dict[Segment, Part]:
+def make_segment_communicators(
+    segments: Iterable[SequenceSegment], tp: TPCommunicator
+) -> dict[SequenceSegment, SequenceParallelCommunicator]:
     """The axis as each segment sees it."""
-    return {segment: Part(axis, segment) for segment in segments}
+    return {segment: SequenceParallelCommunicator(tp, segment) for segment in segments}
 
 
-def holds(segment: Segment, path: str) -> bool:
+def contains_module(segment: SequenceSegment, path: str) -> bool:
     """Whether a module belongs to one of the segment's blocks."""
-    return any(path == unit or path.startswith(unit + ".") for unit in segment.units)
+    return any(path == unit or path.startswith(unit + ".") for unit in segment.blocks)
 
 
-def part_sequence(model: nn.Module, segment: Segment, part: Part) -> None:
+def install_sequence_parallel(
+    model: nn.Module, segment: SequenceSegment, segment_tp: SequenceParallelCommunicator
+) -> None:
     """Make the segment's blocks work on parts, and the modules in them that cannot on the whole."""
     for gather in segment.gathers:
         module = model.get_submodule(gather.path)
-        _before(module, gather.arguments, part.whole)
-        if gather.again:
-            _behind(module, part.cut)
-    for unit in segment.units:
+        _transform_inputs(module, gather.arguments, segment_tp.gather_sequence)
+        if gather.returns_sequence:
+            _transform_output(module, segment_tp.slice_sequence)
+    for unit in segment.blocks:
         # Each block begins and ends with the common numbers: so it is found when it is computed again.
         module = model.get_submodule(unit)
-        _before(module, (segment.argument,), part.enter if unit == segment.units[0] else part.own)
-        _behind(module, part.leave if unit == segment.units[-1] else part.common)
+        _transform_inputs(
+            module,
+            (segment.argument,),
+            segment_tp.enter_segment if unit == segment.blocks[0] else segment_tp.with_rank_rng,
+        )
+        _transform_output(
+            module, segment_tp.leave_segment if unit == segment.blocks[-1] else segment_tp.with_shared_rng
+        )
 
 
-def _before(module: Any, arguments: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:
+def _transform_inputs(module: Any, argument_names: tuple[str, ...], transform: Callable[[Tensor], Tensor]) -> None:
     """Change what a module is given."""
-    inner = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(change(each) if str(place) in arguments else each for place, each in enumerate(args))
-        return inner(*args, **{name: change(each) if name in arguments else each for name, each in kwargs.items()})
+        args = tuple(
+            transform(value) if str(position) in argument_names else value for position, value in enumerate(args)
+        )
+        return original_forward(
+            *args, **{name: transform(value) if name in argument_names else value for name, value in kwargs.items()}
+        )
 
     module.forward = forward
 
 
-def _behind(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+def _transform_output(module: Any, transform: Callable[[Tensor], Tensor]) -> None:
     """Change what a module gives: that is hidden states, or begins with them."""
-    inner = module.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out = inner(*args, **kwargs)
-        return change(out) if isinstance(out, Tensor) else type(out)([change(out[0]), *out[1:]])
+        out = original_forward(*args, **kwargs)
+        return transform(out) if isinstance(out, Tensor) else type(out)([transform(out[0]), *out[1:]])
 
     module.forward = forward

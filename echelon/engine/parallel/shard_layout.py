@@ -1,6 +1,6 @@
 """Where this rank's part of a tensor lies in the whole: one answer for checkpoints, weights files and proofs.
 
-A parameter that the tensor axis cuts is a plain tensor, this rank's rows or columns (a `Piece` of the whole); one that ZeRO shards is
+A parameter that the tensor axis cuts is a plain tensor, this rank's rows or columns (a `TPShard` of the whole); one that ZeRO shards is
 a DTensor, of such a piece where both cut. A piece of a fused projection is several stretches of the whole.
 """
 
@@ -17,106 +17,106 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
-from echelon.plan.placement import shares
+from echelon.plan.placement import compute_shard_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TPShard:
     """Which part of a parameter a rank of the tensor axis keeps."""
 
-    whole: torch.Size  #: shape of the parameter
+    full_shape: torch.Size  #: shape of the parameter
     dim: int
-    parts: tuple[int, ...]  #: sizes along `dim` that are dealt out one by one; empty: all of it at once
+    fused_sizes: tuple[int, ...]  #: sizes along `dim` that are dealt out one by one; empty: all of it at once
     rank: int
-    ways: int
+    tp_size: int
     unit: int = 1  #: rows that stay together
 
     @property
-    def shape(self) -> torch.Size:
+    def local_shape(self) -> torch.Size:
         """Of what this rank keeps."""
-        mine = sum(length for _, _, length in self.stretches())
-        return torch.Size([*self.whole[: self.dim], mine, *self.whole[self.dim + 1 :]])
+        local_length = sum(length for _, _, length in self.spans())
+        return torch.Size([*self.full_shape[: self.dim], local_length, *self.full_shape[self.dim + 1 :]])
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """Whether all ranks keep equally large parts."""
-        return len({replace(self, rank=rank).shape for rank in range(self.ways)}) == 1
+        return len({replace(self, rank=rank).local_shape for rank in range(self.tp_size)}) == 1
 
-    def stretches(self) -> Iterator[tuple[int, int, int]]:
+    def spans(self) -> Iterator[tuple[int, int, int]]:
         """(start in the piece, start in the whole, length) along `dim`."""
-        here = there = 0
-        for size in self.parts or (self.whole[self.dim],):
-            dealt = shares(size, self.ways, self.unit)
-            length = dealt[self.rank]
+        local_start = full_start = 0
+        for size in self.fused_sizes or (self.full_shape[self.dim],):
+            rank_lengths = compute_shard_sizes(size, self.tp_size, self.unit)
+            length = rank_lengths[self.rank]
             if length:
-                yield here, there + sum(dealt[: self.rank]), length
-            here, there = here + length, there + size
+                yield local_start, full_start + sum(rank_lengths[: self.rank]), length
+            local_start, full_start = local_start + length, full_start + size
 
-    def take(self, full: Tensor) -> Tensor:
-        """This rank's part of `full`, a copy."""
-        found = [full.narrow(self.dim, there, length) for _, there, length in self.stretches()]
-        return torch.cat(found or [full.narrow(self.dim, 0, 0)], self.dim)
+    def extract(self, full_tensor: Tensor) -> Tensor:
+        """This rank's part of `full_tensor`, a copy."""
+        slices = [full_tensor.narrow(self.dim, full_start, length) for _, full_start, length in self.spans()]
+        return torch.cat(slices or [full_tensor.narrow(self.dim, 0, 0)], self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ShardRegion:
     """Some of a rank's numbers and where they begin in the whole."""
 
-    start: tuple[int, ...]
+    offsets: tuple[int, ...]
     values: Tensor  #: shares memory with what the rank holds
 
     @property
-    def place(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """The same as indices into the whole."""
-        return tuple(slice(at, at + size) for at, size in zip(self.start, self.values.shape, strict=True))
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.values.shape, strict=True))
 
 
-def local(value: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of it."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_shape(value: Tensor, piece: Piece | None) -> torch.Size:
+def full_tensor_shape(tensor: Tensor, tp_shard: TPShard | None) -> torch.Size:
     """The shape of the whole."""
-    return value.shape if piece is None else piece.whole
+    return tensor.shape if tp_shard is None else tp_shard.full_shape
 
 
-def regions(value: Tensor, piece: Piece | None) -> list[Region]:
-    """What this rank holds of `value`, stretch by stretch; nothing where it holds none."""
-    here = local(value).detach()
-    start: Sequence[int] = (0,) * here.dim()
-    if isinstance(value, DTensor):
-        _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if here.dim() and not here.numel():
+def local_regions(tensor: Tensor, tp_shard: TPShard | None) -> list[ShardRegion]:
+    """What this rank holds of `tensor`, stretch by stretch; nothing where it holds none."""
+    local_values = to_local(tensor).detach()
+    offsets: Sequence[int] = (0,) * local_values.dim()
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local_values.dim() and not local_values.numel():
         return []
-    if piece is None:
-        return [Region(tuple(start), here)]
-    found, dim = [], piece.dim
-    first, last = start[dim], start[dim] + here.shape[dim]  # in the piece
-    for at, there, length in piece.stretches():
-        begin, end = max(at, first), min(at + length, last)
+    if tp_shard is None:
+        return [ShardRegion(tuple(offsets), local_values)]
+    result, dim = [], tp_shard.dim
+    first_row, end_row = offsets[dim], offsets[dim] + local_values.shape[dim]  # in the piece
+    for local_start, full_start, length in tp_shard.spans():
+        begin, end = max(local_start, first_row), min(local_start + length, end_row)
         if begin < end:
-            where = (*start[:dim], there + begin - at, *start[dim + 1 :])
-            found.append(Region(where, here.narrow(dim, begin - first, end - begin)))
-    return found
+            region_offsets = (*offsets[:dim], full_start + begin - local_start, *offsets[dim + 1 :])
+            result.append(ShardRegion(region_offsets, local_values.narrow(dim, begin - first_row, end - begin)))
+    return result
 
 
-class Spread(Tensor):
+class CheckpointTensor(Tensor):
     """A tensor as torch's distributed checkpoint takes it: by the regions that this rank holds, under the whole's coordinates.
 
     torch asks any tensor that has these methods (DTensor has); their names are its own. It has no numbers of its own to compute with.
     """
 
-    _regions: list[Region]
+    _regions: list[ShardRegion]
 
     @staticmethod
-    def __new__(cls, value: Tensor, piece: Piece | None) -> Spread:
-        here = local(value)
-        made: Spread = Tensor._make_wrapper_subclass(
-            cls, whole_shape(value, piece), dtype=here.dtype, device=here.device
+    def __new__(cls, tensor: Tensor, tp_shard: TPShard | None) -> CheckpointTensor:
+        local_values = to_local(tensor)
+        wrapper: CheckpointTensor = Tensor._make_wrapper_subclass(
+            cls, full_tensor_shape(tensor, tp_shard), dtype=local_values.dtype, device=local_values.device
         )
-        made._regions = regions(value, piece)
-        return made
+        wrapper._regions = local_regions(tensor, tp_shard)
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -135,7 +135,7 @@ class Spread(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(each.start), each.values.shape) for each in self._regions]
+        return [ChunkStorageMetadata(torch.Size(region.offsets), region.values.shape) for region in self._regions]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(each.values for each in self._regions if torch.Size(each.start) == index.offset)
+        return next(region.values for region in self._regions if torch.Size(region.offsets) == index.offset)

@@ -20,59 +20,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.engine.parallel.tp_rng import Draws
-from echelon.engine.process_groups import Group
+from echelon.engine.parallel.tp_rng import RNGTracker
+from echelon.engine.process_groups import Communicator
 
 #: torch renames them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Axis:
+class TPCommunicator:
     """The tensor group as this rank sees it."""
 
-    def __init__(self, ranks: Group | Axis) -> None:
-        self.group: dist.ProcessGroup | None = ranks.group
-        self.rank: int = ranks.rank
-        self.size: int = ranks.size
-        self.draws: Draws = ranks.draws if isinstance(ranks, Axis) else Draws(ranks.rank)
-        self._copied: tuple[Any, tuple[int, bool], Tensor] | None = None
+    def __init__(self, communicator: Communicator | TPCommunicator) -> None:
+        self.process_group: dist.ProcessGroup | None = communicator.process_group
+        self.rank: int = communicator.rank
+        self.size: int = communicator.size
+        self.rng: RNGTracker = (
+            communicator.rng if isinstance(communicator, TPCommunicator) else RNGTracker(communicator.rank)
+        )
+        self._last_copy: tuple[Any, tuple[int, bool], Tensor] | None = None
 
-    def copied(self, x: Tensor) -> Tensor:
+    def copy_to_region(self, x: Tensor) -> Tensor:
         """`x` into the region. Modules that read the same `x` share one sum in backward."""
-        state = x._version, torch.is_grad_enabled()
-        if self._copied is not None and self._copied[0]() is x and self._copied[1] == state:
-            return self._copied[2]
-        copy: Tensor = _Copy.apply(x, self)
-        self._copied = ref(x), state, copy
+        cache_key = x._version, torch.is_grad_enabled()
+        if self._last_copy is not None and self._last_copy[0]() is x and self._last_copy[1] == cache_key:
+            return self._last_copy[2]
+        copy: Tensor = _CopyToRegion.apply(x, self)
+        self._last_copy = ref(x), cache_key, copy
         return copy
 
-    def summed(self, x: Tensor) -> Tensor:
+    def reduce_from_region(self, x: Tensor) -> Tensor:
         """The ranks' shares of a value added up. `x` may be overwritten: give what nobody else holds."""
-        return _Sum.apply(x, self)
+        return _ReduceFromRegion.apply(x, self)
 
-    def joined(self, x: Tensor, dim: int | None = None) -> Tensor:
+    def reduce_row_output(self, x: Tensor, dim: int | None = None) -> Tensor:
         """What a row gives: the ranks' shares added up. Where ranks have parts of a sequence (along `dim`) they take those of it."""
-        return self.summed(x)
+        return self.reduce_from_region(x)
 
-    def gathered(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """The ranks' parts, `sizes` long, side by side."""
-        return _Gather.apply(x, dim, sizes, self)
+    def gather_from_region(self, x: Tensor, dim: int, shard_sizes: Sequence[int]) -> Tensor:
+        """The ranks' parts, `shard_sizes` long, side by side."""
+        return _GatherFromRegion.apply(x, dim, shard_sizes, self)
 
-    def sliced(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    def slice_to_region(self, x: Tensor, dim: int, shard_sizes: Sequence[int]) -> Tensor:
         """This rank's part of what all ranks have."""
-        return _Slice.apply(x, dim, sizes, self)
+        return _SliceToRegion.apply(x, dim, shard_sizes, self)
 
-    def collected(self, x: Tensor, dim: int, sizes: Sequence[int], whole: Tensor | None = None) -> Tensor:
-        """The ranks' parts side by side, for each rank to go its own way with. `whole`: where they were put together already."""
-        return _Collect.apply(x, dim, sizes, self, whole)
+    def all_gather(self, x: Tensor, dim: int, shard_sizes: Sequence[int], gathered: Tensor | None = None) -> Tensor:
+        """The ranks' parts side by side, for each rank to go its own way with. `gathered`: where they were put together already."""
+        return _AllGather.apply(x, dim, shard_sizes, self, gathered)
 
-    def scattered(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int, shard_sizes: Sequence[int]) -> Tensor:
         """This rank's part of the ranks' shares added up."""
-        return _Scatter.apply(x, dim, sizes, self)
+        return _ReduceScatter.apply(x, dim, shard_sizes, self)
 
 
-class _Carried(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     """Keeps what it was given beside `x` for backward. `setup_context` apart from `forward`, as torch.func needs it."""
 
     @staticmethod
@@ -80,23 +82,23 @@ class _Carried(torch.autograd.Function):
         ctx.given = inputs[1:]
 
 
-class _Copy(_Carried):
+class _CopyToRegion(_CollectiveFunction):
     @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:
+    def forward(x: Tensor, tp: TPCommunicator) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (axis,) = ctx.given
-        axis._copied = None  # the last one of forward would else be kept until the next step
-        return _Sum.apply(grads[0].clone(memory_format=torch.contiguous_format), axis), None
+        (tp,) = ctx.given
+        tp._copied = None  # the last one of forward would else be kept until the next step
+        return _ReduceFromRegion.apply(grads[0].clone(memory_format=torch.contiguous_format), tp), None
 
 
-class _Sum(_Carried):
+class _ReduceFromRegion(_CollectiveFunction):
     @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:
+    def forward(x: Tensor, tp: TPCommunicator) -> Tensor:
         total = x.clone() if torch._C._are_functorch_transforms_active() else x.contiguous()
-        dist.all_reduce(total, group=axis.group)
+        dist.all_reduce(total, group=tp.process_group)
         return total
 
     @staticmethod
@@ -107,33 +109,35 @@ class _Sum(_Carried):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Copy.apply(grads[0], *ctx.given), None
+        return _CopyToRegion.apply(grads[0], *ctx.given), None
 
 
-class _Gather(_Carried):
+class _GatherFromRegion(_CollectiveFunction):
     @staticmethod
-    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        return _side_by_side(x, dim, sizes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Slice.apply(grads[0], *ctx.given), None, None, None
-
-
-class _Slice(_Carried):
-    @staticmethod
-    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
+    def forward(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Tensor:
+        return _all_gather_uneven(x, dim, shard_sizes, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Gather.apply(grads[0], *ctx.given), None, None, None
+        return _SliceToRegion.apply(grads[0], *ctx.given), None, None, None
 
 
-class _Collect(_Carried):
+class _SliceToRegion(_CollectiveFunction):
     @staticmethod
-    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, whole: Tensor | None) -> Tensor:
-        return _side_by_side(x, dim, sizes, axis) if whole is None else whole.detach()
+    def forward(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Tensor:
+        return x.narrow(dim, sum(shard_sizes[: tp.rank]), shard_sizes[tp.rank]).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _GatherFromRegion.apply(grads[0], *ctx.given), None, None, None
+
+
+class _AllGather(_CollectiveFunction):
+    @staticmethod
+    def forward(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator, gathered: Tensor | None) -> Tensor:
+        return _all_gather_uneven(x, dim, shard_sizes, tp) if gathered is None else gathered.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -141,32 +145,35 @@ class _Collect(_Carried):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Scatter.apply(grads[0], *ctx.given), None, None, None, None
+        return _ReduceScatter.apply(grads[0], *ctx.given), None, None, None, None
 
 
-class _Scatter(_Carried):
+class _ReduceScatter(_CollectiveFunction):
     @staticmethod
-    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        step = max(sizes)
-        parts = [_filled(part, step) for part in x.movedim(dim, 0).split(list(sizes))]
-        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        _reduce_scatter(mine, torch.cat(parts), group=axis.group)
-        return mine[: sizes[axis.rank]].movedim(0, dim).contiguous()
+    def forward(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Tensor:
+        padded_length = max(shard_sizes)
+        padded_shards = [_pad_to_length(shard, padded_length) for shard in x.movedim(dim, 0).split(list(shard_sizes))]
+        local_shard = torch.empty_like(padded_shards[0], memory_format=torch.contiguous_format)
+        _reduce_scatter(local_shard, torch.cat(padded_shards), group=tp.process_group)
+        return local_shard[: shard_sizes[tp.rank]].movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Collect.apply(grads[0], *ctx.given, None), None, None, None
+        return _AllGather.apply(grads[0], *ctx.given, None), None, None, None
 
 
-def _side_by_side(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    step = max(sizes)
-    first = _filled(x.movedim(dim, 0), step).contiguous()
-    whole = first.new_empty(step * axis.size, *first.shape[1:])
-    _all_gather(whole, first, group=axis.group)
+def _all_gather_uneven(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Tensor:
+    padded_length = max(shard_sizes)
+    padded_shard = _pad_to_length(x.movedim(dim, 0), padded_length).contiguous()
+    gathered = padded_shard.new_empty(padded_length * tp.size, *padded_shard.shape[1:])
+    _all_gather(gathered, padded_shard, group=tp.process_group)
     # Not a view: models change what a layer gave them in place.
-    return torch.cat([part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim)
+    return torch.cat(
+        [shard[:size].movedim(0, dim) for shard, size in zip(gathered.split(padded_length), shard_sizes, strict=True)],
+        dim,
+    )
 
 
-def _filled(x: Tensor, length: int) -> Tensor:
+def _pad_to_length(x: Tensor, length: int) -> Tensor:
     """Messages are of one length."""
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])

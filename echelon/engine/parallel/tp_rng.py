@@ -13,35 +13,35 @@ import torch
 from torch import Tensor
 
 
-class Draws:
+class RNGTracker:
     """Where this rank takes its random numbers from."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._seed: int | None = None
-        self._common: Tensor | None = None
+        self._rank_seed: int | None = None
+        self._shared_state: Tensor | None = None
 
-    def own(self, device: torch.device) -> None:
+    def use_rank_rng(self, device: torch.device) -> None:
         """From here on this rank draws by itself."""
-        generator = _generator(device)
-        if generator.initial_seed() == self._seed:
+        generator = _default_generator(device)
+        if generator.initial_seed() == self._rank_seed:
             return
-        common = int(torch.empty((), dtype=torch.int64).random_())  # the host's, which no device has to wait for
-        self._common = generator.get_state()
-        text = f"{common} {self._rank}".encode()
-        self._seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-        generator.manual_seed(self._seed)
+        shared_number = int(torch.empty((), dtype=torch.int64).random_())  # the host's, which no device has to wait for
+        self._shared_state = generator.get_state()
+        seed_text = f"{shared_number} {self._rank}".encode()
+        self._rank_seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest(), "big") >> 1
+        generator.manual_seed(self._rank_seed)
 
-    def common(self, device: torch.device) -> None:
+    def use_shared_rng(self, device: torch.device) -> None:
         """From here on all ranks draw the same again."""
-        generator = _generator(device)
+        generator = _default_generator(device)
         # Not by a note of our own: what is computed again in backward may stop half-way, and the generator is put back then.
-        if generator.initial_seed() == self._seed:
-            assert self._common is not None
-            generator.set_state(self._common)
+        if generator.initial_seed() == self._rank_seed:
+            assert self._shared_state is not None
+            generator.set_state(self._shared_state)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

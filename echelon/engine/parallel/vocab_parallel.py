@@ -15,70 +15,70 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.engine.parallel.index_check import require_inside
-from echelon.engine.parallel.tp_collectives import Axis
+from echelon.engine.parallel.index_check import require_in_range
+from echelon.engine.parallel.tp_collectives import TPCommunicator
 
 
-class Logits(Tensor):
+class ShardedLogits(Tensor):
     """Looks like the whole; holds this rank's part along `dim`."""
 
     _local: Tensor
     _dim: int
-    _sizes: Sequence[int]
-    _axis: Axis
-    _whole: Tensor | None
+    _shard_sizes: Sequence[int]
+    _tp: TPCommunicator
+    _full_tensor: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Self:
-        shape = [*local.shape[:dim], sum(sizes), *local.shape[dim + 1 :]]
+    def __new__(cls, local: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Self:
+        shape = [*local.shape[:dim], sum(shard_sizes), *local.shape[dim + 1 :]]
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        self._local, self._dim, self._sizes, self._axis, self._whole = local, dim, sizes, axis, None
+        self._local, self._dim, self._shard_sizes, self._tp, self._full_tensor = local, dim, shard_sizes, tp, None
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Logits) and first._whole is None:
-            if func in _PLAIN or getattr(func, "__self__", None) in _PLAIN_PROPERTIES:
+        logits = args[0] if args else None
+        if isinstance(logits, ShardedLogits) and logits._full_tensor is None:
+            if func in _METADATA_METHODS or getattr(func, "__self__", None) in _METADATA_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is Tensor.register_hook:
-                return first._local.register_hook(*args[1:], **kwargs)
-            found = _RULES[func](first, *args[1:], **kwargs) if func in _RULES else None
-            if found is not None:
-                return found
-        return func(*_gathered(args), **_gathered(kwargs))
+                return logits._local.register_hook(*args[1:], **kwargs)
+            result = _SHARDED_OPS[func](logits, *args[1:], **kwargs) if func in _SHARDED_OPS else None
+            if result is not None:
+                return result
+        return func(*_gather_tree(args), **_gather_tree(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*_gathered(args), **_gathered(kwargs or {}))
+        return func(*_gather_tree(args), **_gather_tree(kwargs or {}))
 
-    def gathered(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The whole, on every rank."""
-        if self._whole is None:
-            self._whole = self._axis.gathered(self._local, self._dim, self._sizes)
-        return self._whole
+        if self._full_tensor is None:
+            self._full_tensor = self._tp.gather_from_region(self._local, self._dim, self._shard_sizes)
+        return self._full_tensor
 
-    def copied(self) -> Tensor:
+    def gather_detached(self) -> Tensor:
         """The same for one who only looks: what comes after works on the parts all the same."""
-        return self._axis.gathered(self._local.detach(), self._dim, self._sizes)
+        return self._tp.gather_from_region(self._local.detach(), self._dim, self._shard_sizes)
 
 
-def _gathered(tree: Any) -> Any:
-    if isinstance(tree, Logits):
-        return tree.gathered()
+def _gather_tree(tree: Any) -> Any:
+    if isinstance(tree, ShardedLogits):
+        return tree.full_tensor()
     if isinstance(tree, dict):
-        return {key: _gathered(value) for key, value in tree.items()}
+        return {key: _gather_tree(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(map(_gathered, tree))
+        return type(tree)(map(_gather_tree, tree))
     return tree
 
 
 #: What asks for no numbers.
-_PLAIN = {
+_METADATA_METHODS = {
     Tensor.size,
     Tensor.dim,
     Tensor.ndimension,
@@ -87,65 +87,69 @@ _PLAIN = {
     Tensor.is_complex,
     Tensor.__len__,
 }
-_PLAIN_PROPERTIES = {
+_METADATA_PROPERTIES = {
     Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda, Tensor.layout, Tensor.is_meta,
 }  # fmt: skip
 
 
-def _same(func: Callable[..., Tensor]) -> Callable[..., Logits | None]:
+def _elementwise(operator: Callable[..., Tensor]) -> Callable[..., ShardedLogits | None]:
     """An operator that treats each number by itself."""
 
-    def rule(x: Logits, *args: Any, **kwargs: Any) -> Logits | None:
-        return Logits(func(x._local, *args, **kwargs), x._dim, x._sizes, x._axis)
+    def rule(logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits | None:
+        return ShardedLogits(operator(logits._local, *args, **kwargs), logits._dim, logits._shard_sizes, logits._tp)
 
     return rule
 
 
-def _reshaped(x: Logits, *shape: Any, **kwargs: Any) -> Logits | None:
+def _reshape(logits: ShardedLogits, *shape: Any, **kwargs: Any) -> ShardedLogits | None:
     """Where the last dimension is the vocabulary before and after."""
-    sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple) else list(shape)
-    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+    new_shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple) else list(shape)
+    if kwargs or not new_shape or not all(isinstance(size, int) for size in new_shape):
         return None
-    if x._dim != x.dim() - 1 or sizes[-1] != x.shape[-1]:
+    if logits._dim != logits.dim() - 1 or new_shape[-1] != logits.shape[-1]:
         return None
-    local = x._local.reshape(*sizes[:-1], x._local.shape[-1])
-    return Logits(local, local.dim() - 1, x._sizes, x._axis)
+    local = logits._local.reshape(*new_shape[:-1], logits._local.shape[-1])
+    return ShardedLogits(local, local.dim() - 1, logits._shard_sizes, logits._tp)
 
 
-def _flattened(x: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits | None:
-    start, end = start_dim % x.dim(), end_dim % x.dim()
-    if x._dim != x.dim() - 1 or end >= x._dim:
+def _flatten(logits: ShardedLogits, start_dim: int = 0, end_dim: int = -1) -> ShardedLogits | None:
+    start, end = start_dim % logits.dim(), end_dim % logits.dim()
+    if logits._dim != logits.dim() - 1 or end >= logits._dim:
         return None
-    local = x._local.flatten(start, end)
-    return Logits(local, local.dim() - 1, x._sizes, x._axis)
+    local = logits._local.flatten(start, end)
+    return ShardedLogits(local, local.dim() - 1, logits._shard_sizes, logits._tp)
 
 
-def _transposed(x: Logits, dim0: int, dim1: int) -> Logits | None:
-    dims = list(range(x.dim()))
+def _transpose(logits: ShardedLogits, dim0: int, dim1: int) -> ShardedLogits | None:
+    dims = list(range(logits.dim()))
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return Logits(x._local.transpose(dim0, dim1), dims.index(x._dim), x._sizes, x._axis)
+    return ShardedLogits(logits._local.transpose(dim0, dim1), dims.index(logits._dim), logits._shard_sizes, logits._tp)
 
 
-def _permuted(x: Logits, *dims: Any) -> Logits | None:
-    order = [dim % x.dim() for dim in (dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)]
-    return Logits(x._local.permute(order), order.index(x._dim), x._sizes, x._axis)
+def _permute(logits: ShardedLogits, *dims: Any) -> ShardedLogits | None:
+    dim_order = [
+        dim % logits.dim() for dim in (dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
+    ]
+    return ShardedLogits(
+        logits._local.permute(dim_order), dim_order.index(logits._dim), logits._shard_sizes, logits._tp
+    )
 
 
-def _indexed(x: Logits, index: Any) -> Logits | None:
+def _index(logits: ShardedLogits, index: Any) -> ShardedLogits | None:
     """Slices of other dimensions."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or parts.count(Ellipsis) > 1:
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if not all(item is Ellipsis or isinstance(item, slice) for item in indices) or indices.count(Ellipsis) > 1:
         return None
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (x.dim() - len(parts) + 1)
-    if len(parts) > x._dim and parts[x._dim] != slice(None):
+    if Ellipsis in indices:
+        ellipsis_position = indices.index(Ellipsis)
+        indices[ellipsis_position : ellipsis_position + 1] = [slice(None)] * (logits.dim() - len(indices) + 1)
+    if len(indices) > logits._dim and indices[logits._dim] != slice(None):
         return None
-    return Logits(x._local[tuple(parts)], x._dim, x._sizes, x._axis)
+    return ShardedLogits(logits._local[tuple(indices)], logits._dim, logits._shard_sizes, logits._tp)
 
 
 def _cross_entropy(
-    x: Logits,
+    logits: ShardedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -155,43 +159,43 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """-log softmax(x)[target], from a maximum and sums over the ranks."""
-    classes = 0 if x.dim() == 1 else 1
+    class_dim = 0 if logits.dim() == 1 else 1
     if weight is not None or size_average is not None or reduce is not None or target.is_floating_point():
         return None
-    if isinstance(target, Logits) or x._dim != classes:
+    if isinstance(target, ShardedLogits) or logits._dim != class_dim:
         return None
-    axis, local = x._axis, x._local.movedim(x._dim, -1)
+    tp, local = logits._tp, logits._local.movedim(logits._dim, -1)
     if local.dtype.itemsize < 4:
         local = local.float()  # as torch adds up inside
-    top = local.detach().amax(-1) if local.shape[-1] else local.new_full(local.shape[:-1], float("-inf"))
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
-    total = top + axis.summed((local - top.unsqueeze(-1)).exp().sum(-1)).log()
-    mine = target - sum(x._sizes[: axis.rank])
-    counted = target != ignore_index
-    require_inside(target.where(counted, 0), sum(x._sizes), "target of a cross entropy")
-    inside = counted & (mine >= 0) & (mine < local.shape[-1])
-    picked = local.gather(-1, mine.where(inside, 0).unsqueeze(-1)).squeeze(-1)
-    loss = total - axis.summed(picked.where(inside, 0.0))
+    max_logit = local.detach().amax(-1) if local.shape[-1] else local.new_full(local.shape[:-1], float("-inf"))
+    dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=tp.process_group)
+    log_sum_exp = max_logit + tp.reduce_from_region((local - max_logit.unsqueeze(-1)).exp().sum(-1)).log()
+    local_target = target - sum(logits._shard_sizes[: tp.rank])
+    is_counted = target != ignore_index
+    require_in_range(target.where(is_counted, 0), sum(logits._shard_sizes), "target of a cross entropy")
+    is_local = is_counted & (local_target >= 0) & (local_target < local.shape[-1])
+    target_logit = local.gather(-1, local_target.where(is_local, 0).unsqueeze(-1)).squeeze(-1)
+    loss = log_sum_exp - tp.reduce_from_region(target_logit.where(is_local, 0.0))
     if label_smoothing:
-        even = total - axis.summed(local.sum(-1)) / sum(x._sizes)
-        loss = (1 - label_smoothing) * loss + label_smoothing * even
-    loss = loss.where(counted, 0.0)
+        uniform_loss = log_sum_exp - tp.reduce_from_region(local.sum(-1)) / sum(logits._shard_sizes)
+        loss = (1 - label_smoothing) * loss + label_smoothing * uniform_loss
+    loss = loss.where(is_counted, 0.0)
     if reduction != "none":
-        loss = loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
-    return loss if torch.is_autocast_enabled(x.device.type) else loss.to(x.dtype)
+        loss = loss.sum() if reduction == "sum" else loss.sum() / is_counted.sum()
+    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+_SHARDED_OPS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    Tensor.view: _reshaped,
-    Tensor.reshape: _reshaped,
-    torch.reshape: _reshaped,
-    Tensor.flatten: _flattened,
-    torch.flatten: _flattened,
-    Tensor.transpose: _transposed,
-    torch.transpose: _transposed,
-    Tensor.permute: _permuted,
-    torch.permute: _permuted,
-    Tensor.__getitem__: _indexed,
-    **{func: _same(func) for func in (Tensor.float, Tensor.double, Tensor.contiguous, Tensor.to)},
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
+    Tensor.__getitem__: _index,
+    **{func: _elementwise(func) for func in (Tensor.float, Tensor.double, Tensor.contiguous, Tensor.to)},
 }

@@ -117,7 +117,7 @@ for (const plot of document.querySelectorAll('[data-hover]')) {
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(title: str, body: str) -> str:
+def render_page(title: str, body: str) -> str:
     """The whole document."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -10,167 +10,171 @@ import time
 from collections.abc import Callable
 
 from echelon.errors import EchelonError
-from echelon.server.client.connection import Line, Request
+from echelon.server.client.connection import Request, ServerConnection
 
 #: A dial (connecting and the handshake) that takes longer is given up and begun again.
-DIAL = 3.0
+DIAL_TIMEOUT = 3.0
 #: Seconds until a server is dialled again: the first time, and at most.
-FIRST_DELAY, LAST_DELAY = 0.01, 0.25
+MIN_REDIAL_DELAY, MAX_REDIAL_DELAY = 0.01, 0.25
 
 
-class Courier:
-    """All lines of a worker. `regained(server)` is called when one can be used, `lost(server, requests)` when one ended."""
+class ConnectionPool:
+    """All lines of a worker. `on_ready(server)` is called when one can be used, `lost(server, requests)` when one ended."""
 
     def __init__(
         self,
         secret: bytes,
         *,
-        regained: Callable[[str], None],
-        lost: Callable[[str, list[Request]], None],
+        on_ready: Callable[[str], None],
+        on_lost: Callable[[str, list[Request]], None],
     ) -> None:
-        self._secret, self._regained, self._lost = secret, regained, lost
+        self._secret, self._on_ready, self._on_lost = secret, on_ready, on_lost
         self._addresses: dict[str, str] = {}
-        self._lines: dict[str, Line] = {}
-        self._by_file: dict[int, Line] = {}
-        self._poll = select.poll()
-        self._bell: tuple[int, Callable[[], None]] | None = None
+        self._connections: dict[str, ServerConnection] = {}
+        self._connection_by_fd: dict[int, ServerConnection] = {}
+        self._poller = select.poll()
+        self._watched: tuple[int, Callable[[], None]] | None = None
         #: Servers without a line: when to dial next; and after how long the time after that.
-        self._due: dict[str, float] = {}
-        self._delays: dict[str, float] = {}
-        self._broken: list[tuple[Line, BaseException]] = []
+        self._dial_times: dict[str, float] = {}
+        self._redial_delays: dict[str, float] = {}
+        self._failed_connections: list[tuple[ServerConnection, BaseException]] = []
         #: What came over lines that ended.
-        self._moved = 0
+        self._closed_chunks_received = 0
         #: Why a server could not be reached the last time.
-        self.why: dict[str, str] = {}
+        self.last_errors: dict[str, str] = {}
 
-    def listen(self, file: int, ring: Callable[[], None]) -> None:
-        """Call `ring` whenever this file has something to read."""
-        self._bell = (file, ring)
-        self._poll.register(file, select.POLLIN)
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever this file has something to read."""
+        self._watched = (fd, callback)
+        self._poller.register(fd, select.POLLIN)
 
-    def seat(self, addresses: dict[str, str]) -> None:
+    def set_addresses(self, addresses: dict[str, str]) -> None:
         """Where the servers are now: lines to others, or to other addresses, end; missing ones are dialled."""
-        for server, line in list(self._lines.items()):
-            if addresses.get(server) != line.address:
-                self._end(line, "it left the map")
-        for server in set(self._due) | set(addresses):
+        for server, connection in list(self._connections.items()):
+            if addresses.get(server) != connection.address:
+                self._close_connection(connection, "it left the map")
+        for server in set(self._dial_times) | set(addresses):
             if addresses.get(server) != self._addresses.get(server):
-                self._due.pop(server, None)
-                self._delays.pop(server, None)
+                self._dial_times.pop(server, None)
+                self._redial_delays.pop(server, None)
         self._addresses = dict(addresses)
         for server in addresses:
-            if server not in self._lines and server not in self._due:
+            if server not in self._connections and server not in self._dial_times:
                 self._dial(server)
 
     @property
-    def moved(self) -> int:
+    def chunks_received(self) -> int:
         """Grows while long answers are on their way in."""
-        return self._moved + sum(line.moved for line in self._lines.values())
+        return self._closed_chunks_received + sum(
+            connection.chunks_received for connection in self._connections.values()
+        )
 
-    def up(self, server: str) -> bool:
+    def is_ready(self, server: str) -> bool:
         """Whether requests can be sent to this server."""
-        line = self._lines.get(server)
-        return line is not None and line.ready
+        connection = self._connections.get(server)
+        return connection is not None and connection.is_ready
 
-    def ask(self, server: str, request: Request) -> None:
-        """Send a request to a server that is up. A connection that turns out to be dead is told of in the next `turn`."""
-        line = self._lines[server]
+    def send_request(self, server: str, request: Request) -> None:
+        """Send a request to a server that is up. A connection that turns out to be dead is told of in the next `poll`."""
+        connection = self._connections[server]
         try:
-            line.ask(request)
-            self._poll.modify(line.socket, line.wants)
+            connection.send_request(request)
+            self._poller.modify(connection.socket, connection.poll_events)
         except OSError as error:
-            self._broken.append((line, error))
+            self._failed_connections.append((connection, error))
 
     def abandon(self, request: Request) -> None:
         """Take no notice of this request's answer."""
-        request.dropped = True
-        line = self._lines.get(request.server)
-        if line is not None and line.receiving is request:
-            self._broken.append((line, EOFError("its answer was no longer wanted")))
+        request.abandoned = True
+        connection = self._connections.get(request.server)
+        if connection is not None and connection.receiving_request is request:
+            self._failed_connections.append((connection, EOFError("its answer was no longer wanted")))
 
-    def turn(self, timeout: float) -> None:
+    def poll(self, timeout: float) -> None:
         """Wait at most so long for something to happen, and handle what did."""
-        broken, self._broken = self._broken, []
-        for line, error in broken:
-            self._retry(line, error)
-        if self._due:
-            timeout = min(timeout, max(0.0, min(self._due.values()) - time.monotonic()))
-        if broken:
+        failed, self._failed_connections = self._failed_connections, []
+        for connection, error in failed:
+            self._close_and_redial(connection, error)
+        if self._dial_times:
+            timeout = min(timeout, max(0.0, min(self._dial_times.values()) - time.monotonic()))
+        if failed:
             timeout = 0.0
-        for file, events in self._poll.poll(timeout * 1e3):
-            if self._bell is not None and file == self._bell[0]:
-                self._bell[1]()
-            elif file in self._by_file:
-                self._serve(self._by_file[file], events)
-        if self._due or not all(line.ready for line in self._lines.values()):
-            self._look_after()
+        for fd, events in self._poller.poll(timeout * 1e3):
+            if self._watched is not None and fd == self._watched[0]:
+                self._watched[1]()
+            elif fd in self._connection_by_fd:
+                self._handle_events(self._connection_by_fd[fd], events)
+        if self._dial_times or not all(connection.is_ready for connection in self._connections.values()):
+            self._redial_due()
 
     def close(self) -> None:
         """End all lines."""
-        for line in list(self._lines.values()):
-            self._forget(line)
-        self._addresses, self._due = {}, {}
+        for connection in list(self._connections.values()):
+            self._unregister(connection)
+        self._addresses, self._dial_times = {}, {}
 
-    def _serve(self, line: Line, events: int) -> None:
-        greeted = line.ready
+    def _handle_events(self, connection: ServerConnection, events: int) -> None:
+        was_ready = connection.is_ready
         try:
             if events & select.POLLOUT:
-                line.write()
+                connection.write()
             if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                line.read()
+                connection.read()
         except (OSError, EOFError, EchelonError) as error:
-            self._retry(line, error)
+            self._close_and_redial(connection, error)
             return
         except BaseException as error:  # whoever got an answer was interrupted: all that is unanswered is asked again
-            self._broken.append((line, error))
+            self._failed_connections.append((connection, error))
             raise
-        if self._lines.get(line.server) is not line:
+        if self._connections.get(connection.server) is not connection:
             return
-        self._poll.modify(line.socket, line.wants)
-        if line.ready and not greeted:
-            self.why.pop(line.server, None)
-            self._delays.pop(line.server, None)
-            self._regained(line.server)
+        self._poller.modify(connection.socket, connection.poll_events)
+        if connection.is_ready and not was_ready:
+            self.last_errors.pop(connection.server, None)
+            self._redial_delays.pop(connection.server, None)
+            self._on_ready(connection.server)
 
-    def _retry(self, line: Line, error: BaseException) -> None:
-        if self._lines.get(line.server) is line:
-            self._end(line, str(error) or "the connection ended")
-            self._wait(line.server)
+    def _close_and_redial(self, connection: ServerConnection, error: BaseException) -> None:
+        if self._connections.get(connection.server) is connection:
+            self._close_connection(connection, str(error) or "the connection ended")
+            self._schedule_redial(connection.server)
 
-    def _wait(self, server: str) -> None:
+    def _schedule_redial(self, server: str) -> None:
         if server in self._addresses:
-            delay = self._delays.get(server, FIRST_DELAY)
-            self._due[server] = time.monotonic() + delay
-            self._delays[server] = min(2 * delay, LAST_DELAY)
+            delay = self._redial_delays.get(server, MIN_REDIAL_DELAY)
+            self._dial_times[server] = time.monotonic() + delay
+            self._redial_delays[server] = min(2 * delay, MAX_REDIAL_DELAY)
 
-    def _look_after(self) -> None:
+    def _redial_due(self) -> None:
         """Give up dials that take too long; dial again what is due."""
         now = time.monotonic()
-        for line in list(self._lines.values()):
-            if not line.ready and now - line.began > DIAL:
-                self._retry(line, TimeoutError(f"no handshake within {DIAL:g} s"))
-        for server, when in list(self._due.items()):
-            if when <= now:
+        for connection in list(self._connections.values()):
+            if not connection.is_ready and now - connection.dialed_at > DIAL_TIMEOUT:
+                self._close_and_redial(connection, TimeoutError(f"no handshake within {DIAL_TIMEOUT:g} s"))
+        for server, dial_time in list(self._dial_times.items()):
+            if dial_time <= now:
                 self._dial(server)
 
     def _dial(self, server: str) -> None:
-        self._due.pop(server, None)
+        self._dial_times.pop(server, None)
         try:
-            line = Line(server, self._addresses[server], self._secret)
+            connection = ServerConnection(server, self._addresses[server], self._secret)
         except OSError as error:
-            self.why[server] = str(error)
-            self._wait(server)
+            self.last_errors[server] = str(error)
+            self._schedule_redial(server)
             return
-        self._lines[server] = self._by_file[line.socket.fileno()] = line
-        self._poll.register(line.socket, line.wants)
+        self._connections[server] = self._connection_by_fd[connection.socket.fileno()] = connection
+        self._poller.register(connection.socket, connection.poll_events)
 
-    def _end(self, line: Line, why: str) -> None:
-        self.why[line.server] = why
-        self._forget(line)
-        self._lost(line.server, [each for each in line.waiting.values() if not each.dropped])
+    def _close_connection(self, connection: ServerConnection, reason: str) -> None:
+        self.last_errors[connection.server] = reason
+        self._unregister(connection)
+        self._on_lost(
+            connection.server, [request for request in connection.pending_requests.values() if not request.abandoned]
+        )
 
-    def _forget(self, line: Line) -> None:
-        self._moved += line.moved
-        del self._lines[line.server], self._by_file[line.socket.fileno()]
-        self._poll.unregister(line.socket)
-        line.close()
+    def _unregister(self, connection: ServerConnection) -> None:
+        self._closed_chunks_received += connection.chunks_received
+        del self._connections[connection.server], self._connection_by_fd[connection.socket.fileno()]
+        self._poller.unregister(connection.socket)
+        connection.close()

@@ -18,183 +18,190 @@ from typing import Any
 
 from echelon.errors import EchelonError, ServerError
 from echelon.server.protocol import wire
-from echelon.server.protocol.auth import WORKER, SecretError, Unproved, greet
-from echelon.server.protocol.event_loop import split
-from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.auth import WORKER, HandshakeAborted, SecretError, authenticate
+from echelon.server.protocol.event_loop import parse_address
+from echelon.server.protocol.shard_map import ShardMap
 
 #: Seconds between signs of life. A worker leaves the clocks after 2 s without one.
-BEAT = 0.5
+HEARTBEAT_INTERVAL = 0.5
 #: Seconds between attempts to reach a controller that is down.
-RETRY = 0.1
+RETRY_INTERVAL = 0.1
 
 
 @dataclass(slots=True)
-class _Question:
+class _PendingRequest:
     kind: int
     meta: dict[str, Any]
-    answer: Future[wire.Frame]
-    number: int = 0
+    reply: Future[wire.Frame]
+    request_id: int = 0
 
 
-class Herald:
-    """`news()` gives the newest map since it was last asked. `bell` becomes readable when there is one, or an answer."""
+class ControllerClient:
+    """`take_new_map()` gives the newest map since it was last asked. `notify_fd` becomes readable when there is one, or an answer."""
 
-    def __init__(self, address: str, secret: bytes, join: Mapping[str, Any]) -> None:
-        self.address, self._place, self._secret, self._join = address, split(address), secret, dict(join)
+    def __init__(self, address: str, secret: bytes, join_meta: Mapping[str, Any]) -> None:
+        self.address, self._host_and_port, self._secret, self._join_meta = (
+            address,
+            parse_address(address),
+            secret,
+            dict(join_meta),
+        )
         self.incarnation = 0
         self.settings: dict[str, Any] = {}
         self.specs: list[dict[str, Any]] = []
         #: Why the controller is not connected.
-        self.why = "not tried yet"
-        self.bell, self._ringer = os.pipe()
-        self._waker, self._wake = os.pipe()
-        os.set_blocking(self.bell, False)
-        os.set_blocking(self._ringer, False)
-        os.set_blocking(self._waker, False)
+        self.last_error = "not tried yet"
+        self.notify_fd, self._notify_write_fd = os.pipe()
+        self._wakeup_read_fd, self._wakeup_write_fd = os.pipe()
+        os.set_blocking(self.notify_fd, False)
+        os.set_blocking(self._notify_write_fd, False)
+        os.set_blocking(self._wakeup_read_fd, False)
         self._lock = threading.Lock()
-        self._map: Map | None = None
-        self._version = -1
-        self._new = False
-        self._questions: list[_Question] = []
-        self._fatal: EchelonError | None = None
+        self._map: ShardMap | None = None
+        self._map_version = -1
+        self._has_new_map = False
+        self._pending_requests: list[_PendingRequest] = []
+        self._fatal_error: EchelonError | None = None
         self._closing = False
         self.connected = False
         self._thread = threading.Thread(target=self._run, name="echelon-herald", daemon=True)
         self._thread.start()
 
-    def news(self) -> Map | None:
+    def take_new_map(self) -> ShardMap | None:
         """The newest map, if it came since the last call. Raises what ended the thread."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.bell, 4096)
-        if self._fatal is not None:
-            raise self._fatal
+            os.read(self.notify_fd, 4096)
+        if self._fatal_error is not None:
+            raise self._fatal_error
         with self._lock:
-            new, self._new = self._new, False
-            return self._map if new else None
+            is_new, self._has_new_map = self._has_new_map, False
+            return self._map if is_new else None
 
-    def ask(self, kind: int, meta: dict[str, Any]) -> Future[wire.Frame]:
+    def send_request(self, kind: int, meta: dict[str, Any]) -> Future[wire.Frame]:
         """A request to the controller; asked again after it was away, so it must do no harm twice. Raises what ended the thread."""
-        if self._fatal is not None:
-            raise self._fatal
-        question = _Question(kind=kind, meta=meta, answer=Future())
+        if self._fatal_error is not None:
+            raise self._fatal_error
+        request = _PendingRequest(kind=kind, meta=meta, reply=Future())
         with self._lock:
-            self._questions.append(question)
-        os.write(self._wake, b"!")
-        return question.answer
+            self._pending_requests.append(request)
+        os.write(self._wakeup_write_fd, b"!")
+        return request.reply
 
-    def forget(self, answer: Future[wire.Frame]) -> None:
+    def cancel_request(self, reply: Future[wire.Frame]) -> None:
         """Nobody waits for this answer any longer."""
         with self._lock:
-            self._questions = [question for question in self._questions if question.answer is not answer]
+            self._pending_requests = [request for request in self._pending_requests if request.reply is not reply]
 
     def close(self, *, leave: bool = True) -> None:
         """Leave the job (or only hang up) and end the thread."""
         if leave and self.connected and not self._closing:
             with contextlib.suppress(Exception):
-                self.ask(wire.LEAVE, {}).result(timeout=1.0)
+                self.send_request(wire.LEAVE, {}).result(timeout=1.0)
         self._closing = True
         with contextlib.suppress(OSError):
-            os.write(self._wake, b"!")
+            os.write(self._wakeup_write_fd, b"!")
         self._thread.join(timeout=5.0)
-        for file in (self.bell, self._wake):
+        for fd in (self.notify_fd, self._wakeup_write_fd):
             with contextlib.suppress(OSError):
-                os.close(file)
+                os.close(fd)
 
     def _run(self) -> None:
         try:
-            self._go_on()
+            self._reconnect_until_closed()
         finally:
             # By the thread that uses them: `close` does not wait for ever, and their numbers would be another file's by then.
-            os.close(self._ringer)
-            os.close(self._waker)
+            os.close(self._notify_write_fd)
+            os.close(self._wakeup_read_fd)
 
-    def _go_on(self) -> None:
+    def _reconnect_until_closed(self) -> None:
         while not self._closing:
             try:
-                self._stay()
-            except Unproved as error:
-                self.why = str(error)
+                self._run_connection()
+            except HandshakeAborted as error:
+                self.last_error = str(error)
             except SecretError as error:
-                self._fatal = SecretError(f"controller {self.address}: {error}")
-                self._ring()
+                self._fatal_error = SecretError(f"controller {self.address}: {error}")
+                self._notify()
                 return
             except (OSError, EOFError, EchelonError, KeyError, TypeError, ValueError) as error:
-                self.why = str(error) or "the connection ended"
+                self.last_error = str(error) or "the connection ended"
             self.connected = False
             if not self._closing:
-                time.sleep(RETRY)
+                time.sleep(RETRY_INTERVAL)
 
-    def _stay(self) -> None:
-        with socket.create_connection(self._place, timeout=5.0) as connection:
+    def _run_connection(self) -> None:
+        with socket.create_connection(self._host_and_port, timeout=5.0) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greet(connection, self._secret, WORKER)
-            self._number = 1
-            wire.send(connection, wire.encode(wire.JOIN, 1, self._join))
-            answer = wire.receive(connection)
-            while answer.request != 1:
-                answer = wire.receive(connection)
-            if answer.kind == wire.REFUSED:
-                self._fatal = ServerError(f"controller {self.address}: {answer.meta.get('message')}")
-                self._ring()
+            authenticate(connection, self._secret, WORKER)
+            self._last_request_id = 1
+            wire.send(connection, wire.encode(wire.JOIN, 1, self._join_meta))
+            reply = wire.receive(connection)
+            while reply.request_id != 1:
+                reply = wire.receive(connection)
+            if reply.kind == wire.REFUSED:
+                self._fatal_error = ServerError(f"controller {self.address}: {reply.meta.get('message')}")
+                self._notify()
                 self._closing = True
                 return
-            self.connected, self.why = True, "it is connected, and does not answer"
+            self.connected, self.last_error = True, "it is connected, and does not answer"
             # The controller gives each life of a worker a number; after a cut it goes on under the same one.
-            self._join["incarnation"] = self.incarnation = int(answer.meta["incarnation"])
-            self._take(answer)
-            for question in self._questions:
-                question.number = 0
-            watching = self._send(connection, wire.WATCH, {"after": self._version})
-            beat = time.monotonic()
-            poll = select.poll()
-            poll.register(connection, select.POLLIN)
-            poll.register(self._waker, select.POLLIN)
+            self._join_meta["incarnation"] = self.incarnation = int(reply.meta["incarnation"])
+            self._receive_map(reply)
+            for request in self._pending_requests:
+                request.request_id = 0
+            watch_id = self._send(connection, wire.WATCH, {"after": self._map_version})
+            last_heartbeat = time.monotonic()
+            poller = select.poll()
+            poller.register(connection, select.POLLIN)
+            poller.register(self._wakeup_read_fd, select.POLLIN)
             while not self._closing:
-                self._ask_all(connection)
-                ready = dict(poll.poll(max(0.0, beat + BEAT - time.monotonic()) * 1e3))
-                if self._waker in ready:
+                self._send_new_requests(connection)
+                ready = dict(poller.poll(max(0.0, last_heartbeat + HEARTBEAT_INTERVAL - time.monotonic()) * 1e3))
+                if self._wakeup_read_fd in ready:
                     with contextlib.suppress(BlockingIOError):
-                        os.read(self._waker, 4096)
+                        os.read(self._wakeup_read_fd, 4096)
                 if connection.fileno() in ready:
                     frame = wire.receive(connection)
                     if frame.kind == wire.MAP:
-                        self._take(frame)
-                        if frame.request == watching:
-                            watching = self._send(connection, wire.WATCH, {"after": self._version})
+                        self._receive_map(frame)
+                        if frame.request_id == watch_id:
+                            watch_id = self._send(connection, wire.WATCH, {"after": self._map_version})
                     else:
-                        self._answer(frame)
-                if time.monotonic() >= beat + BEAT:
-                    beat = time.monotonic()
-                    self._send(connection, wire.BEAT, {})
+                        self._complete_request(frame)
+                if time.monotonic() >= last_heartbeat + HEARTBEAT_INTERVAL:
+                    last_heartbeat = time.monotonic()
+                    self._send(connection, wire.HEARTBEAT, {})
 
     def _send(self, connection: socket.socket, kind: int, meta: dict[str, Any]) -> int:
-        self._number += 1
-        wire.send(connection, wire.encode(kind, self._number, meta))
-        return self._number
+        self._last_request_id += 1
+        wire.send(connection, wire.encode(kind, self._last_request_id, meta))
+        return self._last_request_id
 
-    def _ask_all(self, connection: socket.socket) -> None:
+    def _send_new_requests(self, connection: socket.socket) -> None:
         with self._lock:
-            fresh = [question for question in self._questions if not question.number]
-        for question in fresh:
-            question.number = self._send(connection, question.kind, question.meta)
+            new_requests = [request for request in self._pending_requests if not request.request_id]
+        for request in new_requests:
+            request.request_id = self._send(connection, request.kind, request.meta)
 
-    def _answer(self, frame: wire.Frame) -> None:
+    def _complete_request(self, frame: wire.Frame) -> None:
         with self._lock:
-            found = [question for question in self._questions if question.number == frame.request]
-            self._questions = [question for question in self._questions if question.number != frame.request]
-        for question in found:
-            question.answer.set_result(frame)
-        self._ring()
+            completed = [request for request in self._pending_requests if request.request_id == frame.request_id]
+            self._pending_requests = [
+                request for request in self._pending_requests if request.request_id != frame.request_id
+            ]
+        for request in completed:
+            request.reply.set_result(frame)
+        self._notify()
 
-    def _take(self, frame: wire.Frame) -> None:
-        new = Map.from_document(frame.meta["map"])
+    def _receive_map(self, frame: wire.Frame) -> None:
+        new_map = ShardMap.from_document(frame.meta["map"])
         self.specs = frame.meta.get("specs", self.specs)
         self.settings = frame.meta.get("settings", self.settings)
         with self._lock:
-            if new.version > self._version:
-                self._map, self._version, self._new = new, new.version, True
-        self._ring()
+            if new_map.version > self._map_version:
+                self._map, self._map_version, self._has_new_map = new_map, new_map.version, True
+        self._notify()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._ringer, b"!")
+            os.write(self._notify_write_fd, b"!")

@@ -20,13 +20,13 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from echelon.server.protocol.shard_sets import Cover
+from echelon.server.protocol.shard_sets import ShardSet
 
 Payload = TypeVar("Payload")
-_ALL = slice(None)
+_ALL_SHARDS = slice(None)
 
 
-class Routed(Protocol):
+class MapView(Protocol):
     """Of the map, what an outbox reads."""
 
     @property
@@ -48,12 +48,12 @@ class Route:
     """Shards with the same chain: they share frames."""
 
     chain: tuple[str, ...]
-    cover: Cover
+    shard_set: ShardSet
 
     @property
     def shards(self) -> np.ndarray:
         """Their numbers, as frames name them."""
-        return self.cover.wire
+        return self.shard_set.wire_shards
 
     @property
     def head(self) -> str:
@@ -66,9 +66,9 @@ class Section(Generic[Payload]):
     """The part of one push that goes to one route, under one version of the map."""
 
     seq: int
-    version: int
+    map_version: int
     route: Route
-    cover: np.ndarray
+    shards: np.ndarray
     payload: Payload
 
     @property
@@ -77,153 +77,163 @@ class Section(Generic[Payload]):
         return self.route.head
 
     @property
-    def whole(self) -> bool:
+    def covers_route(self) -> bool:
         """Whether it covers all of its route (the common case, for which the client has its rows sorted already)."""
-        return len(self.cover) == len(self.route.shards)
+        return len(self.shards) == len(self.route.shards)
 
     @property
-    def at(self) -> slice | np.ndarray:
+    def index(self) -> slice | np.ndarray:
         """What indexes arrays per shard."""
-        return self.route.cover.at if self.whole else self.cover
+        return self.route.shard_set.index if self.covers_route else self.shards
 
 
 @dataclass(slots=True)
-class _Push(Generic[Payload]):
+class _PendingPush(Generic[Payload]):
     seq: int
     payload: Payload
-    flying: list[Section[Payload]]
+    in_flight: list[Section[Payload]]
     #: Shards that answered that they will not take it; None: no shard did.
-    refused: np.ndarray | None = None
+    refused_mask: np.ndarray | None = None
 
 
-def routes_of(chains: Sequence[Sequence[str]]) -> tuple[Route, ...]:
+def build_routes(chains: Sequence[Sequence[str]]) -> tuple[Route, ...]:
     """The routes of a map, in the order of their first shards. Shards without a living replica are on none."""
-    members: dict[tuple[str, ...], list[int]] = {}
+    shards_by_chain: dict[tuple[str, ...], list[int]] = {}
     for shard, chain in enumerate(chains):
         if chain:
-            members.setdefault(tuple(chain), []).append(shard)
-    return tuple(Route(chain=chain, cover=Cover(np.array(shards, np.uint16))) for chain, shards in members.items())
+            shards_by_chain.setdefault(tuple(chain), []).append(shard)
+    return tuple(
+        Route(chain=chain, shard_set=ShardSet(np.array(shards, np.uint16))) for chain, shards in shards_by_chain.items()
+    )
 
 
 class Outbox(Generic[Payload]):
     """Numbers pushes, remembers what is unanswered, and says what to send (again). `Payload` is only carried."""
 
-    def __init__(self, map: Routed) -> None:
-        self.version = map.version
-        self.routes = routes_of(map.chains)
-        self.last = 0
+    def __init__(self, map: MapView) -> None:
+        self.map_version = map.version
+        self.routes = build_routes(map.chains)
+        self.last_seq = 0
         self._chains: list[tuple[str, ...]] = [tuple(chain) for chain in map.chains]
         #: Per shard: the last push that is acknowledged; so are all before it.
-        self._done = np.zeros(len(map.chains), np.int64)
-        self._pushes: deque[_Push[Payload]] = deque()
-        self._down: set[str] = set()
+        self._acknowledged_seqs = np.zeros(len(map.chains), np.int64)
+        self._pending_pushes: deque[_PendingPush[Payload]] = deque()
+        self._unreachable_heads: set[str] = set()
 
     def __len__(self) -> int:
         """How many pushes still want an answer of some shard."""
-        return len(self._pushes)
+        return len(self._pending_pushes)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_pending_seq(self) -> int | None:
         """The number of the first push that is not fully acknowledged."""
-        return self._pushes[0].seq if self._pushes else None
+        return self._pending_pushes[0].seq if self._pending_pushes else None
 
     def push(self, payload: Payload) -> list[Section[Payload]]:
         """Number a push and cut it: what is to be sent now (nothing for a head whose connection is down)."""
-        self.last += 1
-        push = _Push(seq=self.last, payload=payload, flying=[])
-        self._pushes.append(push)
+        self.last_seq += 1
+        push = _PendingPush(seq=self.last_seq, payload=payload, in_flight=[])
+        self._pending_pushes.append(push)
         sections = [
-            Section(seq=push.seq, version=self.version, route=route, cover=route.shards, payload=payload)
+            Section(seq=push.seq, map_version=self.map_version, route=route, shards=route.shards, payload=payload)
             for route in self.routes
-            if route.head not in self._down
+            if route.head not in self._unreachable_heads
         ]
-        push.flying.extend(sections)
+        push.in_flight.extend(sections)
         return sections
 
     def acknowledge(self, section: Section[Payload]) -> int:
         """A section is applied, and with it all earlier pushes of these shards. How many pushes became complete by it."""
-        at = section.at
-        self._done[at] = np.maximum(self._done[at], section.seq)
-        for push in self._pushes:
+        index = section.index
+        self._acknowledged_seqs[index] = np.maximum(self._acknowledged_seqs[index], section.seq)
+        for push in self._pending_pushes:
             if push.seq > section.seq:
                 break
-            push.flying = [each for each in push.flying if self._flies(push, each, section)]
-        return self._settle()
+            push.in_flight = [other for other in push.in_flight if self._is_still_in_flight(push, other, section)]
+        return self._drop_complete()
 
-    def _flies(self, push: _Push[Payload], each: Section[Payload], answered: Section[Payload]) -> bool:
+    def _is_still_in_flight(
+        self, push: _PendingPush[Payload], section: Section[Payload], answered: Section[Payload]
+    ) -> bool:
         """Whether a section still waits for its answer after `answered` has one."""
-        if each is answered:
+        if section is answered:
             return False
-        if each.version == answered.version and each.route.chain != answered.route.chain:
+        if section.map_version == answered.map_version and section.route.chain != answered.route.chain:
             return True  # routes of one map have no shard in common
-        return bool(self._wants(push, each.cover).any())
+        return bool(self._unanswered_mask(push, section.shards).any())
 
     def refuse(self, section: Section[Payload]) -> int:
         """A section will never be applied (the server said why): it is not sent again. It says nothing of earlier pushes."""
-        for push in self._pushes:
+        for push in self._pending_pushes:
             if push.seq == section.seq:
-                if push.refused is None:
-                    push.refused = np.zeros(len(self._done), bool)
-                push.refused[section.cover] = True
-                push.flying = [each for each in push.flying if self._wants(push, each.cover).any()]
-        return self._settle()
+                if push.refused_mask is None:
+                    push.refused_mask = np.zeros(len(self._acknowledged_seqs), bool)
+                push.refused_mask[section.shards] = True
+                push.in_flight = [other for other in push.in_flight if self._unanswered_mask(push, other.shards).any()]
+        return self._drop_complete()
 
-    def stale(self, section: Section[Payload], version: int) -> bool:
+    def needs_newer_map(self, section: Section[Payload], version: int) -> bool:
         """A section was refused by a server whose map is at `version`. Whether that map is yet to come (else it is sent again already)."""
-        return version > self.version
+        return version > self.map_version
 
-    def install(self, map: Routed) -> list[Section[Payload]]:
+    def install_map(self, map: MapView) -> list[Section[Payload]]:
         """A newer map: what is to be sent again under it, in order."""
-        if map.version <= self.version:
+        if map.version <= self.map_version:
             return []
-        since, self.version = self.version, map.version
-        self.routes = routes_of(map.chains)
-        before, self._chains = self._chains, [tuple(chain) for chain in map.chains]
-        moved = np.array([epoch > since for epoch in map.epochs])
-        moved |= np.array([old != new for old, new in zip(before, self._chains, strict=True)])
-        self._down &= {server for chain in map.chains for server in chain}
-        for push in self._pushes:
-            push.flying = [each for each in push.flying if not moved[each.cover].any()]
-        return list(self._missing())
+        old_version, self.map_version = self.map_version, map.version
+        self.routes = build_routes(map.chains)
+        old_chains, self._chains = self._chains, [tuple(chain) for chain in map.chains]
+        changed = np.array([epoch > old_version for epoch in map.epochs])
+        changed |= np.array([old != new for old, new in zip(old_chains, self._chains, strict=True)])
+        self._unreachable_heads &= {server for chain in map.chains for server in chain}
+        for push in self._pending_pushes:
+            push.in_flight = [section for section in push.in_flight if not changed[section.shards].any()]
+        return list(self._make_missing_sections())
 
-    def lose(self, head: str) -> None:
+    def mark_unreachable(self, head: str) -> None:
         """The connection to a head is gone: what was under way there may or may not have arrived."""
-        self._down.add(head)
-        for push in self._pushes:
-            push.flying = [each for each in push.flying if each.head != head]
+        self._unreachable_heads.add(head)
+        for push in self._pending_pushes:
+            push.in_flight = [section for section in push.in_flight if section.head != head]
 
-    def regain(self, head: str) -> list[Section[Payload]]:
+    def mark_reachable(self, head: str) -> list[Section[Payload]]:
         """A new connection to a head: what is to be sent over it, in order, before anything else."""
-        self._down.discard(head)
-        return list(self._missing())
+        self._unreachable_heads.discard(head)
+        return list(self._make_missing_sections())
 
-    def _missing(self) -> Iterator[Section[Payload]]:
+    def _make_missing_sections(self) -> Iterator[Section[Payload]]:
         """Sections for all that is neither acknowledged nor under way nor for a head that is down, push by push."""
-        for push in self._pushes:
-            flying = np.zeros(len(self._done), bool)
-            for section in push.flying:
-                flying[section.cover] = True
+        for push in self._pending_pushes:
+            in_flight = np.zeros(len(self._acknowledged_seqs), bool)
+            for section in push.in_flight:
+                in_flight[section.shards] = True
             for route in self.routes:
                 shards = route.shards
-                cover = shards[self._wants(push, shards) & ~flying[shards]]
-                if len(cover) and route.head not in self._down:
+                missing_shards = shards[self._unanswered_mask(push, shards) & ~in_flight[shards]]
+                if len(missing_shards) and route.head not in self._unreachable_heads:
                     section = Section(
-                        seq=push.seq, version=self.version, route=route, cover=cover, payload=push.payload
+                        seq=push.seq,
+                        map_version=self.map_version,
+                        route=route,
+                        shards=missing_shards,
+                        payload=push.payload,
                     )
-                    push.flying.append(section)
+                    push.in_flight.append(section)
                     yield section
 
-    def _wants(self, push: _Push[Payload], shards: slice | np.ndarray) -> np.ndarray:
+    def _unanswered_mask(self, push: _PendingPush[Payload], shards: slice | np.ndarray) -> np.ndarray:
         """Of `shards`, which have not answered this push."""
-        waiting = self._done[shards] < push.seq
-        return waiting if push.refused is None else waiting & ~push.refused[shards]
+        unanswered = self._acknowledged_seqs[shards] < push.seq
+        return unanswered if push.refused_mask is None else unanswered & ~push.refused_mask[shards]
 
-    def _settle(self) -> int:
+    def _drop_complete(self) -> int:
         """Let complete pushes go, in order: those of which nothing is under way, nor wanted."""
-        settled = 0
-        while self._pushes and not self._pushes[0].flying:
-            if np.count_nonzero(self._wants(self._pushes[0], _ALL)):  # any() takes twice as long
+        dropped = 0
+        while self._pending_pushes and not self._pending_pushes[0].in_flight:
+            if np.count_nonzero(
+                self._unanswered_mask(self._pending_pushes[0], _ALL_SHARDS)
+            ):  # any() takes twice as long
                 break
-            self._pushes.popleft()
-            settled += 1
-        return settled
+            self._pending_pushes.popleft()
+            dropped += 1
+        return dropped

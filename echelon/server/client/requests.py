@@ -8,305 +8,322 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server.client.combine import Grouped, group
+from echelon.server.client.combine import GroupedIds, group_by_route
 from echelon.server.client.outbox import Route
 from echelon.server.protocol.hashing import block_shards, shard_of
-from echelon.server.protocol.specs import BLOCK, Dense, Table
-from echelon.server.protocol.wire import Pieces
-from echelon.server.store.narrow_numbers import widen
+from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Table
+from echelon.server.protocol.wire import ChunkedArray
+from echelon.server.store.narrow_numbers import dequantize
 
 #: Which rows of a parcel: a slice where a route's lie together, else their numbers.
-Rows = slice | np.ndarray
+RowIndex = slice | np.ndarray
 #: In place of a route's number: the shard has no living replica.
-NOWHERE = 65535
+NO_ROUTE = 65535
 #: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
-LARGE = 64 << 20
-_NONE = np.zeros(0, bool)
-_NOTHING = np.empty(0, np.uint16)
+MAX_ROWS_BYTES = 64 << 20
+_EMPTY_MASK = np.zeros(0, bool)
+_NO_SHARDS = np.empty(0, np.uint16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Roads:
+class RoutingTable:
     """The routes of one map, by shard; NOWHERE for shards on none.
 
-    `ways`: all routes with their numbers, and, if some shards are on none, NOWHERE and None. `numbers`: a route's, by its id.
+    `numbered_routes`: all routes with their numbers, and, if some shards are on none, NOWHERE and None. `route_numbers`: a route's, by its id.
     """
 
     routes: tuple[Route, ...]
-    of: np.ndarray
-    ways: tuple[tuple[int, Route | None], ...]
-    numbers: Mapping[int, int]
+    route_of_shard: np.ndarray
+    numbered_routes: tuple[tuple[int, Route | None], ...]
+    route_numbers: Mapping[int, int]
 
     @classmethod
-    def of_map(cls, routes: Sequence[Route], shards: int) -> Roads:
+    def from_routes(cls, routes: Sequence[Route], num_shards: int) -> RoutingTable:
         """Which of these routes each of so many shards is on."""
-        of = np.full(shards, NOWHERE, np.uint16)
+        route_of_shard = np.full(num_shards, NO_ROUTE, np.uint16)
         for number, route in enumerate(routes):
-            of[route.shards] = number
-        nowhere = [(NOWHERE, None)] if (of == NOWHERE).any() else []
+            route_of_shard[route.shards] = number
+        unrouted = [(NO_ROUTE, None)] if (route_of_shard == NO_ROUTE).any() else []
         return cls(
             routes=tuple(routes),
-            of=of,
-            ways=(*enumerate(routes), *nowhere),
-            numbers={id(route): number for number, route in enumerate(routes)},
+            route_of_shard=route_of_shard,
+            numbered_routes=(*enumerate(routes), *unrouted),
+            route_numbers={id(route): number for number, route in enumerate(routes)},
         )
 
     @property
-    def shards(self) -> int:
+    def num_shards(self) -> int:
         """How many there are."""
-        return len(self.of)
+        return len(self.route_of_shard)
 
-    def sort(self, ids: np.ndarray) -> Grouped:
+    def group_ids(self, ids: np.ndarray) -> GroupedIds:
         """Each id once, by route."""
-        return group(ids, self.of, len(self.routes))
+        return group_by_route(ids, self.route_of_shard, len(self.routes))
 
-    def split(self, shards: np.ndarray) -> Iterator[tuple[Route | None, np.ndarray]]:
+    def split_by_route(self, shards: np.ndarray) -> Iterator[tuple[Route | None, np.ndarray]]:
         """Places in `shards` by the route of the shard; None: they are on no route."""
-        taken = self.of[shards]
-        for number in np.unique(taken):
-            yield (self.routes[number] if number != NOWHERE else None), np.flatnonzero(taken == number)
+        route_numbers = self.route_of_shard[shards]
+        for number in np.unique(route_numbers):
+            yield (self.routes[number] if number != NO_ROUTE else None), np.flatnonzero(route_numbers == number)
 
 
 @dataclass(slots=True, eq=False)
-class Grads:
+class TablePush:
     """A table's part of a push: each id once, gradients added up, by the routes of the map at that time."""
 
-    table: Table
-    order: Grouped
+    spec: Table
+    grouped_ids: GroupedIds
     values: np.ndarray
-    _shards: np.ndarray | None = None
+    _id_shards: np.ndarray | None = None
 
-    def part(self, number: int | None, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and gradients of a route by its number, or of the shards in `mask`."""
-        ids = self.order.ids
-        if number is not None:
-            rows: Rows = self.order.of(number)
+    def select(self, route_number: int | None, shard_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and gradients of a route by its number, or of the shards in `shard_mask`."""
+        ids = self.grouped_ids.ids
+        if route_number is not None:
+            rows: RowIndex = self.grouped_ids.route_slice(route_number)
         else:
-            if self._shards is None:
-                self._shards = shard_of(ids, len(mask))
-            rows = np.flatnonzero(mask[self._shards])
+            if self._id_shards is None:
+                self._id_shards = shard_of(ids, len(shard_mask))
+            rows = np.flatnonzero(shard_mask[self._id_shards])
         return ids[rows], self.values[rows]
 
 
 @dataclass(slots=True, eq=False)
-class DenseGrad:
+class DensePush:
     """A dense parameter's part of a push."""
 
     spec: Dense
     values: np.ndarray
-    shards: np.ndarray
+    block_shards: np.ndarray
 
-    def part(self, mask: np.ndarray) -> list[np.ndarray]:
-        """The blocks of the shards in `mask`, and each block's gradient."""
-        blocks = np.flatnonzero(mask[self.shards])
-        return [blocks, *(self.values[block * BLOCK : (block + 1) * BLOCK] for block in blocks)]
+    def select(self, shard_mask: np.ndarray) -> list[np.ndarray]:
+        """The blocks of the shards in `shard_mask`, and each block's gradient."""
+        blocks = np.flatnonzero(shard_mask[self.block_shards])
+        return [blocks, *(self.values[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] for block in blocks)]
 
 
 @dataclass(slots=True, eq=False)
-class Parcel:
+class Push:
     """A push as a worker made it."""
 
-    roads: Roads
+    routing_table: RoutingTable
     meta: dict[str, Any]
-    tables: list[Grads]
-    dense: list[DenseGrad]
+    tables: list[TablePush]
+    dense: list[DensePush]
     #: Values are to be set, not gradients to be applied.
-    sets: bool = False
+    is_assignment: bool = False
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of ids and values."""
-        sparse = sum(each.values.nbytes + each.order.ids.nbytes for each in self.tables)
-        return sparse + sum(each.values.nbytes for each in self.dense)
+        table_bytes = sum(part.values.nbytes + part.grouped_ids.ids.nbytes for part in self.tables)
+        return table_bytes + sum(part.values.nbytes for part in self.dense)
 
-    def _mask(self, cover: np.ndarray) -> np.ndarray:
-        mask = np.zeros(self.roads.shards, bool)
-        mask[cover] = True
+    def _shard_mask(self, shards: np.ndarray) -> np.ndarray:
+        mask = np.zeros(self.routing_table.num_shards, bool)
+        mask[shards] = True
         return mask
 
-    def part(self, route: Route, cover: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    def build_frame(self, route: Route, shards: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """The ops of a frame for these shards, and its arrays."""
-        number = self.roads.numbers.get(id(route)) if len(cover) == len(route.shards) else None
-        mask = self._mask(cover) if number is None or self.dense else _NONE
+        route_number = self.routing_table.route_numbers.get(id(route)) if len(shards) == len(route.shards) else None
+        shard_mask = self._shard_mask(shards) if route_number is None or self.dense else _EMPTY_MASK
         ops: list[dict[str, Any]] = []
-        arrays = [cover]
-        for grads in self.tables:
-            ids, values = grads.part(number, mask)
+        arrays = [shards]
+        for table_push in self.tables:
+            ids, values = table_push.select(route_number, shard_mask)
             if len(ids):
-                ops.append({"table": grads.table.name} | ({"assign": True} if self.sets else {}))
+                ops.append({"table": table_push.spec.name} | ({"assign": True} if self.is_assignment else {}))
                 arrays += [ids, values]
-        for dense in self.dense:
-            blocks, *values_of = dense.part(mask)
+        for dense_push in self.dense:
+            blocks, *block_values = dense_push.select(shard_mask)
             if len(blocks):
-                ops.append({"set" if self.sets else "dense": dense.spec.name})
-                arrays += [blocks, *values_of]
+                ops.append({"set" if self.is_assignment else "dense": dense_push.spec.name})
+                arrays += [blocks, *block_values]
         return ops, arrays
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
+class TablePull:
     """A table's part of a pull: each id once, by route, and the rows as they come in."""
 
-    table: Table
-    wire: str
-    order: Grouped
+    spec: Table
+    wire_dtype: str
+    grouped_ids: GroupedIds
     rows: np.ndarray
-    _shards: np.ndarray | None = None
+    _id_shards: np.ndarray | None = None
 
-    def shards(self, count: int) -> np.ndarray:
+    def id_shards(self, num_shards: int) -> np.ndarray:
         """The shard of each id."""
-        if self._shards is None:
-            self._shards = shard_of(self.order.ids, count)
-        return self._shards
+        if self._id_shards is None:
+            self._id_shards = shard_of(self.grouped_ids.ids, num_shards)
+        return self._id_shards
 
     @property
-    def plain(self) -> bool:
+    def can_receive_in_place(self) -> bool:
         """Whether rows arrive as they are wanted, so that they can be received in place."""
-        return self.wire == self.table.dtype
+        return self.wire_dtype == self.spec.dtype
 
-    def put(self, at: Rows, rows: np.ndarray) -> None:
+    def store_rows(self, index: RowIndex, rows: np.ndarray) -> None:
         """Rows that came in. All of them at once stay where they lie: that may be memory that the server wrote."""
-        mine = self.rows
-        if isinstance(at, slice) and at == slice(0, len(mine)) and (rows.shape, rows.dtype) == (mine.shape, mine.dtype):
+        destination = self.rows
+        if (
+            isinstance(index, slice)
+            and index == slice(0, len(destination))
+            and (rows.shape, rows.dtype) == (destination.shape, destination.dtype)
+        ):
             self.rows = rows
         else:
-            mine[at] = rows
+            destination[index] = rows
 
 
 @dataclass(slots=True, eq=False)
-class WantedDense:
+class DensePull:
     """A dense parameter's part of a pull, received in place."""
 
     spec: Dense
     values: np.ndarray
-    shards: np.ndarray
+    block_shards: np.ndarray
 
-    def runs(self, blocks: np.ndarray) -> Pieces:
+    def block_destinations(self, blocks: np.ndarray) -> ChunkedArray:
         """Where these blocks go: neighbours together."""
-        ends = np.flatnonzero(np.diff(blocks, append=-1) != 1)
-        firsts, lasts = blocks[np.concatenate(([0], ends[:-1] + 1))], blocks[ends]
-        pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
-        return Pieces([self.values[first * BLOCK : (last + 1) * BLOCK] for first, last in pairs])
+        run_ends = np.flatnonzero(np.diff(blocks, append=-1) != 1)
+        first_blocks, last_blocks = blocks[np.concatenate(([0], run_ends[:-1] + 1))], blocks[run_ends]
+        runs = zip(first_blocks.tolist(), last_blocks.tolist(), strict=True)
+        return ChunkedArray([self.values[first * BLOCK_SIZE : (last + 1) * BLOCK_SIZE] for first, last in runs])
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PullPart:
     """What one frame of a pull asks for."""
 
     pull: Pull
-    cover: np.ndarray
-    tables: list[tuple[Wanted, Rows]]
-    dense: list[tuple[WantedDense, np.ndarray]]
+    shards: np.ndarray
+    tables: list[tuple[TablePull, RowIndex]]
+    dense: list[tuple[DensePull, np.ndarray]]
     #: Where the answer's arrays were received, by their place in it.
-    _placed: list[np.ndarray | Pieces | None] = field(default_factory=list)
+    _destinations: list[np.ndarray | ChunkedArray | None] = field(default_factory=list)
 
-    def frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    def build_frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """Its ops and arrays."""
-        ops: list[dict[str, Any]] = [{"table": each.table.name, "wire": each.wire} for each, _ in self.tables]
-        ops += [{"dense": each.spec.name} for each, _ in self.dense]
-        arrays = [each.order.ids[rows] for each, rows in self.tables] + [blocks for _, blocks in self.dense]
-        return ops, [self.cover, *arrays]
+        ops: list[dict[str, Any]] = [
+            {"table": pulled.spec.name, "wire": pulled.wire_dtype} for pulled, _ in self.tables
+        ]
+        ops += [{"dense": pulled.spec.name} for pulled, _ in self.dense]
+        arrays = [pulled.grouped_ids.ids[rows] for pulled, rows in self.tables] + [blocks for _, blocks in self.dense]
+        return ops, [self.shards, *arrays]
 
-    def places(self, meta: Mapping[str, Any], described: Sequence[Any]) -> list[np.ndarray | Pieces | None]:
+    def choose_destinations(
+        self, meta: Mapping[str, Any], layouts: Sequence[Any]
+    ) -> list[np.ndarray | ChunkedArray | None]:
         """Where the arrays of the answer go; None: into an array of their own first."""
-        found: list[np.ndarray | Pieces | None] = []
-        for each, rows in self.tables:
-            found.append(each.rows[rows] if each.plain and isinstance(rows, slice) else None)
-            if each.wire in ("i2", "i1"):
-                found.append(None)
+        destinations: list[np.ndarray | ChunkedArray | None] = []
+        for table, rows in self.tables:
+            destinations.append(table.rows[rows] if table.can_receive_in_place and isinstance(rows, slice) else None)
+            if table.wire_dtype in ("i2", "i1"):
+                destinations.append(None)
         for dense, blocks in self.dense:
-            found.append(dense.runs(blocks))
-        fits = len(found) == len(described) and all(
-            place is None or (place.dtype == dtype and place.shape == shape)
-            for place, (dtype, shape) in zip(found, described, strict=True)
+            destinations.append(dense.block_destinations(blocks))
+        fits = len(destinations) == len(layouts) and all(
+            destination is None or (destination.dtype == dtype and destination.shape == shape)
+            for destination, (dtype, shape) in zip(destinations, layouts, strict=True)
         )
-        self._placed = found if fits else [None] * len(described)
-        return self._placed
+        self._destinations = destinations if fits else [None] * len(layouts)
+        return self._destinations
 
-    def take(self, arrays: Sequence[Any]) -> None:
+    def store_reply(self, arrays: Sequence[Any]) -> None:
         """The answer is here: put what is not in its place there."""
-        placed = self._placed if len(self._placed) == len(arrays) else [None] * len(arrays)
-        rest = iter(zip(arrays, placed, strict=True))
-        for each, rows in self.tables:
-            got, place = next(rest)
-            scales = [next(rest)[0]] if each.wire in ("i2", "i1") else []
-            if got is place:
+        destinations = self._destinations if len(self._destinations) == len(arrays) else [None] * len(arrays)
+        received = iter(zip(arrays, destinations, strict=True))
+        for table, rows in self.tables:
+            array, destination = next(received)
+            scales = [next(received)[0]] if table.wire_dtype in ("i2", "i1") else []
+            if array is destination:
                 continue
-            each.put(rows, got if each.plain else widen([got, *scales], each.table.dtype))
+            table.store_rows(
+                rows, array if table.can_receive_in_place else dequantize([array, *scales], table.spec.dtype)
+            )
         for dense, blocks in self.dense:
-            got, place = next(rest)
-            if got is not place:
-                for run in dense.runs(blocks).pieces:
-                    run[:], got = got[: len(run)], got[len(run) :]
+            array, destination = next(received)
+            if array is not destination:
+                for run in dense.block_destinations(blocks).chunks:
+                    run[:], array = array[: len(run)], array[len(run) :]
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """Everything that one call pulls. `open` counts the parts that are not here."""
+    """Everything that one call pulls. `pending_parts` counts the parts that are not here."""
 
     step: int
-    bound: int | None
-    tables: dict[str, Wanted] = field(default_factory=dict)
-    dense: dict[str, WantedDense] = field(default_factory=dict)
-    open: int = 0
+    staleness: int | None
+    tables: dict[str, TablePull] = field(default_factory=dict)
+    dense: dict[str, DensePull] = field(default_factory=dict)
+    pending_parts: int = 0
     #: What a server refused of it.
     error: Exception | None = None
 
-    def parts(self, roads: Roads) -> list[tuple[Route | None, Part]]:
+    def split_by_route(self, routing_table: RoutingTable) -> list[tuple[Route | None, PullPart]]:
         """Cut by route, the first time: rows lie together, and a route's frame covers all of it. Large answers come in several."""
-        found: list[tuple[Route | None, Part]] = []
-        for number, route in roads.ways:
-            room = 0
-            for each, rows, size in self._pieces(roads, number):
-                if size > room:
-                    part, room = Part(self, route.shards if route else _NOTHING, [], []), LARGE
-                    found.append((route, part))
-                room -= size
-                if isinstance(each, Wanted):
-                    part.tables.append((each, rows))
+        parts: list[tuple[Route | None, PullPart]] = []
+        for route_number, route in routing_table.numbered_routes:
+            remaining_bytes = 0
+            for pulled, rows, nbytes in self._bounded_ranges(routing_table, route_number):
+                if nbytes > remaining_bytes:
+                    part, remaining_bytes = (
+                        PullPart(self, route.shards if route else _NO_SHARDS, [], []),
+                        MAX_ROWS_BYTES,
+                    )
+                    parts.append((route, part))
+                remaining_bytes -= nbytes
+                if isinstance(pulled, TablePull):
+                    part.tables.append((pulled, rows))
                 else:
                     assert isinstance(rows, np.ndarray)
-                    part.dense.append((each, rows))
-        return found
+                    part.dense.append((pulled, rows))
+        return parts
 
-    def _pieces(self, roads: Roads, number: int) -> Iterator[tuple[Wanted | WantedDense, Rows, int]]:
+    def _bounded_ranges(
+        self, routing_table: RoutingTable, route_number: int
+    ) -> Iterator[tuple[TablePull | DensePull, RowIndex, int]]:
         """A route's share, in pieces of at most LARGE bytes."""
-        for wanted in self.tables.values():
-            rows, width = wanted.order.of(number), max(1, wanted.rows.itemsize * wanted.table.dim)
-            count = max(1, LARGE // width)
+        for table in self.tables.values():
+            rows, row_bytes = table.grouped_ids.route_slice(route_number), max(1, table.rows.itemsize * table.spec.dim)
+            count = max(1, MAX_ROWS_BYTES // row_bytes)
             for first in range(rows.start, rows.stop, count):
-                last = min(rows.stop, first + count)
-                yield wanted, slice(first, last), (last - first) * width
+                end = min(rows.stop, first + count)
+                yield table, slice(first, end), (end - first) * row_bytes
         for dense in self.dense.values():
-            blocks = np.flatnonzero(roads.of[dense.shards] == number)
-            count = max(1, LARGE // (BLOCK * dense.values.itemsize))
+            blocks = np.flatnonzero(routing_table.route_of_shard[dense.block_shards] == route_number)
+            count = max(1, MAX_ROWS_BYTES // (BLOCK_SIZE * dense.values.itemsize))
             for first in range(0, len(blocks), count):
-                piece = blocks[first : first + count]
-                yield dense, piece, len(piece) * BLOCK * dense.values.itemsize
+                block_range = blocks[first : first + count]
+                yield dense, block_range, len(block_range) * BLOCK_SIZE * dense.values.itemsize
 
-    def again(self, part: Part, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
+    def reroute_part(self, part: PullPart, routing_table: RoutingTable) -> Iterator[tuple[Route | None, PullPart]]:
         """Cut a part by the routes of another map."""
-        found: dict[int, Part] = {}
+        parts: dict[int, PullPart] = {}
         routes: dict[int, Route | None] = {}
 
-        def of(route: Route | None) -> Part:
+        def part_of(route: Route | None) -> PullPart:
             routes[id(route)] = route
-            return found.setdefault(id(route), Part(self, np.empty(0, np.uint16), [], []))
+            return parts.setdefault(id(route), PullPart(self, np.empty(0, np.uint16), [], []))
 
-        for wanted, rows in part.tables:
-            numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-            for route, places in roads.split(wanted.shards(roads.shards)[numbers]):
-                of(route).tables.append((wanted, numbers[places]))
+        for table, rows in part.tables:
+            row_numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            for route, positions in routing_table.split_by_route(
+                table.id_shards(routing_table.num_shards)[row_numbers]
+            ):
+                part_of(route).tables.append((table, row_numbers[positions]))
         for dense, blocks in part.dense:
-            for route, places in roads.split(dense.shards[blocks]):
-                of(route).dense.append((dense, blocks[places]))
-        for key, each in found.items():
-            shards = [wanted.shards(roads.shards)[rows] for wanted, rows in each.tables]
-            shards += [dense.shards[blocks] for dense, blocks in each.dense]
-            each.cover = np.unique(np.concatenate(shards)).astype(np.uint16)
-            yield routes[key], each
+            for route, positions in routing_table.split_by_route(dense.block_shards[blocks]):
+                part_of(route).dense.append((dense, blocks[positions]))
+        for route_id, new_part in parts.items():
+            shards = [table.id_shards(routing_table.num_shards)[rows] for table, rows in new_part.tables]
+            shards += [dense.block_shards[blocks] for dense, blocks in new_part.dense]
+            new_part.shards = np.unique(np.concatenate(shards)).astype(np.uint16)
+            yield routes[route_id], new_part
 
 
-def shards_of_blocks(spec: Dense, shards: int) -> np.ndarray:
+def shards_of_blocks(spec: Dense, num_shards: int) -> np.ndarray:
     """The shard of each block."""
-    return block_shards(spec, shards)
+    return block_shards(spec, num_shards)

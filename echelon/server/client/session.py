@@ -11,51 +11,51 @@ from typing import Any
 
 import numpy as np
 
-from echelon.errors import ServerError, ShardsLost
-from echelon.server.client.connection_pool import Courier, Request
-from echelon.server.client.controller_client import Herald
+from echelon.errors import ServerError, ShardsLostError
+from echelon.server.client.connection_pool import ConnectionPool, Request
+from echelon.server.client.controller_client import ControllerClient
 from echelon.server.client.outbox import Outbox, Route, Section
-from echelon.server.client.requests import NOWHERE, Parcel, Part, Pull, Roads, shards_of_blocks
+from echelon.server.client.requests import NO_ROUTE, Pull, PullPart, Push, RoutingTable, shards_of_blocks
 from echelon.server.protocol import wire
-from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.protocol.specs import Dense, Table, spec_from_plain
 
 #: Seconds that lost shards are given to come back: their server may, or another restores them out of a checkpoint.
-RESTORED = 6.0
+RESTORE_TIMEOUT = 6.0
 
 
 class Session:
     """Connections, the newest map, unacknowledged pushes and unanswered pulls of one worker."""
 
-    def __init__(self, address: str, *, secret: bytes, worker: str, patience: float, host: str | None) -> None:
+    def __init__(self, address: str, *, secret: bytes, worker: str, timeout: float, host: str | None) -> None:
         self.worker, self.closed = worker, False
-        self._process = os.getpid()
-        self.patience = patience
+        self._pid = os.getpid()
+        self.timeout = timeout
         self.specs: dict[str, Table | Dense] = {}
         #: Per dense parameter the shard of each block.
-        self.blocks: dict[str, np.ndarray] = {}
-        self.map: Map | None = None
-        self.outbox: Outbox[Parcel]
-        self.roads: Roads
+        self.block_shards: dict[str, np.ndarray] = {}
+        self.map: ShardMap | None = None
+        self.outbox: Outbox[Push]
+        self.routing_table: RoutingTable
         self._error: Exception | None = None
-        self._lost_since = 0.0
+        self._shards_lost_since = 0.0
         #: Shards that went back to a checkpoint while workers went on: its folder, and the map's version that ordered it.
-        self.restored: dict[int, tuple[str, int]] = {}
-        self._notice: str | None = None
-        self._stranded: list[Part] = []
-        self._asked: set[Request] = set()
-        join = {
+        self.rolled_back_shards: dict[int, tuple[str, int]] = {}
+        self._pending_warning: str | None = None
+        self._unroutable_parts: list[PullPart] = []
+        self._pending_pulls: set[Request] = set()
+        join_meta = {
             "role": "worker",
             "id": worker,
             "incarnation": None,
             "address": "",
             "host": host or socket.gethostname(),
         }
-        self.herald = Herald(address, secret, join)
-        self.courier = Courier(secret, regained=self._regained, lost=self._lost)
-        self.courier.listen(self.herald.bell, self._rung)
+        self.controller = ControllerClient(address, secret, join_meta)
+        self.connections = ConnectionPool(secret, on_ready=self._on_connection_ready, on_lost=self._on_connection_lost)
+        self.connections.watch(self.controller.notify_fd, self._install_new_map)
         try:
-            self.wait(self._is_seated, "all shards to have a server")
+            self.wait_until(self._all_shards_served, "all shards to have a server")
         except BaseException:
             self.close()
             raise
@@ -63,293 +63,307 @@ class Session:
     @property
     def incarnation(self) -> int:
         """Which life of this worker's name it is."""
-        return self.herald.incarnation
+        return self.controller.incarnation
 
     def close(self) -> None:
         """Leave the job."""
         if self.closed:
             return
         self.closed = True
-        if os.getpid() != self._process:
+        if os.getpid() != self._pid:
             return  # the connections are the parent's, who goes on
-        self.herald.close()
-        self.courier.close()
+        self.controller.close()
+        self.connections.close()
 
     def require_open(self) -> None:
         """Nothing goes by a connection that was closed, or is another process's."""
         if self.closed:
             raise ServerError(f"worker {self.worker}: this client was closed; connect() again")
-        if os.getpid() != self._process:
+        if os.getpid() != self._pid:
             raise ServerError(
-                f"worker {self.worker}: this client is of process {self._process}, which was forked; connect() in this one, as another worker"
+                f"worker {self.worker}: this client is of process {self._pid}, which was forked; connect() in this one, as another worker"
             )
 
-    def learn(self, spec: Table | Dense) -> None:
+    def add_spec(self, spec: Table | Dense) -> None:
         """A table or dense parameter that is declared."""
         self.specs[spec.name] = spec
         if isinstance(spec, Dense):
-            self.blocks[spec.name] = shards_of_blocks(spec, self.roads.shards)
+            self.block_shards[spec.name] = shards_of_blocks(spec, self.routing_table.num_shards)
 
     # ------------------------------------------------------------------------------------------------------------- pushing
 
-    def send(self, parcel: Parcel, *, window: int) -> int:
+    def send_push(self, push: Push, *, window: int) -> int:
         """Number a push and send it, once fewer than `window` are unacknowledged."""
-        self.wait(lambda: len(self.outbox) < window, "room for another push")
-        parcel.meta |= {"worker": self.worker, "incarnation": self.incarnation}
-        for section in self.outbox.push(parcel):
-            self._post(section)
-        return self.outbox.last
+        self.wait_until(lambda: len(self.outbox) < window, "room for another push")
+        push.meta |= {"worker": self.worker, "incarnation": self.incarnation}
+        for section in self.outbox.push(push):
+            self._send_section(section)
+        return self.outbox.last_seq
 
-    def _post(self, section: Section[Parcel]) -> None:
-        parcel = section.payload
-        ops, arrays = parcel.part(section.route, section.cover)
-        meta = {"version": section.version, "seq": section.seq, "ops": ops, **parcel.meta}
-        self.courier.ask(section.head, Request(wire.PUSH, meta, arrays, self._acknowledged, item=section))
+    def _send_section(self, section: Section[Push]) -> None:
+        push = section.payload
+        ops, arrays = push.build_frame(section.route, section.shards)
+        meta = {"version": section.map_version, "seq": section.seq, "ops": ops, **push.meta}
+        self.connections.send_request(
+            section.head, Request(wire.PUSH, meta, arrays, self._on_push_reply, context=section)
+        )
 
-    def _acknowledged(self, request: Request, frame: wire.Frame) -> None:
-        section: Section[Parcel] = request.item
+    def _on_push_reply(self, request: Request, frame: wire.Frame) -> None:
+        section: Section[Push] = request.context
         if frame.kind == wire.ACK:
             self.outbox.acknowledge(section)
-        elif frame.kind == wire.STALE:
+        elif frame.kind == wire.STALE_MAP:
             pass  # sent again already, or with the map that is to come
         else:
             self.outbox.refuse(section)
-            self._error = self._error or self._refusal(request, frame, f"push {section.seq}")
+            self._error = self._error or self._refused_error(request, frame, f"push {section.seq}")
 
     # ------------------------------------------------------------------------------------------------------------- pulling
 
-    def start(self, pull: Pull) -> None:
+    def send_pull(self, pull: Pull) -> None:
         """Ask for everything that a pull wants."""
         self.require_open()
-        for route, part in pull.parts(self.roads):
-            pull.open += 1
-            self._fetch(route, part)
+        for route, part in pull.split_by_route(self.routing_table):
+            pull.pending_parts += 1
+            self._send_part(route, part)
 
-    def finish(self, pull: Pull) -> None:
+    def wait_for_pull(self, pull: Pull) -> None:
         """Wait until all of it is here."""
-        self.wait(lambda: pull.open == 0, "rows", bounded=pull.bound is not None)
+        self.wait_until(lambda: pull.pending_parts == 0, "rows", waits_for_workers=pull.staleness is not None)
         if pull.error is not None:
             raise pull.error
 
-    def _fetch(self, route: Route | None, part: Part) -> None:
-        if route is None or not self.courier.up(route.head):
-            self._stranded.append(part)
+    def _send_part(self, route: Route | None, part: PullPart) -> None:
+        if route is None or not self.connections.is_ready(route.head):
+            self._unroutable_parts.append(part)
             return
-        ops, arrays = part.frame()
+        ops, arrays = part.build_frame()
         meta = {
-            "version": self.outbox.version,
+            "version": self.outbox.map_version,
             "worker": self.worker,
             "incarnation": self.incarnation,
             "step": part.pull.step,
-            "bound": part.pull.bound,
+            "bound": part.pull.staleness,
             "ops": ops,
         }
-        request = Request(wire.PULL, meta, arrays, self._arrived, part.places, item=part)
-        self._asked.add(request)
-        self.courier.ask(route.head, request)
+        request = Request(wire.PULL, meta, arrays, self._on_pull_reply, part.choose_destinations, context=part)
+        self._pending_pulls.add(request)
+        self.connections.send_request(route.head, request)
 
-    def _arrived(self, request: Request, frame: wire.Frame) -> None:
-        part: Part = request.item
-        self._asked.discard(request)
+    def _on_pull_reply(self, request: Request, frame: wire.Frame) -> None:
+        part: PullPart = request.context
+        self._pending_pulls.discard(request)
         if frame.kind == wire.ROWS:
-            part.take(frame.arrays)
-            part.pull.open -= 1
-        elif frame.kind == wire.STALE:
-            self._stranded.append(part)
-            if int(frame.meta["version"]) <= self.outbox.version:
-                self._restart()
+            part.store_reply(frame.arrays)
+            part.pull.pending_parts -= 1
+        elif frame.kind == wire.STALE_MAP:
+            self._unroutable_parts.append(part)
+            if int(frame.meta["version"]) <= self.outbox.map_version:
+                self._resend_parts()
         else:
-            part.pull.open -= 1
-            names = [each.table.name for each, _ in part.tables] + [each.spec.name for each, _ in part.dense]
-            part.pull.error = self._refusal(request, frame, f"pull of {', '.join(names)}")
+            part.pull.pending_parts -= 1
+            names = [pulled.spec.name for pulled, _ in part.tables] + [pulled.spec.name for pulled, _ in part.dense]
+            part.pull.error = self._refused_error(request, frame, f"pull of {', '.join(names)}")
 
-    def _restart(self) -> None:
+    def _resend_parts(self) -> None:
         """Ask again, by the present map, for what has lost its way."""
-        parts, self._stranded = self._stranded, []
+        parts, self._unroutable_parts = self._unroutable_parts, []
         for part in parts:
-            again = list(part.pull.again(part, self.roads))
-            part.pull.open += len(again) - 1
-            for route, each in again:
-                self._fetch(route, each)
+            new_parts = list(part.pull.reroute_part(part, self.routing_table))
+            part.pull.pending_parts += len(new_parts) - 1
+            for route, new_part in new_parts:
+                self._send_part(route, new_part)
 
     # ------------------------------------------------------------------------------------------- everything to every route
 
-    def everywhere(
+    def ask_every_shard(
         self,
         kind: int,
-        ask: Callable[[np.ndarray], tuple[dict[str, Any], list[np.ndarray]]],
-        take: Callable[[np.ndarray, wire.Frame], None],
+        build_request: Callable[[np.ndarray], tuple[dict[str, Any], list[np.ndarray]]],
+        on_reply: Callable[[np.ndarray, wire.Frame], None],
     ) -> None:
         """Ask the head of every shard once, whatever moves meanwhile."""
-        missing = np.ones(self.roads.shards, bool)
+        unanswered = np.ones(self.routing_table.num_shards, bool)
         #: The version that a shard's server spoke of when it refused: until that map is here, asking again is in vain.
-        stale = np.zeros(self.roads.shards, np.int64)
-        under_way: dict[str, Request] = {}
+        required_versions = np.zeros(self.routing_table.num_shards, np.int64)
+        in_flight: dict[str, Request] = {}
 
-        def done(request: Request, frame: wire.Frame) -> None:
-            under_way.pop(request.server, None)
-            if frame.kind == wire.STALE:
-                stale[request.item] = int(frame.meta["version"])
+        def handle_reply(request: Request, frame: wire.Frame) -> None:
+            in_flight.pop(request.server, None)
+            if frame.kind == wire.STALE_MAP:
+                required_versions[request.context] = int(frame.meta["version"])
             elif frame.kind == wire.REFUSED:
-                self._error = self._error or self._refusal(request, frame, wire.NAMES[kind])
-            elif missing[request.item].all():
-                missing[request.item] = False
-                take(request.item, frame)
+                self._error = self._error or self._refused_error(request, frame, wire.KIND_NAMES[kind])
+            elif unanswered[request.context].all():
+                unanswered[request.context] = False
+                on_reply(request.context, frame)
 
-        def complete() -> bool:
-            if not missing.any():
+        def send_and_check() -> bool:
+            if not unanswered.any():
                 return True
-            for server in [server for server in under_way if not self.courier.up(server)]:
-                self.courier.abandon(under_way.pop(server))
-            for route in self.roads.routes:
-                cover = route.shards[missing[route.shards] & (stale[route.shards] <= self.outbox.version)]
-                if len(cover) and route.head not in under_way and self.courier.up(route.head):
-                    meta, arrays = ask(cover)
-                    meta |= {"version": self.outbox.version, "worker": self.worker, "incarnation": self.incarnation}
-                    under_way[route.head] = request = Request(kind, meta, arrays, done, item=cover)
-                    self.courier.ask(route.head, request)
+            for server in [server for server in in_flight if not self.connections.is_ready(server)]:
+                self.connections.abandon(in_flight.pop(server))
+            for route in self.routing_table.routes:
+                shards = route.shards[
+                    unanswered[route.shards] & (required_versions[route.shards] <= self.outbox.map_version)
+                ]
+                if len(shards) and route.head not in in_flight and self.connections.is_ready(route.head):
+                    meta, arrays = build_request(shards)
+                    meta |= {"version": self.outbox.map_version, "worker": self.worker, "incarnation": self.incarnation}
+                    in_flight[route.head] = request = Request(kind, meta, arrays, handle_reply, context=shards)
+                    self.connections.send_request(route.head, request)
             return False
 
         try:
-            self.wait(complete, f"answers to {wire.NAMES[kind]}")
+            self.wait_until(send_and_check, f"answers to {wire.KIND_NAMES[kind]}")
         finally:
-            for request in under_way.values():  # or what one call was refused would be told to the next
-                self.courier.abandon(request)
+            for request in in_flight.values():  # or what one call was refused would be told to the next
+                self.connections.abandon(request)
 
     # ------------------------------------------------------------------------------------------------------- maps and links
 
-    def _rung(self) -> None:
-        new = self.herald.news()
-        if new is None or not new.servers:
+    def _install_new_map(self) -> None:
+        new_map = self.controller.take_new_map()
+        if new_map is None or not new_map.servers:
             return
         if self.map is None:
-            self.outbox = Outbox(new)
-        self.courier.seat({name: seat.address for name, seat in new.servers.items()})
-        for server in new.servers:
-            if not self.courier.up(server):
-                self.outbox.lose(server)
-        if new.lost and not (self.map is not None and self.map.lost):
-            self._lost_since = time.monotonic()
-        restored = {shard: new.sources[shard] for shard in sorted(new.revived) if shard in new.sources}
-        back = [shard for shard, source in restored.items() if self.restored.get(shard) != source]
-        if self.map is not None and back:
-            named = ", ".join(map(str, back[:8])) + (", ..." if len(back) > 8 else "")
-            self._notice = (
-                f"controller {self.herald.address}: shards {named} ({len(back)} of {new.shards}) had lost all replicas and went back to "
-                f"the checkpoint {restored[back[0]][0]}: what was pushed to them since is lost"
+            self.outbox = Outbox(new_map)
+        self.connections.set_addresses({name: entry.address for name, entry in new_map.servers.items()})
+        for server in new_map.servers:
+            if not self.connections.is_ready(server):
+                self.outbox.mark_unreachable(server)
+        if new_map.lost_shards and not (self.map is not None and self.map.lost_shards):
+            self._shards_lost_since = time.monotonic()
+        rolled_back = {
+            shard: new_map.restored_from[shard]
+            for shard in sorted(new_map.rolled_back_shards)
+            if shard in new_map.restored_from
+        }
+        newly_rolled_back = [
+            shard for shard, source in rolled_back.items() if self.rolled_back_shards.get(shard) != source
+        ]
+        if self.map is not None and newly_rolled_back:
+            shard_list = ", ".join(map(str, newly_rolled_back[:8])) + (", ..." if len(newly_rolled_back) > 8 else "")
+            self._pending_warning = (
+                f"controller {self.controller.address}: shards {shard_list} ({len(newly_rolled_back)} of {new_map.num_shards}) had lost all replicas and went back to "
+                f"the checkpoint {rolled_back[newly_rolled_back[0]][0]}: what was pushed to them since is lost"
             )
-        self.restored = restored
-        self.map = new
-        sections = self.outbox.install(new)
-        self.roads = Roads.of_map(self.outbox.routes, new.shards)
-        for plain in self.herald.specs:
+        self.rolled_back_shards = rolled_back
+        self.map = new_map
+        sections = self.outbox.install_map(new_map)
+        self.routing_table = RoutingTable.from_routes(self.outbox.routes, new_map.num_shards)
+        for plain in self.controller.specs:
             spec = spec_from_plain(plain)
             if spec.name not in self.specs:
-                self.learn(spec)
+                self.add_spec(spec)
         for section in sections:
-            self._post(section)
-        heads = new.heads
-        for request in list(self._asked):
-            if any(heads[shard] != request.server for shard in request.item.cover):
-                self.courier.abandon(request)
-                self._asked.discard(request)
-                self._stranded.append(request.item)
-        self._restart()
+            self._send_section(section)
+        heads = new_map.heads
+        for request in list(self._pending_pulls):
+            if any(heads[shard] != request.server for shard in request.context.cover):
+                self.connections.abandon(request)
+                self._pending_pulls.discard(request)
+                self._unroutable_parts.append(request.context)
+        self._resend_parts()
 
-    def _regained(self, server: str) -> None:
-        for section in self.outbox.regain(server):
-            self._post(section)
-        self._restart()
+    def _on_connection_ready(self, server: str) -> None:
+        for section in self.outbox.mark_reachable(server):
+            self._send_section(section)
+        self._resend_parts()
 
-    def _lost(self, server: str, requests: Iterable[Request]) -> None:
-        self.outbox.lose(server)
+    def _on_connection_lost(self, server: str, requests: Iterable[Request]) -> None:
+        self.outbox.mark_unreachable(server)
         for request in requests:
-            self._asked.discard(request)
-            if isinstance(request.item, Part):
-                self._stranded.append(request.item)
+            self._pending_pulls.discard(request)
+            if isinstance(request.context, PullPart):
+                self._unroutable_parts.append(request.context)
 
-    def _is_seated(self) -> bool:
-        return self.map is not None and bool(self.outbox.routes) and not (self.roads.of == NOWHERE).any()
+    def _all_shards_served(self) -> bool:
+        return (
+            self.map is not None
+            and bool(self.outbox.routes)
+            and not (self.routing_table.route_of_shard == NO_ROUTE).any()
+        )
 
-    def wait(self, ready: Callable[[], bool], what: str, *, bounded: bool = False) -> None:
-        """Turn until `ready`. Gives up after `patience` without a way on; a pull that waits for other workers may last."""
+    def wait_until(self, is_done: Callable[[], bool], what: str, *, waits_for_workers: bool = False) -> None:
+        """Turn until `is_done`. Gives up after `timeout` without a way on; a pull that waits for other workers may last."""
         self.require_open()
-        if ready() and self._error is None:
+        if is_done() and self._error is None:
             return
-        began = moved = time.monotonic()
-        before = self.courier.moved
+        start = last_progress = time.monotonic()
+        chunks_seen = self.connections.chunks_received
         while True:
-            self.check()
-            if ready():
+            self.raise_pending()
+            if is_done():
                 return
-            self.courier.turn(0.25)
+            self.connections.poll(0.25)
             now = time.monotonic()
-            if (bounded and not self._unreachable()) or self.courier.moved != before:
-                before, moved = self.courier.moved, now
-            if now - moved > self.patience:
-                raise ServerError(self._stuck(what, now - began))
+            if (waits_for_workers and not self._unreachable_heads()) or self.connections.chunks_received != chunks_seen:
+                chunks_seen, last_progress = self.connections.chunks_received, now
+            if now - last_progress > self.timeout:
+                raise ServerError(self._timeout_message(what, now - start))
 
-    def check(self) -> None:
+    def raise_pending(self) -> None:
         """What a server refused, and shards that nobody has."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._notice is not None:
-            notice, self._notice = self._notice, None
-            warnings.warn(notice, stacklevel=3)
-        lost_for = time.monotonic() - self._lost_since
-        if self.map is not None and self.map.lost and lost_for > min(RESTORED, self.patience):
-            lost = sorted(self.map.lost)
-            named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
-            had = sorted({server for chain in self.map.lost.values() for server in chain})
-            raise ShardsLost(
-                f"controller {self.herald.address}: shards {named} ({len(lost)} of {self.map.shards}) have lost all replicas "
-                f"(servers {', '.join(had)}); restore the job from its last checkpoint, and use more replicas or hosts",
-                lost,
+        if self._pending_warning is not None:
+            message, self._pending_warning = self._pending_warning, None
+            warnings.warn(message, stacklevel=3)
+        lost_seconds = time.monotonic() - self._shards_lost_since
+        if self.map is not None and self.map.lost_shards and lost_seconds > min(RESTORE_TIMEOUT, self.timeout):
+            lost_shards = sorted(self.map.lost_shards)
+            shard_list = ", ".join(map(str, lost_shards[:8])) + (", ..." if len(lost_shards) > 8 else "")
+            last_servers = sorted({server for chain in self.map.lost_shards.values() for server in chain})
+            raise ShardsLostError(
+                f"controller {self.controller.address}: shards {shard_list} ({len(lost_shards)} of {self.map.num_shards}) have lost all replicas "
+                f"(servers {', '.join(last_servers)}); restore the job from its last checkpoint, and use more replicas or hosts",
+                lost_shards,
             )
 
-    def _unreachable(self) -> list[str]:
+    def _unreachable_heads(self) -> list[str]:
         heads = {route.head for route in self.outbox.routes} if self.map is not None else set()
-        return sorted(head for head in heads if not self.courier.up(head))
+        return sorted(head for head in heads if not self.connections.is_ready(head))
 
-    def _stuck(self, what: str, seconds: float) -> str:
-        where = f"controller {self.herald.address}"
+    def _timeout_message(self, what: str, seconds: float) -> str:
+        prefix = f"controller {self.controller.address}"
         if self.map is None:
-            return f"{where}: no answer for {seconds:.0f} s ({self.herald.why}); is it running there, and is the address right?"
+            return f"{prefix}: no answer for {seconds:.0f} s ({self.controller.last_error}); is it running there, and is the address right?"
         reasons = [
-            f"server {each} at {self.map.servers[each].address}: {self.courier.why.get(each, 'no connection')}"
-            for each in self._unreachable()
+            f"server {server} at {self.map.servers[server].address}: {self.connections.last_errors.get(server, 'no connection')}"
+            for server in self._unreachable_heads()
         ]
-        if not self.herald.connected:
-            reasons.append(f"the controller is down ({self.herald.why}), so nothing replaces a lost server")
-        if not self._is_seated():
+        if not self.controller.connected:
+            reasons.append(f"the controller is down ({self.controller.last_error}), so nothing replaces a lost server")
+        if not self._all_shards_served():
             reasons.append("shards have no server")
-        return f"{where}: waited {seconds:.0f} s for {what}; {'; '.join(reasons) or 'the servers do not answer'}; see `echelon server status`"
+        return f"{prefix}: waited {seconds:.0f} s for {what}; {'; '.join(reasons) or 'the servers do not answer'}; see `echelon server status`"
 
-    def _refusal(self, request: Request, frame: wire.Frame, what: str) -> ServerError:
+    def _refused_error(self, request: Request, frame: wire.Frame, what: str) -> ServerError:
         if frame.kind != wire.REFUSED:
             return ServerError(
                 f"server {request.server}: {what} was answered with {frame!r}; are both ends of one version?"
             )
         return ServerError(f"server {request.server}: {what} was refused: {frame.meta.get('message', frame.meta)}")
 
-    def control(self, kind: int, meta: dict[str, Any], *, patience: float | None = None) -> wire.Frame:
+    def ask_controller(self, kind: int, meta: dict[str, Any], *, timeout: float | None = None) -> wire.Frame:
         """Ask the controller, serving the data path meanwhile."""
         self.require_open()
-        answer, name = self.herald.ask(kind, meta), wire.NAMES[kind]
-        deadline = time.monotonic() + (patience or self.patience)
-        while not answer.done():
+        reply, kind_name = self.controller.send_request(kind, meta), wire.KIND_NAMES[kind]
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while not reply.done():
             if self._error is not None:
-                self.check()
-            self.courier.turn(0.25)
+                self.raise_pending()
+            self.connections.poll(0.25)
             if time.monotonic() > deadline:
-                self.herald.forget(answer)
+                self.controller.cancel_request(reply)
                 raise ServerError(
-                    f"controller {self.herald.address}: no answer to {name} ({self.herald.why}); start it again, it goes on where it was"
+                    f"controller {self.controller.address}: no answer to {kind_name} ({self.controller.last_error}); start it again, it goes on where it was"
                 )
-        frame = answer.result()
+        frame = reply.result()
         if frame.kind == wire.REFUSED:
             raise ServerError(
-                f"controller {self.herald.address}: {name} was refused: {frame.meta.get('message', frame.meta)}"
+                f"controller {self.controller.address}: {kind_name} was refused: {frame.meta.get('message', frame.meta)}"
             )
         return frame

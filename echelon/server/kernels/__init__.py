@@ -5,7 +5,7 @@ machine's libm, on fused multiply-adds or on the order in which a vector unit wo
 Sums over a row are in eight lanes, in this order everywhere.
 
 A row is `words` 64-bit words: id, lsn, then weights, scale and state where the layout says. The same memory is passed as several views:
-`ri` int64, `rc` the arithmetic's float, `r4` float32, `r2` int16, `r1` int8. Row 0 is scratch.
+`int64_view` int64, `float_view` the arithmetic's float, `float32_view` float32, `int16_view` int16, `int8_view` int8. Row 0 is scratch.
 """
 
 from __future__ import annotations
@@ -20,44 +20,54 @@ except ImportError as error:
         "pip install 'echelon[server]'"
     ) from error
 
-from echelon.server.kernels.first import initial, quantile
-from echelon.server.kernels.groups import add_up, group, take, unique
-from echelon.server.kernels.index import BATCH, column, copy_in, copy_out, find, move, remove, walk, written
+from echelon.server.kernels.first import init_row, normal_quantile
+from echelon.server.kernels.groups import all_unique, gather_rows, group_ids, segment_sum
+from echelon.server.kernels.index import (
+    LOOKUP_BATCH,
+    copy_rows,
+    find_rows,
+    insert_rows,
+    list_rows,
+    list_written_rows,
+    read_column,
+    rehash_slots,
+    remove_rows,
+)
 from echelon.server.kernels.machine import mix64
-from echelon.server.kernels.narrow import narrow_integers, widen_integers
-from echelon.server.kernels.places import F2, F4, FIRST, I1, I2, LR, NATIVE
-from echelon.server.kernels.rows import apply, read, update
-from echelon.server.kernels.rules import dense_lamb, dense_step
+from echelon.server.kernels.narrow import dequantize_rows, quantize_rows
+from echelon.server.kernels.places import F2, F4, I1, I2, LR, NATIVE, STATE_INIT
+from echelon.server.kernels.rows import read_rows, update_rows, write_rows
+from echelon.server.kernels.rules import lamb_block_direction, update_block
 
 __all__ = [
-    "BATCH",
+    "LOOKUP_BATCH",
     "F2",
     "F4",
-    "FIRST",
+    "STATE_INIT",
     "I1",
     "I2",
     "LR",
     "NATIVE",
-    "add_up",
-    "apply",
-    "column",
-    "copy_in",
-    "copy_out",
-    "dense_lamb",
-    "dense_step",
-    "find",
-    "group",
-    "initial",
+    "segment_sum",
+    "write_rows",
+    "read_column",
+    "insert_rows",
+    "copy_rows",
+    "lamb_block_direction",
+    "update_block",
+    "find_rows",
+    "group_ids",
+    "init_row",
     "mix64",
-    "move",
-    "narrow_integers",
-    "quantile",
-    "read",
-    "remove",
-    "take",
-    "unique",
-    "update",
-    "walk",
-    "widen_integers",
-    "written",
+    "rehash_slots",
+    "quantize_rows",
+    "normal_quantile",
+    "read_rows",
+    "remove_rows",
+    "gather_rows",
+    "all_unique",
+    "update_rows",
+    "list_rows",
+    "dequantize_rows",
+    "list_written_rows",
 ]

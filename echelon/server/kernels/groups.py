@@ -4,99 +4,99 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.kernels.jit_cache import compiling
-from echelon.server.kernels.machine import bare, copy, mix64
+from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.machine import borrow, copy_elements, mix64
 
-_compiled = compiling()
+_compiled = cached_njit()
 
 
 @_compiled
-def unique(ids, table):
+def all_unique(ids, table):
     """Whether no id is there twice. table: int32 zeros, a power of two of at least twice as many; left dirty."""
     mask = table.shape[0] - 1
     for i in range(ids.shape[0]):
-        at = np.int64(mix64(np.uint64(ids[i])) & np.uint64(mask))
-        while table[at] != 0:
-            if ids[table[at] - 1] == ids[i]:
+        slot = np.int64(mix64(np.uint64(ids[i])) & np.uint64(mask))
+        while table[slot] != 0:
+            if ids[table[slot] - 1] == ids[i]:
                 return False
-            at = (at + 1) & mask
-        table[at] = i + 1
+            slot = (slot + 1) & mask
+        table[slot] = i + 1
     return True
 
 
 @_compiled
-def group(ids, table, shift, routes, distinct, bounds, place):
+def group_ids(ids, table, shift, route_of_shard, distinct, route_offsets, inverse):
     """The distinct ids in the order of their shard's route (in a route: as they first come), and where each id went.
 
     bounds: zeros, routes + 2, filled with where each route starts; shards of no route (65535) are the last one.
     """
     n = ids.shape[0]
     mask = table.shape[0] - 1
-    found = 0
-    parts = bounds.shape[0] - 1
-    chosen = np.empty(n, np.int32)
+    num_distinct = 0
+    num_groups = route_offsets.shape[0] - 1
+    group_of = np.empty(n, np.int32)
     for i in range(n):
-        own_id = ids[i]
-        h = mix64(np.uint64(own_id))
-        at = np.int64(h & np.uint64(mask))
+        row_id = ids[i]
+        hashed = mix64(np.uint64(row_id))
+        slot = np.int64(hashed & np.uint64(mask))
         while True:
-            u = table[at]
+            u = table[slot]
             if u == 0:
-                s = np.int64(h >> shift) if shift < 64 else 0
-                route = min(np.int64(routes[s]), parts - 1)
-                chosen[found] = route
-                bounds[route + 1] += 1
-                distinct[found] = own_id
-                found += 1
-                table[at] = found
-                place[i] = found - 1
+                shard = np.int64(hashed >> shift) if shift < 64 else 0
+                route = min(np.int64(route_of_shard[shard]), num_groups - 1)
+                group_of[num_distinct] = route
+                route_offsets[route + 1] += 1
+                distinct[num_distinct] = row_id
+                num_distinct += 1
+                table[slot] = num_distinct
+                inverse[i] = num_distinct - 1
                 break
-            if distinct[u - 1] == own_id:
-                place[i] = u - 1
+            if distinct[u - 1] == row_id:
+                inverse[i] = u - 1
                 break
-            at = (at + 1) & mask
-    for r in range(parts):
-        bounds[r + 1] += bounds[r]
-    if bounds[1] == found:
-        return found
-    nexts = bounds[:parts].copy()
-    old = distinct[:found].copy()
-    for u in range(found):
-        r = chosen[u]
-        to = nexts[r]
-        nexts[r] += 1
-        distinct[to] = old[u]
-        chosen[u] = to
+            slot = (slot + 1) & mask
+    for r in range(num_groups):
+        route_offsets[r + 1] += route_offsets[r]
+    if route_offsets[1] == num_distinct:
+        return num_distinct
+    next_positions = route_offsets[:num_groups].copy()
+    first_seen = distinct[:num_distinct].copy()
+    for u in range(num_distinct):
+        r = group_of[u]
+        position = next_positions[r]
+        next_positions[r] += 1
+        distinct[position] = first_seen[u]
+        group_of[u] = position
     for i in range(n):
-        place[i] = chosen[place[i]]
-    return found
+        inverse[i] = group_of[inverse[i]]
+    return num_distinct
 
 
 @_compiled
-def add_up(values, place, out):
+def segment_sum(values, segments, out):
     """The sum of the values of each place, in the order in which they come."""
-    values, out = bare(values), bare(out)
-    fresh = np.ones(out.shape[0], np.uint8)
+    values, out = borrow(values), borrow(out)
+    is_empty = np.ones(out.shape[0], np.uint8)
     for i in range(values.shape[0]):
-        at = place[i]
-        v, o = values[i], out[at]
-        if fresh[at]:
-            fresh[at] = 0
-            copy(o, 0, v, 0, v.shape[0])
+        segment = segments[i]
+        v, o = values[i], out[segment]
+        if is_empty[segment]:
+            is_empty[segment] = 0
+            copy_elements(o, 0, v, 0, v.shape[0])
         else:
             for j in range(v.shape[0]):
                 o[j] += v[j]
 
 
 @_compiled
-def take(rows, place, out):
+def gather_rows(rows, positions, out):
     """The row of each place, in the order of the places.
 
     Element by element, so that all of `out` is written from its front to its end: `copy`, as numpy's own take, writes each row's end out
     of turn, and the cache then reads first what is written over (4096 rows of 64 floats in a worker's loop: 240 us, so 70, Neoverse N1).
     """
-    rows, out = bare(rows), bare(out)
-    for i in range(place.shape[0]):
-        row, to = rows[place[i]], out[i]
+    rows, out = borrow(rows), borrow(out)
+    for i in range(positions.shape[0]):
+        row, target = rows[positions[i]], out[i]
         for j in range(row.shape[0]):
-            to[j] = row[j]
+            target[j] = row[j]

@@ -6,27 +6,27 @@ import math
 
 import numpy as np
 
-from echelon.server.kernels.jit_cache import compiling
-from echelon.server.kernels.machine import power
+from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.machine import integer_power
 
 #: How missed updates are made up for.
-LINEAR, AVERAGES, COUPLED, ADAGRAD = range(4)
+LINEAR, ADAM, ADAM_COUPLED, ADAGRAD = range(4)
 #: Places among a rule's numbers.
-HOW, MU, UNDAMPED, NESTEROV, DECAY, B1, B2, EPS, FIRST = range(9)
+METHOD, MU, GRAD_WEIGHT, NESTEROV, DECAY, B1, B2, EPS, STATE_INIT = range(9)
 #: Places among a layout's.
-WORDS, DIM, W_AT, S_AT, STATE = range(5)
+WORDS, DIM, WEIGHT_OFFSET, STATE_OFFSET, STATE_SIZE = range(5)
 #: Updates whose product is kept; those of twice, four times, ... as many above them.
-BLOCK = 16
+UPDATES_PER_LEAF = 16
 #: Updates after which it is looked whether the rest of Adam's is below rounding.
-_LOOK = 16
-_KEPT = 256
+_CONVERGENCE_INTERVAL = 16
+_CACHED_PRODUCTS = 256
 
-_compiled = compiling()
-_inlined = compiling(forceinline=True)
+_compiled = cached_njit()
+_inlined = cached_njit(forceinline=True)
 
 
 @_inlined
-def _after(late, early):
+def _compose(late, early):
     """The product of two by two numbers: `early` comes first."""
     a, b, c, d = late
     e, f, g, h = early
@@ -34,209 +34,266 @@ def _after(late, early):
 
 
 @_inlined
-def _one(numbers, t, rate):
+def _update_matrix(rule_numbers, t, rate):
     """What update t (from 0) makes of a row's weight and momentum where the gradient is zero."""
-    decay = numbers[DECAY]
-    if numbers[HOW] != LINEAR:
+    decay = rule_numbers[DECAY]
+    if rule_numbers[METHOD] != LINEAR:
         return 1.0 - rate * decay, 0.0, 0.0, 1.0
-    mu = numbers[MU]
-    undamped = 1.0 if t == 0 else numbers[UNDAMPED]  # torch's first momentum is the gradient itself
-    gained = undamped * decay
-    if numbers[NESTEROV]:
-        return 1.0 - rate * (decay + mu * gained), -rate * mu * mu, gained, mu
-    return 1.0 - rate * gained, -rate * mu, gained, mu
+    mu = rule_numbers[MU]
+    grad_weight = 1.0 if t == 0 else rule_numbers[GRAD_WEIGHT]  # torch's first momentum is the gradient itself
+    momentum_gain = grad_weight * decay
+    if rule_numbers[NESTEROV]:
+        return 1.0 - rate * (decay + mu * momentum_gain), -rate * mu * mu, momentum_gain, mu
+    return 1.0 - rate * momentum_gain, -rate * mu, momentum_gain, mu
 
 
 @_inlined
-def _node(nodes, i):
-    return nodes[i, 0], nodes[i, 1], nodes[i, 2], nodes[i, 3]
+def _load_node(product_tree, i):
+    return product_tree[i, 0], product_tree[i, 1], product_tree[i, 2], product_tree[i, 3]
 
 
 @_compiled
-def extend(numbers, rates, terms, nodes, first, last):
+def extend_products(rule_numbers, rates, adam_terms, product_tree, first, last):
     """What is kept of the updates first .. last - 1, whose rates are there."""
-    leaves = nodes.shape[0] // 2
+    leaves = product_tree.shape[0] // 2
     for t in range(first, last):
-        if terms.shape[0]:
-            root = math.sqrt(1.0 - power(numbers[B2], t + 1))
-            terms[t, 0] = rates[t] * root / (1.0 - power(numbers[B1], t + 1))
-            terms[t, 1] = numbers[EPS] * root
-        if t % BLOCK == BLOCK - 1 and leaves:
-            total = _one(numbers, t - BLOCK + 1, rates[t - BLOCK + 1])
-            for s in range(t - BLOCK + 2, t + 1):
-                total = _after(_one(numbers, s, rates[s]), total)
-            i = leaves + t // BLOCK
+        if adam_terms.shape[0]:
+            root = math.sqrt(1.0 - integer_power(rule_numbers[B2], t + 1))
+            adam_terms[t, 0] = rates[t] * root / (1.0 - integer_power(rule_numbers[B1], t + 1))
+            adam_terms[t, 1] = rule_numbers[EPS] * root
+        if t % UPDATES_PER_LEAF == UPDATES_PER_LEAF - 1 and leaves:
+            product = _update_matrix(rule_numbers, t - UPDATES_PER_LEAF + 1, rates[t - UPDATES_PER_LEAF + 1])
+            for s in range(t - UPDATES_PER_LEAF + 2, t + 1):
+                product = _compose(_update_matrix(rule_numbers, s, rates[s]), product)
+            i = leaves + t // UPDATES_PER_LEAF
             while True:
-                nodes[i, 0], nodes[i, 1], nodes[i, 2], nodes[i, 3] = total
+                product_tree[i, 0], product_tree[i, 1], product_tree[i, 2], product_tree[i, 3] = product
                 if i & 1 == 0:
                     break
-                total = _after(total, _node(nodes, i - 1))
+                product = _compose(product, _load_node(product_tree, i - 1))
                 i >>= 1
 
 
 @_compiled
-def _span(numbers, rates, nodes, t, last):
+def _range_product(rule_numbers, rates, product_tree, t, last):
     """The product of the updates t .. last - 1."""
-    total = 1.0, 0.0, 0.0, 1.0
-    while t < last and t % BLOCK != 0:
-        total = _after(_one(numbers, t, rates[t]), total)
+    product = 1.0, 0.0, 0.0, 1.0
+    while t < last and t % UPDATES_PER_LEAF != 0:
+        product = _compose(_update_matrix(rule_numbers, t, rates[t]), product)
         t += 1
     if t < last:
-        leaves = nodes.shape[0] // 2
-        low, high = leaves + t // BLOCK, leaves + last // BLOCK
-        late = 1.0, 0.0, 0.0, 1.0
+        leaves = product_tree.shape[0] // 2
+        low, high = leaves + t // UPDATES_PER_LEAF, leaves + last // UPDATES_PER_LEAF
+        late_product = 1.0, 0.0, 0.0, 1.0
         while low < high:
             if low & 1:
-                total = _after(_node(nodes, low), total)
+                product = _compose(_load_node(product_tree, low), product)
                 low += 1
             if high & 1:
                 high -= 1
-                late = _after(late, _node(nodes, high))
+                late_product = _compose(late_product, _load_node(product_tree, high))
             low >>= 1
             high >>= 1
-        total = _after(late, total)
-        t = last // BLOCK * BLOCK
+        product = _compose(late_product, product)
+        t = last // UPDATES_PER_LEAF * UPDATES_PER_LEAF
     while t < last:
-        total = _after(_one(numbers, t, rates[t]), total)
+        product = _compose(_update_matrix(rule_numbers, t, rates[t]), product)
         t += 1
-    return total
+    return product
 
 
 @_inlined
-def _averages(numbers, terms, rates, most, least, t, now, m, s, u, c):
-    """The sum of what Adam's averages `m` and the roots `s` of the others add to the weights in updates t .. now - 1, into `u`, to be
+def _sum_adam_updates(
+    rule_numbers, adam_terms, rates, max_rate, min_decay_factor, t, update_count, m, root_v, weight_delta, cast
+):
+    """The sum of what Adam's averages `m` and the roots `root_v` of the others add to the weights in updates t .. now - 1, into `weight_delta`, to be
     multiplied by m; up to which update: the rest is below rounding.
 
-    Each term is at most `shrink` times the one before it, but for its rate, which is at most `most`.
+    Each term is at most `shrink` times the one before it, but for its rate, which is at most `max_rate`.
     """
     n = m.shape[0]
-    decay, b1, root = numbers[DECAY], numbers[B1], math.sqrt(numbers[B2])
-    shrink = b1 / (root * least) if least > 0 and root > 0 else 1.0
-    tiny = 2.0**-27 if c.itemsize == 4 else 2.0**-56
-    rest = shrink / (1.0 - shrink) * most if shrink < 1 else 0.0
-    grown, shrunk = 1.0, 1.0
-    looked = t + _LOOK
-    while t < now:
-        grown *= b1
-        shrunk *= root
-        c[0], c[1], c[2], c[3] = terms[t, 0] * grown, shrunk, terms[t, 1], 1.0 - rates[t] * decay
-        rate, by, eps, keep = c[0], c[1], c[2], c[3]
+    decay, b1, root = rule_numbers[DECAY], rule_numbers[B1], math.sqrt(rule_numbers[B2])
+    shrink = b1 / (root * min_decay_factor) if min_decay_factor > 0 and root > 0 else 1.0
+    tolerance = 2.0**-27 if cast.itemsize == 4 else 2.0**-56
+    tail_bound = shrink / (1.0 - shrink) * max_rate if shrink < 1 else 0.0
+    m_decay, root_v_decay = 1.0, 1.0
+    next_check = t + _CONVERGENCE_INTERVAL
+    while t < update_count:
+        m_decay *= b1
+        root_v_decay *= root
+        cast[0], cast[1], cast[2], cast[3] = (
+            adam_terms[t, 0] * m_decay,
+            root_v_decay,
+            adam_terms[t, 1],
+            1.0 - rates[t] * decay,
+        )
+        rate, root_factor, eps, keep = cast[0], cast[1], cast[2], cast[3]
         for j in range(n):
-            u[j] = u[j] * keep + rate / (s[j] * by + eps)
+            weight_delta[j] = weight_delta[j] * keep + rate / (root_v[j] * root_factor + eps)
         t += 1
-        if t == looked and shrink < 1:
-            looked += _LOOK
-            c[0] = rest * grown
-            left = c[0]
-            ended = True
+        if t == next_check and shrink < 1:
+            next_check += _CONVERGENCE_INTERVAL
+            cast[0] = tail_bound * m_decay
+            tail = cast[0]
+            converged = True
             for j in range(n):
-                if m[j] != 0 and not left / (s[j] * by + eps) <= tiny * abs(u[j]):
-                    ended = False
+                if m[j] != 0 and not tail / (root_v[j] * root_factor + eps) <= tolerance * abs(weight_delta[j]):
+                    converged = False
                     break
-            if ended:
+            if converged:
                 break
     return t
 
 
 @_compiled
-def bring(numbers, rates, terms, nodes, most, least, now, layout, where, ri, rc, out, scratch, c, marked):
-    """Rows as they are after `now` updates: into `out`, which has their weights as they lie, and of absent rows (0) the first ones; or,
-    with `marked` >= 0, into the rows themselves, which get that mark."""
-    words, dim, w_at, s_at, states = layout[WORDS], layout[DIM], layout[W_AT], layout[S_AT], layout[STATE]
-    per = 8 // rc.itemsize
-    how = numbers[HOW]
+def apply_missed_updates(
+    rule_numbers,
+    rates,
+    adam_terms,
+    product_tree,
+    max_rate,
+    min_decay_factor,
+    update_count,
+    layout,
+    row_numbers,
+    int64_view,
+    float_view,
+    out,
+    scratch,
+    cast,
+    stored_update_count,
+):
+    """Rows as they are after `update_count` updates: into `out`, which has their weights as they lie, and of absent rows (0) the first ones; or,
+    with `stored_update_count` >= 0, into the rows themselves, which get that mark."""
+    words, dim, weight_offset, state_offset, state_size = (
+        layout[WORDS],
+        layout[DIM],
+        layout[WEIGHT_OFFSET],
+        layout[STATE_OFFSET],
+        layout[STATE_SIZE],
+    )
+    floats_per_word = 8 // float_view.itemsize
+    method = rule_numbers[METHOD]
     w, m, v = scratch[:dim], scratch[dim : 2 * dim], scratch[2 * dim : 3 * dim]
-    s, u = scratch[3 * dim : 4 * dim], scratch[4 * dim : 5 * dim]
-    keys = np.full(_KEPT, -1, np.int64)
-    spans = np.empty((_KEPT, 4))
-    for i in range(where.shape[0]):
-        row = where[i]
-        mark = ri[row * words + words - 1] if row != 0 else 0
-        if marked >= 0:
-            ri[row * words + words - 1] = marked
-        if mark >= now:
+    root_v, weight_delta = scratch[3 * dim : 4 * dim], scratch[4 * dim : 5 * dim]
+    cached_update_counts = np.full(_CACHED_PRODUCTS, -1, np.int64)
+    cached_products = np.empty((_CACHED_PRODUCTS, 4))
+    for i in range(row_numbers.shape[0]):
+        row = row_numbers[i]
+        row_update_count = int64_view[row * words + words - 1] if row != 0 else 0
+        if stored_update_count >= 0:
+            int64_view[row * words + words - 1] = stored_update_count
+        if row_update_count >= update_count:
             continue
-        at, state = row * words * per + w_at, row * words * per + s_at
+        weight_start, state_start = (
+            row * words * floats_per_word + weight_offset,
+            row * words * floats_per_word + state_offset,
+        )
         for j in range(dim):
-            w[j] = rc[at + j] if marked >= 0 else out[i, j]
-        for j in range(states):
-            scratch[dim + j] = rc[state + j] if row != 0 else numbers[FIRST]
+            w[j] = float_view[weight_start + j] if stored_update_count >= 0 else out[i, j]
+        for j in range(state_size):
+            scratch[dim + j] = float_view[state_start + j] if row != 0 else rule_numbers[STATE_INIT]
         a, b, p, q = 1.0, 0.0, 0.0, 1.0
-        if how == LINEAR or (how == AVERAGES and numbers[DECAY] != 0):
-            slot = mark & (_KEPT - 1)
-            if keys[slot] != mark:
-                keys[slot] = mark
-                spans[slot, 0], spans[slot, 1], spans[slot, 2], spans[slot, 3] = _span(numbers, rates, nodes, mark, now)
-            a, b, p, q = spans[slot, 0], spans[slot, 1], spans[slot, 2], spans[slot, 3]
-        if how == LINEAR:
-            c[0], c[1], c[2], c[3] = a, b, p, q
-            wa, wb, ma, mb = c[0], c[1], c[2], c[3]
-            if states:
+        if method == LINEAR or (method == ADAM and rule_numbers[DECAY] != 0):
+            slot = row_update_count & (_CACHED_PRODUCTS - 1)
+            if cached_update_counts[slot] != row_update_count:
+                cached_update_counts[slot] = row_update_count
+                (
+                    cached_products[slot, 0],
+                    cached_products[slot, 1],
+                    cached_products[slot, 2],
+                    cached_products[slot, 3],
+                ) = _range_product(rule_numbers, rates, product_tree, row_update_count, update_count)
+            a, b, p, q = (
+                cached_products[slot, 0],
+                cached_products[slot, 1],
+                cached_products[slot, 2],
+                cached_products[slot, 3],
+            )
+        if method == LINEAR:
+            cast[0], cast[1], cast[2], cast[3] = a, b, p, q
+            w_from_w, w_from_m, m_from_w, m_from_m = cast[0], cast[1], cast[2], cast[3]
+            if state_size:
                 for j in range(dim):
-                    old = w[j]
-                    w[j] = wa * old + wb * m[j]
-                    m[j] = ma * old + mb * m[j]
+                    old_weight = w[j]
+                    w[j] = w_from_w * old_weight + w_from_m * m[j]
+                    m[j] = m_from_w * old_weight + m_from_m * m[j]
             else:
                 for j in range(dim):
-                    w[j] *= wa
-        elif how == AVERAGES:
-            busy = False
+                    w[j] *= w_from_w
+        elif method == ADAM:
+            has_momentum = False
             for j in range(dim):
-                busy |= m[j] != 0
-            if busy:
+                has_momentum |= m[j] != 0
+            if has_momentum:
                 for j in range(dim):
-                    s[j] = math.sqrt(v[j])
-                    u[j] = 0
-                ended = _averages(numbers, terms, rates, most, least, mark, now, m, s, u, c)
-                c[1] = 1.0
-                if ended < now and numbers[DECAY] != 0:
-                    c[1] = _span(numbers, rates, nodes, ended, now)[0]
-                c[0] = a
-                keep, later = c[0], c[1]
+                    root_v[j] = math.sqrt(v[j])
+                    weight_delta[j] = 0
+                converged_at = _sum_adam_updates(
+                    rule_numbers,
+                    adam_terms,
+                    rates,
+                    max_rate,
+                    min_decay_factor,
+                    row_update_count,
+                    update_count,
+                    m,
+                    root_v,
+                    weight_delta,
+                    cast,
+                )
+                cast[1] = 1.0
+                if converged_at < update_count and rule_numbers[DECAY] != 0:
+                    cast[1] = _range_product(rule_numbers, rates, product_tree, converged_at, update_count)[0]
+                cast[0] = a
+                decay_factor, late_decay_factor = cast[0], cast[1]
                 for j in range(dim):
-                    w[j] = w[j] * keep - m[j] * (u[j] * later)
-            elif numbers[DECAY] != 0:
-                c[0] = a
-                keep = c[0]
+                    w[j] = w[j] * decay_factor - m[j] * (weight_delta[j] * late_decay_factor)
+            elif rule_numbers[DECAY] != 0:
+                cast[0] = a
+                decay_factor = cast[0]
                 for j in range(dim):
-                    w[j] *= keep
-            c[0], c[1] = power(numbers[B1], now - mark), power(numbers[B2], now - mark)
-            less, lower = c[0], c[1]
-            for j in range(dim):
-                m[j] *= less
-                v[j] *= lower
-        elif how == COUPLED:
-            c[0], c[1], c[2], c[3], c[4] = (
-                numbers[DECAY],
-                numbers[B1],
-                1.0 - numbers[B1],
-                numbers[B2],
-                1.0 - numbers[B2],
+                    w[j] *= decay_factor
+            cast[0], cast[1] = (
+                integer_power(rule_numbers[B1], update_count - row_update_count),
+                integer_power(rule_numbers[B2], update_count - row_update_count),
             )
-            decay, b1, b1c, b2, b2c = c[0], c[1], c[2], c[3], c[4]
-            for t in range(mark, now):
-                c[0], c[1] = terms[t, 0], terms[t, 1]
-                rate, eps = c[0], c[1]
+            m_decay, v_decay = cast[0], cast[1]
+            for j in range(dim):
+                m[j] *= m_decay
+                v[j] *= v_decay
+        elif method == ADAM_COUPLED:
+            cast[0], cast[1], cast[2], cast[3], cast[4] = (
+                rule_numbers[DECAY],
+                rule_numbers[B1],
+                1.0 - rule_numbers[B1],
+                rule_numbers[B2],
+                1.0 - rule_numbers[B2],
+            )
+            decay, b1, b1c, b2, b2c = cast[0], cast[1], cast[2], cast[3], cast[4]
+            for t in range(row_update_count, update_count):
+                cast[0], cast[1] = adam_terms[t, 0], adam_terms[t, 1]
+                rate, eps = cast[0], cast[1]
                 for j in range(dim):
                     d = decay * w[j]
                     m[j] = b1 * m[j] + b1c * d
                     v[j] = b2 * v[j] + b2c * d * d
                     w[j] -= rate * m[j] / (math.sqrt(v[j]) + eps)
         else:
-            c[0], c[1] = numbers[DECAY], numbers[EPS]
-            decay, eps = c[0], c[1]
-            for t in range(mark, now):
-                c[2] = rates[t]
-                rate = c[2]
+            cast[0], cast[1] = rule_numbers[DECAY], rule_numbers[EPS]
+            decay, eps = cast[0], cast[1]
+            for t in range(row_update_count, update_count):
+                cast[2] = rates[t]
+                rate = cast[2]
                 for j in range(dim):
                     d = decay * w[j]
                     m[j] += d * d
                     w[j] -= rate * d / (math.sqrt(m[j]) + eps)
-        if marked >= 0:
+        if stored_update_count >= 0:
             for j in range(dim):
-                rc[at + j] = w[j]
-            for j in range(states):
-                rc[state + j] = scratch[dim + j]
+                float_view[weight_start + j] = w[j]
+            for j in range(state_size):
+                float_view[state_start + j] = scratch[dim + j]
         else:
             for j in range(dim):
                 out[i, j] = w[j]

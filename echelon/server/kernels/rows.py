@@ -4,146 +4,224 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.kernels.first import initial
-from echelon.server.kernels.index import AHEAD, BATCH, LOW, aim, insert, seek, sure, take_row
-from echelon.server.kernels.jit_cache import compiling
-from echelon.server.kernels.machine import GOLDEN, bare, copy, fetch, mix64
-from echelon.server.kernels.narrow import decode, encode, noise
-from echelon.server.kernels.places import COUNT_AT, DIM, FIRST, NATIVE, S_AT, STATE, STORED, W_AT, WORDS
-from echelon.server.kernels.rules import take_step
+from echelon.server.kernels.first import init_row
+from echelon.server.kernels.index import (
+    LOOKUP_BATCH,
+    LOW_32_BITS,
+    PREFETCH_DISTANCE,
+    allocate_row,
+    confirm_row,
+    find_candidates,
+    insert_slot,
+    prefetch_slots,
+)
+from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.machine import GOLDEN, borrow, copy_elements, mix64, prefetch_line
+from echelon.server.kernels.narrow import fill_draws, load_weights, store_weights
+from echelon.server.kernels.places import (
+    COUNT_OFFSET,
+    DIM,
+    NATIVE,
+    STATE_INIT,
+    STATE_OFFSET,
+    STATE_SIZE,
+    STORED,
+    WEIGHT_OFFSET,
+    WORDS,
+)
+from echelon.server.kernels.rules import apply_rule
 
-_compiled = compiling()
+_compiled = cached_njit()
 
 
 @_compiled
-def read(index, starts, masks, shift, ids, known, ring, layout, ri, rc, r4, r2, r1, init, scalars, seed, nearest, out):
+def read_rows(
+    index,
+    starts,
+    masks,
+    shift,
+    ids,
+    row_numbers,
+    batch_buffer,
+    layout,
+    int64_view,
+    float_view,
+    float32_view,
+    int16_view,
+    int8_view,
+    init_kind,
+    init_scalars,
+    seed,
+    nearest_draws,
+    out,
+):
     """The weights of each id into `out`; of a row that is not there, those it would be created with.
 
     known: the row of each id or 0, as far as known; filled in. ring: room for those under way (2, 2 * BATCH).
     """
-    index, starts, masks, ids, layout = bare(index), bare(starts), bare(masks), bare(ids), bare(layout)
-    ri, rc, r4, r2, r1, out = bare(ri), bare(rc), bare(r4), bare(r2), bare(r1), bare(out)
-    nearest, known = bare(nearest), bare(known)
+    index, starts, masks, ids, layout = borrow(index), borrow(starts), borrow(masks), borrow(ids), borrow(layout)
+    int64_view, float_view, float32_view, int16_view, int8_view, out = (
+        borrow(int64_view),
+        borrow(float_view),
+        borrow(float32_view),
+        borrow(int16_view),
+        borrow(int8_view),
+        borrow(out),
+    )
+    nearest_draws, row_numbers = borrow(nearest_draws), borrow(row_numbers)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
-    per = 8 // rc.itemsize
-    lines = layout[S_AT] // per
+    floats_per_word = 8 // float_view.itemsize
+    prefetch_words = layout[STATE_OFFSET] // floats_per_word
     flat = out.reshape(-1)
-    shard, low = bare(ring[0]), bare(ring[1])
-    aim(index, starts, masks, shift, ids, 0, shard, low, known)
-    for first in range(0, n, BATCH):
-        size = min(BATCH, n - first)
-        aim(index, starts, masks, shift, ids, first + BATCH, shard, low, known)
-        seek(index, starts, masks, ri, words, lines, first, size, shard, low, known)
+    batch_shards, batch_tags = borrow(batch_buffer[0]), borrow(batch_buffer[1])
+    prefetch_slots(index, starts, masks, shift, ids, 0, batch_shards, batch_tags, row_numbers)
+    for first in range(0, n, LOOKUP_BATCH):
+        size = min(LOOKUP_BATCH, n - first)
+        prefetch_slots(index, starts, masks, shift, ids, first + LOOKUP_BATCH, batch_shards, batch_tags, row_numbers)
+        find_candidates(
+            index, starts, masks, int64_view, words, prefetch_words, first, size, batch_shards, batch_tags, row_numbers
+        )
         for i in range(first, first + size):
-            row = sure(index, starts, masks, ri, words, ids, i, shard, low, known)
+            row = confirm_row(index, starts, masks, int64_view, words, ids, i, batch_shards, batch_tags, row_numbers)
             if row == 0:
-                initial(init, scalars[0], scalars[1], seed, ids[i], out[i])
+                init_row(init_kind, init_scalars[0], init_scalars[1], seed, ids[i], out[i])
                 if stored != NATIVE:
-                    encode(out[i], nearest, layout, 0, r4, r2, r1)
-                    decode(layout, 0, rc, r4, r2, r1, out[i])
+                    store_weights(out[i], nearest_draws, layout, 0, float32_view, int16_view, int8_view)
+                    load_weights(layout, 0, float_view, float32_view, int16_view, int8_view, out[i])
             elif stored == NATIVE:
-                copy(flat, i * dim, rc, row * words * per + layout[W_AT], dim)
+                copy_elements(flat, i * dim, float_view, row * words * floats_per_word + layout[WEIGHT_OFFSET], dim)
             else:
-                decode(layout, row, rc, r4, r2, r1, out[i])
+                load_weights(layout, row, float_view, float32_view, int16_view, int8_view, out[i])
 
 
 @_compiled
-def update(
-    index, starts, masks, shift, ids, known, ring, values, lsns, layout, ri, rc, c, p, switches, scratch, absent
+def update_rows(
+    index,
+    starts,
+    masks,
+    shift,
+    ids,
+    row_numbers,
+    batch_buffer,
+    values,
+    lsns,
+    layout,
+    int64_view,
+    float_view,
+    cast_scalars,
+    scalars,
+    switches,
+    scratch,
+    absent_positions,
 ):
     """Rows that are there (and hold weights as the arithmetic's float) updated by their gradients. Ids are unique.
 
-    known, ring: as in `read`. The places of ids that have no row go into `absent`; how many.
+    known, ring: as in `read_rows`. The places of ids that have no row go into `absent_positions`; how many.
     """
-    index, starts, masks, ri, ids, known = (
-        bare(index),
-        bare(starts),
-        bare(masks),
-        bare(ri),
-        bare(ids),
-        bare(known),
+    index, starts, masks, int64_view, ids, row_numbers = (
+        borrow(index),
+        borrow(starts),
+        borrow(masks),
+        borrow(int64_view),
+        borrow(ids),
+        borrow(row_numbers),
     )
-    rc, values, lsns, scratch = bare(rc), bare(values), bare(lsns), bare(scratch)
-    c, p, switches, layout = bare(c), bare(p), bare(switches), bare(layout)
+    float_view, values, lsns, scratch = borrow(float_view), borrow(values), borrow(lsns), borrow(scratch)
+    cast_scalars, scalars, switches, layout = borrow(cast_scalars), borrow(scalars), borrow(switches), borrow(layout)
     n = ids.shape[0]
     dim, words = layout[DIM], layout[WORDS]
-    per = 8 // rc.itemsize
-    shard, low = bare(ring[0]), bare(ring[1])
+    floats_per_word = 8 // float_view.itemsize
+    batch_shards, batch_tags = borrow(batch_buffer[0]), borrow(batch_buffer[1])
     missing = 0
-    aim(index, starts, masks, shift, ids, 0, shard, low, known)
-    for first in range(0, n, BATCH):
-        size = min(BATCH, n - first)
-        aim(index, starts, masks, shift, ids, first + BATCH, shard, low, known)
-        seek(index, starts, masks, ri, words, words, first, size, shard, low, known)
+    prefetch_slots(index, starts, masks, shift, ids, 0, batch_shards, batch_tags, row_numbers)
+    for first in range(0, n, LOOKUP_BATCH):
+        size = min(LOOKUP_BATCH, n - first)
+        prefetch_slots(index, starts, masks, shift, ids, first + LOOKUP_BATCH, batch_shards, batch_tags, row_numbers)
+        find_candidates(
+            index, starts, masks, int64_view, words, words, first, size, batch_shards, batch_tags, row_numbers
+        )
         for i in range(first, first + size):
-            row = sure(index, starts, masks, ri, words, ids, i, shard, low, known)
+            row = confirm_row(index, starts, masks, int64_view, words, ids, i, batch_shards, batch_tags, row_numbers)
             if row == 0:
-                absent[missing] = i
+                absent_positions[missing] = i
                 missing += 1
                 continue
-            ri[row * words + 1] = lsns[shard[i & (2 * BATCH - 1)]]
-            at = row * words * per
-            w = rc[at + layout[W_AT] : at + layout[W_AT] + dim]
-            state = rc[at + layout[S_AT] : at + layout[S_AT] + layout[STATE]]
-            take_step(c, p, switches, w, values[i], state, scratch)
+            int64_view[row * words + 1] = lsns[batch_shards[i & (2 * LOOKUP_BATCH - 1)]]
+            row_start = row * words * floats_per_word
+            w = float_view[row_start + layout[WEIGHT_OFFSET] : row_start + layout[WEIGHT_OFFSET] + dim]
+            state = float_view[row_start + layout[STATE_OFFSET] : row_start + layout[STATE_OFFSET] + layout[STATE_SIZE]]
+            apply_rule(cast_scalars, scalars, switches, w, values[i], state, scratch)
     return missing
 
 
 @_compiled
-def apply(
-    index, starts, masks, used, shift, free, ids, where, values, lsns, layout, ri, rc, r4, r2, r1, init, scalars, seed,
-    c, p, switches, scratch, nearest, draws, setting,
+def write_rows(
+    index, starts, masks, rows_per_shard, shift, row_allocator, ids, row_numbers, values, lsns, layout, int64_view, float_view, float32_view, int16_view, int8_view, init_kind, init_scalars, seed,
+    cast_scalars, scalars, switches, scratch, nearest_draws, draws, is_assignment,
 ):  # fmt: skip
-    """Each row updated by its gradient, or set to its value (`setting`: 1); those that are not there are made. Ids are unique."""
-    rc, r4, r2, r1, values, scratch = bare(rc), bare(r4), bare(r2), bare(r1), bare(values), bare(scratch)
-    c, p, switches, layout = bare(c), bare(p), bare(switches), bare(layout)
-    index, starts, masks, ri, free = bare(index), bare(starts), bare(masks), bare(ri), bare(free)
-    nearest, draws = bare(nearest), bare(draws)
+    """Each row updated by its gradient, or set to its value (`is_assignment`: 1); those that are not there are made. Ids are unique."""
+    float_view, float32_view, int16_view, int8_view, values, scratch = (
+        borrow(float_view),
+        borrow(float32_view),
+        borrow(int16_view),
+        borrow(int8_view),
+        borrow(values),
+        borrow(scratch),
+    )
+    cast_scalars, scalars, switches, layout = borrow(cast_scalars), borrow(scalars), borrow(switches), borrow(layout)
+    index, starts, masks, int64_view, row_allocator = (
+        borrow(index),
+        borrow(starts),
+        borrow(masks),
+        borrow(int64_view),
+        borrow(row_allocator),
+    )
+    nearest_draws, draws = borrow(nearest_draws), borrow(draws)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
-    per = 8 // rc.itemsize
-    first = c[FIRST]
-    own = scratch[:dim]
-    more = scratch[dim:]
+    floats_per_word = 8 // float_view.itemsize
+    state_init = cast_scalars[STATE_INIT]
+    weight_buffer = scratch[:dim]
+    step_scratch = scratch[dim:]
     for i in range(n):
-        if i + AHEAD < n:
-            row = where[i + AHEAD]
+        if i + PREFETCH_DISTANCE < n:
+            row = row_numbers[i + PREFETCH_DISTANCE]
             for k in range(0, words, 8):
-                fetch(ri, row * words + k)
-        row = where[i]
-        own_id = ids[i]
-        h = mix64(np.uint64(own_id))
-        s = np.int64(h >> shift) if shift < 64 else 0
-        made = row == 0
-        if made:
-            row = take_row(ri, words, free)
-            insert(index, starts[s], masks[s], h & LOW, np.uint64(row))
-            used[s] += 1
-            ri[row * words] = own_id
-        ri[row * words + 1] = lsns[s]
-        at = row * words * per + layout[S_AT]
-        state = rc[at : at + layout[STATE]]
-        if made or setting:
-            for j in range(layout[STATE]):
-                state[j] = first
-            if switches[COUNT_AT] >= 0:
-                state[switches[COUNT_AT]] = 0
-        w = own
+                prefetch_line(int64_view, row * words + k)
+        row = row_numbers[i]
+        row_id = ids[i]
+        hashed = mix64(np.uint64(row_id))
+        shard = np.int64(hashed >> shift) if shift < 64 else 0
+        is_new = row == 0
+        if is_new:
+            row = allocate_row(int64_view, words, row_allocator)
+            insert_slot(index, starts[shard], masks[shard], hashed & LOW_32_BITS, np.uint64(row))
+            rows_per_shard[shard] += 1
+            int64_view[row * words] = row_id
+        int64_view[row * words + 1] = lsns[shard]
+        start = row * words * floats_per_word + layout[STATE_OFFSET]
+        state = float_view[start : start + layout[STATE_SIZE]]
+        if is_new or is_assignment:
+            for j in range(layout[STATE_SIZE]):
+                state[j] = state_init
+            if switches[COUNT_OFFSET] >= 0:
+                state[switches[COUNT_OFFSET]] = 0
+        w = weight_buffer
         if stored == NATIVE:
-            at = row * words * per + layout[W_AT]
-            w = rc[at : at + dim]
-        if setting:
+            start = row * words * floats_per_word + layout[WEIGHT_OFFSET]
+            w = float_view[start : start + dim]
+        if is_assignment:
             for j in range(dim):
                 w[j] = values[i, j]
-        elif made:
-            initial(init, scalars[0], scalars[1], seed, own_id, w)
+        elif is_new:
+            init_row(init_kind, init_scalars[0], init_scalars[1], seed, row_id, w)
         if stored != NATIVE:
-            if made or setting:
-                encode(w, nearest, layout, row, r4, r2, r1)
-            decode(layout, row, rc, r4, r2, r1, w)
-        if not setting:
-            take_step(c, p, switches, w, values[i], state, more)
+            if is_new or is_assignment:
+                store_weights(w, nearest_draws, layout, row, float32_view, int16_view, int8_view)
+            load_weights(layout, row, float_view, float32_view, int16_view, int8_view, w)
+        if not is_assignment:
+            apply_rule(cast_scalars, scalars, switches, w, values[i], state, step_scratch)
             if stored != NATIVE:
-                noise(mix64(mix64(np.uint64(own_id) ^ GOLDEN) + np.uint64(lsns[s])), draws)
-                encode(w, draws, layout, row, r4, r2, r1)
+                fill_draws(mix64(mix64(np.uint64(row_id) ^ GOLDEN) + np.uint64(lsns[shard])), draws)
+                store_weights(w, draws, layout, row, float32_view, int16_view, int8_view)

@@ -6,99 +6,106 @@ import math
 
 import numpy as np
 
-from echelon.server.kernels.jit_cache import compiling
-from echelon.server.kernels.machine import power, squares_by_eight
+from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.machine import integer_power, sum_squares_by_eight
 from echelon.server.kernels.places import (
     ADAGRAD,
     ADAM,
     B1,
-    B1C,
     B2,
-    B2C,
-    COUNT_AT,
+    COUNT_OFFSET,
     DECAY,
+    DECAY_FACTOR,
     EPS,
-    KEEP,
+    GRAD_WEIGHT,
     KIND,
     LR,
     MOMENTUM,
     MU,
     NESTEROV,
-    ROWWISE,
+    ONE_MINUS_B1,
+    ONE_MINUS_B2,
+    ROWWISE_ADAGRAD,
     SGD,
     SPARSE,
     STEP,
-    UNDAMPED,
     WIDTH,
 )
 
-_compiled = compiling()
-_inlined = compiling(forceinline=True)
+_compiled = cached_njit()
+_inlined = cached_njit(forceinline=True)
 
 
 @_inlined
-def _squares(x):
+def _sum_squares(x):
     """The sum of squares, in eight lanes."""
     n = x.shape[0]
-    total = squares_by_eight(x, n >> 3)
+    total = sum_squares_by_eight(x, n >> 3)
     for j in range(n & ~7, n):
         total += x[j] * x[j]
     return total
 
 
 @_inlined
-def _count(switches, state):
+def _count_update(switches, state):
     """Which update of this row or block this is, from 1; its own count goes on where it keeps one."""
-    at = switches[COUNT_AT]
-    times = switches[STEP]
-    if at >= 0:
-        state[at] += 1
-        if times == 0:
-            times = np.int64(state[at])
-    return times
+    offset = switches[COUNT_OFFSET]
+    step = switches[STEP]
+    if offset >= 0:
+        state[offset] += 1
+        if step == 0:
+            step = np.int64(state[offset])
+    return step
 
 
 @_inlined
-def _lamb(c, p, switches, w, g, state, u, pair):
-    """LAMB's direction before the trust ratio, into `u`."""
+def _lamb_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections):
+    """LAMB's direction before the trust ratio, into `direction`."""
     n = w.shape[0]
-    times = _count(switches, state)
+    step = _count_update(switches, state)
     m, v = state[:n], state[n : 2 * n]
-    pair[0] = 1.0 / (1.0 - power(p[B1], times))
-    pair[1] = 1.0 / math.sqrt(1.0 - power(p[B2], times))
-    k1, k2 = pair[0], pair[1]
-    b1, b1c, b2, b2c, eps, decay = c[B1], c[B1C], c[B2], c[B2C], c[EPS], c[DECAY]
+    corrections[0] = 1.0 / (1.0 - integer_power(scalars[B1], step))
+    corrections[1] = 1.0 / math.sqrt(1.0 - integer_power(scalars[B2], step))
+    m_correction, v_correction = corrections[0], corrections[1]
+    b1, one_minus_b1, b2, one_minus_b2, eps, decay = (
+        cast_scalars[B1],
+        cast_scalars[ONE_MINUS_B1],
+        cast_scalars[B2],
+        cast_scalars[ONE_MINUS_B2],
+        cast_scalars[EPS],
+        cast_scalars[DECAY],
+    )
     for j in range(n):
-        m[j] = b1 * m[j] + b1c * g[j]
-        v[j] = b2 * v[j] + b2c * g[j] * g[j]
-        u[j] = (m[j] * k1) / (math.sqrt(v[j]) * k2 + eps) + decay * w[j]
+        m[j] = b1 * m[j] + one_minus_b1 * g[j]
+        v[j] = b2 * v[j] + one_minus_b2 * g[j] * g[j]
+        direction[j] = (m[j] * m_correction) / (math.sqrt(v[j]) * v_correction + eps) + decay * w[j]
 
 
 @_inlined
-def take_step(c, p, switches, w, g, state, scratch):
-    """One update of `w` by the gradient `g`. `c`: the rule's scalars in the arithmetic's float, `p`: in float64."""
+def apply_rule(cast_scalars, scalars, switches, w, g, state, scratch):
+    """One update of `w` by the gradient `g`. `cast_scalars`: the rule's scalars in the arithmetic's float, `scalars`: in float64."""
     n = w.shape[0]
     kind = switches[KIND]
-    lr, decay = c[LR], c[DECAY]
+    lr, decay = cast_scalars[LR], cast_scalars[DECAY]
     if kind == SGD:
         for j in range(n):
             w[j] -= lr * (g[j] + decay * w[j])
     elif kind == MOMENTUM:
-        mu, undamped = c[MU], c[UNDAMPED]
-        if switches[COUNT_AT] >= 0 and _count(switches, state) == 1:
-            undamped = c[WIDTH] / c[WIDTH]
+        mu, grad_weight = cast_scalars[MU], cast_scalars[GRAD_WEIGHT]
+        if switches[COUNT_OFFSET] >= 0 and _count_update(switches, state) == 1:
+            grad_weight = cast_scalars[WIDTH] / cast_scalars[WIDTH]
         m = state[:n]
         if switches[NESTEROV]:
             for j in range(n):
                 d = g[j] + decay * w[j]
-                m[j] = mu * m[j] + undamped * d
+                m[j] = mu * m[j] + grad_weight * d
                 w[j] -= lr * (d + mu * m[j])
         else:
             for j in range(n):
-                m[j] = mu * m[j] + undamped * (g[j] + decay * w[j])
+                m[j] = mu * m[j] + grad_weight * (g[j] + decay * w[j])
                 w[j] -= lr * m[j]
     elif kind == ADAGRAD:
-        eps = c[EPS]
+        eps = cast_scalars[EPS]
         v = state[:n]
         if decay == 0:
             for j in range(n):
@@ -110,46 +117,55 @@ def take_step(c, p, switches, w, g, state, scratch):
                 d = g[j] + decay * w[j]
                 v[j] += d * d
                 w[j] -= lr * d / (math.sqrt(v[j]) + eps)
-    elif kind == ROWWISE:
+    elif kind == ROWWISE_ADAGRAD:
         u = g
         if decay != 0:
             u = scratch[:n]
             for j in range(n):
                 u[j] = g[j] + decay * w[j]
-        state[0] += _squares(u) / c[WIDTH]
-        rate = lr / (math.sqrt(state[0]) + c[EPS])
+        state[0] += _sum_squares(u) / cast_scalars[WIDTH]
+        rate = lr / (math.sqrt(state[0]) + cast_scalars[EPS])
         for j in range(n):
             w[j] -= rate * u[j]
     elif kind == ADAM:
-        times = _count(switches, state)
+        step = _count_update(switches, state)
         m, v = state[:n], state[n : 2 * n]
-        b1, b1c, b2, b2c = c[B1], c[B1C], c[B2], c[B2C]
-        root = math.sqrt(1.0 - power(p[B2], times))
-        scratch[0] = p[LR] * root / (1.0 - power(p[B1], times))
-        scratch[1] = p[EPS] if switches[SPARSE] else p[EPS] * root
+        b1, one_minus_b1, b2, one_minus_b2 = (
+            cast_scalars[B1],
+            cast_scalars[ONE_MINUS_B1],
+            cast_scalars[B2],
+            cast_scalars[ONE_MINUS_B2],
+        )
+        bias_correction = math.sqrt(1.0 - integer_power(scalars[B2], step))
+        scratch[0] = scalars[LR] * bias_correction / (1.0 - integer_power(scalars[B1], step))
+        scratch[1] = scalars[EPS] if switches[SPARSE] else scalars[EPS] * bias_correction
         rate, eps = scratch[0], scratch[1]
-        keep = c[KEEP]
+        decay_factor = cast_scalars[DECAY_FACTOR]
         for j in range(n):
             d = g[j] + decay * w[j]
-            m[j] = b1 * m[j] + b1c * d
-            v[j] = b2 * v[j] + b2c * d * d
-            w[j] = keep * w[j] - rate * m[j] / (math.sqrt(v[j]) + eps)
+            m[j] = b1 * m[j] + one_minus_b1 * d
+            v[j] = b2 * v[j] + one_minus_b2 * d * d
+            w[j] = decay_factor * w[j] - rate * m[j] / (math.sqrt(v[j]) + eps)
     else:
         u = scratch[:n]
-        _lamb(c, p, switches, w, g, state, u, scratch[n:])
-        a, b = _squares(w), _squares(u)
-        rate = lr * (math.sqrt(a) / math.sqrt(b)) if a > 0 and b > 0 else lr
+        _lamb_direction(cast_scalars, scalars, switches, w, g, state, u, scratch[n:])
+        weight_norm_squared, direction_norm_squared = _sum_squares(w), _sum_squares(u)
+        rate = (
+            lr * (math.sqrt(weight_norm_squared) / math.sqrt(direction_norm_squared))
+            if weight_norm_squared > 0 and direction_norm_squared > 0
+            else lr
+        )
         for j in range(n):
             w[j] -= rate * u[j]
 
 
 @_compiled
-def dense_step(c, p, switches, w, g, state, scratch):
-    take_step(c, p, switches, w, g, state, scratch)
+def update_block(cast_scalars, scalars, switches, w, g, state, scratch):
+    apply_rule(cast_scalars, scalars, switches, w, g, state, scratch)
 
 
 @_compiled
-def dense_lamb(c, p, switches, w, g, state, u, pair):
+def lamb_block_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections):
     """LAMB's direction of one block, and what the block adds to the norms of weights and direction."""
-    _lamb(c, p, switches, w, g, state, u, pair)
-    return np.float64(_squares(w)), np.float64(_squares(u))
+    _lamb_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections)
+    return np.float64(_sum_squares(w)), np.float64(_sum_squares(direction))

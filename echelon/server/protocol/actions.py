@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon.server.protocol.wire import Pieces
+from echelon.server.protocol.wire import ChunkedArray
 
 #: Kinds of connection: one that was accepted, one to another server, the one to the controller.
 PEER, LINK, CONTROL = "peer", "link", "control"
@@ -16,19 +16,19 @@ PEER, LINK, CONTROL = "peer", "link", "control"
 class Send(NamedTuple):
     """Send a frame over a connection; where it is gone, nothing happens."""
 
-    to: str
-    whom: Hashable
+    channel: str
+    peer: Hashable
     kind: int
-    request: int
+    request_id: int
     meta: dict[str, Any]
-    arrays: Sequence[np.ndarray | Pieces] = ()
+    arrays: Sequence[np.ndarray | ChunkedArray] = ()
 
 
 class Close(NamedTuple):
     """Close a connection."""
 
-    to: str
-    whom: Hashable
+    channel: str
+    peer: Hashable
 
 
 class Persist(NamedTuple):
@@ -37,18 +37,18 @@ class Persist(NamedTuple):
     document: dict[str, Any]
 
 
-class Manifest(NamedTuple):
+class WriteManifest(NamedTuple):
     """Complete a checkpoint: write its manifest, give the folder its name, and tell `on_manifest` how that went."""
 
     path: str
     document: dict[str, Any]
 
 
-class Note(NamedTuple):
+class LogEvent(NamedTuple):
     """Say something that people should hear of."""
 
     event: str
     details: dict[str, Any]
 
 
-Action = Send | Close | Persist | Manifest | Note
+Action = Send | Close | Persist | WriteManifest | LogEvent

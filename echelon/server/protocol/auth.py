@@ -22,22 +22,22 @@ from pathlib import Path
 
 from echelon.errors import ServerError
 
-PROTOCOL = 2
-LIMIT = 5.0  # seconds that a caller has to prove itself
+PROTOCOL_VERSION = 2
+HANDSHAKE_TIMEOUT = 5.0  # seconds that a caller has to prove itself
 WORKER, SERVER, ADMIN = 1, 2, 3
-ROLES = {WORKER: "worker", SERVER: "server", ADMIN: "admin"}
+ROLE_NAMES = {WORKER: "worker", SERVER: "server", ADMIN: "admin"}
 
 _MAGIC = b"EHLO"
-_OPEN = struct.Struct("<4sHBx32s")
-_REPLY = struct.Struct("<4sHBx32s32s")
-_SHORTEST = 16
+_HELLO_STRUCT = struct.Struct("<4sHBx32s")
+_REPLY_STRUCT = struct.Struct("<4sHBx32s32s")
+_MIN_SECRET_BYTES = 16
 
 
 class SecretError(ServerError):
     """The other end does not hold this job's secret, or the secret's file is not private."""
 
 
-class Unproved(SecretError):  # noqa: N818 (what happened; its base says error)
+class HandshakeAborted(SecretError):  # noqa: N818 (what happened; its base says error)
     """The other end did not get as far as a proof: it is just ending, or starved. To be tried again."""
 
 
@@ -48,8 +48,8 @@ def make_secret() -> bytes:
 
 def write_secret(path: Path, secret: bytes) -> None:
     """Write a secret to a new file that only its owner may read."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
         file.write(secret.hex() + "\n")
 
 
@@ -74,84 +74,90 @@ def parse_secret(text: str) -> bytes:
         raise SecretError(
             "the secret is not written in hexadecimal digits; make one with `openssl rand -hex 32`"
         ) from None
-    if len(secret) < _SHORTEST:
-        raise SecretError(f"a secret of {len(secret)} bytes can be guessed; use at least {_SHORTEST}")
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise SecretError(f"a secret of {len(secret)} bytes can be guessed; use at least {_MIN_SECRET_BYTES}")
     return secret
 
 
-def _proof(secret: bytes, whose: bytes, role: int, caller: bytes, listener: bytes) -> bytes:
-    text = b"echelon server " + whose + struct.pack("<HB", PROTOCOL, role) + caller + listener
+def _compute_proof(secret: bytes, signer: bytes, role: int, caller_nonce: bytes, listener_nonce: bytes) -> bytes:
+    text = b"echelon server " + signer + struct.pack("<HB", PROTOCOL_VERSION, role) + caller_nonce + listener_nonce
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-class Caller:
-    """The calling end, without a socket: send `opening`, then `feed` what comes until `done`."""
+class CallerHandshake:
+    """The calling end, without a socket: send `hello`, then `feed` what comes until `done`."""
 
     def __init__(self, secret: bytes, role: int) -> None:
         self._secret, self._role, self._nonce = secret, role, secrets.token_bytes(32)
-        self.opening = _OPEN.pack(_MAGIC, PROTOCOL, role, self._nonce)
-        self.needs = _REPLY.size
+        self.hello = _HELLO_STRUCT.pack(_MAGIC, PROTOCOL_VERSION, role, self._nonce)
+        self.bytes_needed = _REPLY_STRUCT.size
         self.done = False
 
     def feed(self, reply: bytes) -> bytes:
-        """The listener's reply (all `needs` bytes): our proof, to be sent."""
-        magic, protocol, role, nonce, proof = _REPLY.unpack(reply)
+        """The listener's reply (all `bytes_needed` bytes): our proof, to be sent."""
+        magic, protocol, role, nonce, proof = _REPLY_STRUCT.unpack(reply)
         if magic != _MAGIC:
             raise SecretError("the other end is no echelon server")
-        if protocol != PROTOCOL:
+        if protocol != PROTOCOL_VERSION:
             raise SecretError(
-                f"the other end speaks protocol {protocol}, this one {PROTOCOL}; install one version on both"
+                f"the other end speaks protocol {protocol}, this one {PROTOCOL_VERSION}; install one version on both"
             )
         if role != self._role or not hmac.compare_digest(
-            proof, _proof(self._secret, b"listener", self._role, self._nonce, nonce)
+            proof, _compute_proof(self._secret, b"listener", self._role, self._nonce, nonce)
         ):
             raise SecretError("the other end does not hold this job's secret; give both the same")
         self.done = True
-        return _proof(self._secret, b"caller", self._role, self._nonce, nonce)
+        return _compute_proof(self._secret, b"caller", self._role, self._nonce, nonce)
 
 
-class Listener:
-    """The listening end, without a socket: `feed` exactly `needs` bytes until `done`; `role` says who it is then."""
+class ListenerHandshake:
+    """The listening end, without a socket: `feed` exactly `bytes_needed` bytes until `done`; `role` says who it is then."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret, self._nonce = secret, secrets.token_bytes(32)
-        self._caller = b""
+        self._caller_nonce = b""
         self.role = 0
-        self.needs = _OPEN.size
+        self.bytes_needed = _HELLO_STRUCT.size
         self.done = False
 
     def feed(self, data: bytes) -> bytes:
         """What the caller sent: what to send back."""
-        if not self._caller:
-            magic, _protocol, role, nonce = _OPEN.unpack(data)
-            if magic != _MAGIC or role not in ROLES:
+        if not self._caller_nonce:
+            magic, _protocol, role, nonce = _HELLO_STRUCT.unpack(data)
+            if magic != _MAGIC or role not in ROLE_NAMES:
                 raise SecretError("a caller that is no part of echelon")
-            self.role, self._caller, self.needs = role, nonce, 32
-            return _REPLY.pack(
-                _MAGIC, PROTOCOL, role, self._nonce, _proof(self._secret, b"listener", role, nonce, self._nonce)
+            self.role, self._caller_nonce, self.bytes_needed = role, nonce, 32
+            return _REPLY_STRUCT.pack(
+                _MAGIC,
+                PROTOCOL_VERSION,
+                role,
+                self._nonce,
+                _compute_proof(self._secret, b"listener", role, nonce, self._nonce),
             )
-        if not hmac.compare_digest(data, _proof(self._secret, b"caller", self.role, self._caller, self._nonce)):
+        if not hmac.compare_digest(
+            data, _compute_proof(self._secret, b"caller", self.role, self._caller_nonce, self._nonce)
+        ):
             raise SecretError("a caller that does not hold this job's secret")
         self.done = True
-        self.needs = 0
+        self.bytes_needed = 0
         return b""
 
 
-def greet(connection: socket.socket, secret: bytes, role: int, *, limit: float = LIMIT) -> None:
+def authenticate(connection: socket.socket, secret: bytes, role: int, *, timeout: float = HANDSHAKE_TIMEOUT) -> None:
     """The calling end over a blocking socket."""
-    before = connection.gettimeout()
-    caller, deadline, reply = Caller(secret, role), time.monotonic() + limit, b""
+    previous_timeout = connection.gettimeout()
+    handshake, deadline, reply = CallerHandshake(secret, role), time.monotonic() + timeout, b""
     try:
-        connection.settimeout(limit)
-        connection.sendall(caller.opening)
-        while len(reply) < caller.needs:
+        connection.settimeout(timeout)
+        connection.sendall(handshake.hello)
+        while len(reply) < handshake.bytes_needed:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            part = connection.recv(caller.needs - len(reply))
-            if not part:
-                raise Unproved("the other end hung up before it proved that it holds this job's secret")
-            reply += part
-        connection.sendall(caller.feed(reply))
+            chunk = connection.recv(handshake.bytes_needed - len(reply))
+            if not chunk:
+                raise HandshakeAborted("the other end hung up before it proved that it holds this job's secret")
+            reply += chunk
+        connection.sendall(handshake.feed(reply))
     except TimeoutError:
-        raise Unproved(f"the other end did not prove itself within {limit:g} s") from None
+        raise HandshakeAborted(f"the other end did not prove itself within {timeout:g} s") from None
     finally:
-        connection.settimeout(before)
+        connection.settimeout(previous_timeout)

@@ -14,52 +14,67 @@ from typing import Any, Protocol
 
 from echelon.errors import ServerError
 from echelon.server.protocol import shared_memory, wire
-from echelon.server.protocol.auth import LIMIT, Caller, Listener, SecretError
+from echelon.server.protocol.auth import HANDSHAKE_TIMEOUT, CallerHandshake, ListenerHandshake, SecretError
 
-TICK = 0.05
-BUFFER = 1 << 22
+TICK_INTERVAL = 0.05
+SOCKET_BUFFER_BYTES = 1 << 22
 #: Callers that have not proved themselves yet, at once.
-STRANGERS = 128
+MAX_UNAUTHENTICATED = 128
 #: A peer that does not read its answers is not read from beyond this.
-UNSENT = 1 << 26
-_VIEWS = 16
+MAX_UNSENT_BYTES = 1 << 26
+_BUFFERS_PER_CALL = 16
 READ, WRITE = select.POLLIN, select.POLLOUT
-_SHARING = (wire.LENT, wire.OFFER, wire.OFFERED)
+_SHM_KINDS = (wire.SHM_REF, wire.SHM_OFFER, wire.SHM_OFFER_REPLY)
 
 
 class Connection:
     """One connection, accepted or made. `tag` is the owner's."""
 
     __slots__ = (
-        "decoder", "door", "greeting", "handle", "offer", "opened", "out", "role", "shared", "sharing", "sock", "tag", "unsent", "wants",
+        "decoder",
+        "fd",
+        "handshake",
+        "handshake_buffer",
+        "opened_at",
+        "poll_events",
+        "role",
+        "send_queue",
+        "shm_allowed",
+        "shm_channel",
+        "shm_offer",
+        "sock",
+        "tag",
+        "unsent_bytes",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, door: Caller | Listener, limit: int, tag: Any) -> None:
-        self.sock, self.door, self.tag = sock, door, tag
-        self.handle = sock.fileno()
-        self.greeting: bytearray | None = bytearray()
-        self.decoder = wire.Decoder(limit=limit)
-        self.out: deque[memoryview] = deque()
-        self.unsent = 0
+    def __init__(
+        self, sock: socket.socket, handshake: CallerHandshake | ListenerHandshake, max_frame_bytes: int, tag: Any
+    ) -> None:
+        self.sock, self.handshake, self.tag = sock, handshake, tag
+        self.fd = sock.fileno()
+        self.handshake_buffer: bytearray | None = bytearray()
+        self.decoder = wire.FrameDecoder(limit=max_frame_bytes)
+        self.send_queue: deque[memoryview] = deque()
+        self.unsent_bytes = 0
         self.role = 0
         #: Whether memory may be shared with the other end; what both have, and what was offered.
-        self.sharing = False
-        self.shared: shared_memory.Shared | None = None
-        self.offer: shared_memory.Offer | None = None
-        self.opened = time.monotonic()
-        self.wants = 0
+        self.shm_allowed = False
+        self.shm_channel: shared_memory.SharedMemoryChannel | None = None
+        self.shm_offer: shared_memory.SharedMemoryOffer | None = None
+        self.opened_at = time.monotonic()
+        self.poll_events = 0
 
 
-class Owner(Protocol):
+class ConnectionHandler(Protocol):
     """Whom a loop serves."""
 
-    def opened(self, connection: Connection) -> None: ...
-    def received(self, connection: Connection, frame: wire.Frame) -> None: ...
-    def closed(self, connection: Connection) -> None: ...
-    def tick(self, now: float) -> None: ...
+    def on_open(self, connection: Connection) -> None: ...
+    def on_frame(self, connection: Connection, frame: wire.Frame) -> None: ...
+    def on_close(self, connection: Connection) -> None: ...
+    def on_tick(self, now: float) -> None: ...
 
 
-def split(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -67,21 +82,28 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Loop:
+class EventLoop:
     """Call `run`; everything else is called from inside it. `sharing`: those who call may offer memory for long frames."""
 
-    def __init__(self, owner: Owner, secret: bytes, *, limit: int = wire.MAX_FRAME, sharing: bool = False) -> None:
-        self.owner, self._secret, self._limit, self._sharing = owner, secret, limit, sharing
-        self._poll, self._wait = _poller()
+    def __init__(
+        self,
+        handler: ConnectionHandler,
+        secret: bytes,
+        *,
+        max_frame_bytes: int = wire.MAX_FRAME_BYTES,
+        allow_shm: bool = False,
+    ) -> None:
+        self.handler, self._secret, self._max_frame_bytes, self._allow_shm = handler, secret, max_frame_bytes, allow_shm
+        self._poller, self._wait_for_events = _make_poller()
         self._connections: dict[int, Connection] = {}
-        self._strangers: dict[int, Connection] = {}
+        self._unauthenticated: dict[int, Connection] = {}
         self._listener: socket.socket | None = None
         #: What was given to send since an event began: frames for one peer go out together.
         self._unflushed: dict[int, Connection] = {}
-        self._calls: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], None]] = {}
         self.running = True
-        self.sent = 0
-        self.got = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
 
     def listen(self, host: str, port: int) -> str:
         """Accept connections; the address that others reach it at."""
@@ -89,7 +111,7 @@ class Loop:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _widen(listener)
+            _set_buffer_sizes(listener)
             listener.bind((host, port))
             listener.listen(128)
         except OSError as error:
@@ -98,88 +120,88 @@ class Loop:
                 f"{host}:{port}: cannot listen there ({error.strerror}); choose another address or port 0"
             ) from None
         listener.setblocking(False)
-        self._poll.register(listener, READ)
+        self._poller.register(listener, READ)
         self._listener = listener
         name = listener.getsockname()
         return f"[{name[0]}]:{name[1]}" if family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
 
-    def watch(self, handle: int, call: Callable[[], None]) -> None:
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call when a file can be read."""
-        self._calls[handle] = call
-        self._poll.register(handle, READ)
+        self._callbacks[fd] = callback
+        self._poller.register(fd, READ)
 
-    def unwatch(self, handle: int) -> None:
+    def unwatch(self, fd: int) -> None:
         """Not any more."""
-        if self._calls.pop(handle, None) is not None:
-            self._poll.unregister(handle)
+        if self._callbacks.pop(fd, None) is not None:
+            self._poller.unregister(fd)
 
-    def connect(self, address: str, role: int, tag: Any, *, sharing: bool = False) -> Connection | None:
+    def connect(self, address: str, role: int, tag: Any, *, allow_shm: bool = False) -> Connection | None:
         """Call someone; `owner.opened` once both have proved themselves, `owner.closed` if it fails later; None if it fails at once.
 
-        `sharing`: offer memory for long frames, to someone who knows what that is.
+        `allow_shm`: offer memory for long frames, to someone who knows what that is.
         """
-        host, port = split(address)
+        host, port = parse_address(address)
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            _widen(sock)
-            state = sock.connect_ex((host, port))
-            if state not in (0, errno.EINPROGRESS):
+            _set_buffer_sizes(sock)
+            error_code = sock.connect_ex((host, port))
+            if error_code not in (0, errno.EINPROGRESS):
                 sock.close()
                 return None
-            _hurry(sock)
+            _set_tcp_options(sock)
         except OSError:
             sock.close()
             return None
-        door = Caller(self._secret, role)
-        connection = Connection(sock, door, self._limit, tag)
-        connection.sharing = sharing
-        connection.out.append(memoryview(door.opening))
-        connection.unsent = len(door.opening)
-        self._add(connection)
-        self._want(connection)
+        handshake = CallerHandshake(self._secret, role)
+        connection = Connection(sock, handshake, self._max_frame_bytes, tag)
+        connection.shm_allowed = allow_shm
+        connection.send_queue.append(memoryview(handshake.hello))
+        connection.unsent_bytes = len(handshake.hello)
+        self._register(connection)
+        self._update_poll_events(connection)
         return connection
 
     def send(self, connection: Connection, buffers: Sequence[wire.Buffer]) -> None:
         """Send a frame, now as far as it goes, the rest when there is room."""
-        if connection.handle not in self._connections:
+        if connection.fd not in self._connections:
             return
-        if connection.shared is not None:
-            buffers = connection.shared.lend(buffers) or buffers
+        if connection.shm_channel is not None:
+            buffers = connection.shm_channel.publish(buffers) or buffers
         for buffer in buffers:
             if len(buffer):
-                connection.out.append(memoryview(buffer))
-                connection.unsent += len(buffer)
-        self._unflushed[connection.handle] = connection
+                connection.send_queue.append(memoryview(buffer))
+                connection.unsent_bytes += len(buffer)
+        self._unflushed[connection.fd] = connection
 
     def close(self, connection: Connection) -> None:
         """Close a connection; its owner is told."""
-        if self._connections.pop(connection.handle, None) is None:
+        if self._connections.pop(connection.fd, None) is None:
             return
-        self._strangers.pop(connection.handle, None)
+        self._unauthenticated.pop(connection.fd, None)
         with contextlib.suppress(KeyError, OSError):
-            self._poll.unregister(connection.handle)
+            self._poller.unregister(connection.fd)
         connection.sock.close()
-        connection.out.clear()
-        connection.shared = None
-        if connection.offer is not None:
-            connection.offer.close()
-        self.owner.closed(connection)
+        connection.send_queue.clear()
+        connection.shm_channel = None
+        if connection.shm_offer is not None:
+            connection.shm_offer.close()
+        self.handler.on_close(connection)
 
     def run(self) -> None:
         """Until `running` is false."""
-        due = time.monotonic() + TICK
+        next_tick = time.monotonic() + TICK_INTERVAL
         try:
             while self.running:
-                for handle, events in self._wait(max(0.0, due - time.monotonic())):
-                    self._event(handle, events)
+                for fd, events in self._wait_for_events(max(0.0, next_tick - time.monotonic())):
+                    self._handle_events(fd, events)
                     if self._unflushed:
                         self._flush_all()
                 now = time.monotonic()
-                if now >= due:
-                    due = now + TICK
-                    self._expel(now)
-                    self.owner.tick(now)
+                if now >= next_tick:
+                    next_tick = now + TICK_INTERVAL
+                    self._close_late_handshakes(now)
+                    self.handler.on_tick(now)
                     self._flush_all()
         finally:
             self.stop()
@@ -191,20 +213,20 @@ class Loop:
         self._connections.clear()
         if self._listener is not None:
             self._listener.close()
-        if hasattr(self._poll, "close"):
-            self._poll.close()
+        if hasattr(self._poller, "close"):
+            self._poller.close()
 
-    def _event(self, handle: int, events: int) -> None:
-        connection = self._connections.get(handle)
+    def _handle_events(self, fd: int, events: int) -> None:
+        connection = self._connections.get(fd)
         if connection is None:
-            if self._listener is not None and handle == self._listener.fileno():
+            if self._listener is not None and fd == self._listener.fileno():
                 self._accept()
-            elif handle in self._calls:
-                self._calls[handle]()
+            elif fd in self._callbacks:
+                self._callbacks[fd]()
             return
         if events & WRITE:
             self._flush(connection)
-        if events & ~WRITE and handle in self._connections:  # an error or a hang-up is read too
+        if events & ~WRITE and fd in self._connections:  # an error or a hang-up is read too
             self._read(connection)
 
     def _accept(self) -> None:
@@ -217,67 +239,67 @@ class Loop:
             except OSError:
                 time.sleep(0.01)  # no handles left: it would be told again at once
                 return
-            if len(self._strangers) >= STRANGERS:
-                self.close(next(iter(self._strangers.values())))
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                self.close(next(iter(self._unauthenticated.values())))
             sock.setblocking(False)
             with contextlib.suppress(OSError):
-                _hurry(sock)
-            connection = Connection(sock, Listener(self._secret), self._limit, None)
-            connection.sharing = self._sharing
-            self._add(connection)
-            self._strangers[connection.handle] = connection
+                _set_tcp_options(sock)
+            connection = Connection(sock, ListenerHandshake(self._secret), self._max_frame_bytes, None)
+            connection.shm_allowed = self._allow_shm
+            self._register(connection)
+            self._unauthenticated[connection.fd] = connection
 
-    def _add(self, connection: Connection) -> None:
-        self._connections[connection.handle] = connection
-        connection.wants = READ
-        self._poll.register(connection.handle, READ)
+    def _register(self, connection: Connection) -> None:
+        self._connections[connection.fd] = connection
+        connection.poll_events = READ
+        self._poller.register(connection.fd, READ)
 
-    def _want(self, connection: Connection) -> None:
-        wants = 0
-        if connection.unsent <= UNSENT or isinstance(connection.door, Caller):
-            wants |= READ
-        if connection.out:
-            wants |= WRITE
-        if wants != connection.wants:
-            connection.wants = wants
-            self._poll.modify(connection.handle, wants)
+    def _update_poll_events(self, connection: Connection) -> None:
+        events = 0
+        if connection.unsent_bytes <= MAX_UNSENT_BYTES or isinstance(connection.handshake, CallerHandshake):
+            events |= READ
+        if connection.send_queue:
+            events |= WRITE
+        if events != connection.poll_events:
+            connection.poll_events = events
+            self._poller.modify(connection.fd, events)
 
     def _flush_all(self) -> None:
         while self._unflushed:
             _, connection = self._unflushed.popitem()
-            if connection.handle in self._connections:
-                if connection.wants & WRITE or connection.greeting is not None:
-                    self._want(connection)
+            if connection.fd in self._connections:
+                if connection.poll_events & WRITE or connection.handshake_buffer is not None:
+                    self._update_poll_events(connection)
                 else:
                     self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
-        out = connection.out
+        send_queue = connection.send_queue
         try:
-            while out:
-                views = [out[place] for place in range(min(len(out), _VIEWS))]
-                count = connection.sock.sendmsg(views)
-                connection.unsent -= count
-                self.sent += count
+            while send_queue:
+                buffers = [send_queue[position] for position in range(min(len(send_queue), _BUFFERS_PER_CALL))]
+                count = connection.sock.sendmsg(buffers)
+                connection.unsent_bytes -= count
+                self.bytes_sent += count
                 while count:
-                    if count >= len(out[0]):
-                        count -= len(out.popleft())
+                    if count >= len(send_queue[0]):
+                        count -= len(send_queue.popleft())
                     else:
-                        out[0] = out[0][count:]
+                        send_queue[0] = send_queue[0][count:]
                         count = 0
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             self.close(connection)
             return
-        self._want(connection)
+        self._update_poll_events(connection)
 
     def _read(self, connection: Connection) -> None:
-        if connection.greeting is not None:
-            self._greet(connection)
+        if connection.handshake_buffer is not None:
+            self._continue_handshake(connection)
             return
         try:
-            count = connection.sock.recv_into(connection.decoder.room())
+            count = connection.sock.recv_into(connection.decoder.get_buffer())
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -285,80 +307,86 @@ class Loop:
         if not count:
             self.close(connection)
             return
-        self.got += count
+        self.bytes_received += count
         try:
-            frames = connection.decoder.fill(count)
+            frames = connection.decoder.buffer_updated(count)
         except (wire.WireError, ValueError, OverflowError, MemoryError):
             self.close(connection)
             return
         for frame in frames:
-            if connection.handle not in self._connections:
+            if connection.fd not in self._connections:
                 return
-            if connection.sharing and frame.kind in _SHARING:
-                self._share(connection, frame)
+            if connection.shm_allowed and frame.kind in _SHM_KINDS:
+                self._handle_shm_frame(connection, frame)
             else:
-                self.owner.received(connection, frame)
+                self.handler.on_frame(connection, frame)
 
-    def _share(self, connection: Connection, frame: wire.Frame) -> None:
+    def _handle_shm_frame(self, connection: Connection, frame: wire.Frame) -> None:
         """A frame about memory that both ends have, or one that lies in it."""
         try:
-            if frame.kind == wire.LENT and connection.shared is not None:
-                frame = connection.shared.borrow(frame.meta)
-            elif frame.kind == wire.OFFERED and connection.offer is not None:
-                connection.shared, connection.offer = connection.offer.answered(frame.meta), None
+            if frame.kind == wire.SHM_REF and connection.shm_channel is not None:
+                frame = connection.shm_channel.resolve(frame.meta)
+            elif frame.kind == wire.SHM_OFFER_REPLY and connection.shm_offer is not None:
+                connection.shm_channel, connection.shm_offer = connection.shm_offer.on_reply(frame.meta), None
                 return
-            elif frame.kind == wire.OFFER and connection.shared is None:
-                connection.shared = shared_memory.take(frame.meta)
+            elif frame.kind == wire.SHM_OFFER and connection.shm_channel is None:
+                connection.shm_channel = shared_memory.accept_offer(frame.meta)
                 # Said before anything is lent: `send` would not lend something so short.
-                self.send(connection, wire.encode(wire.OFFERED, 0, {"taken": connection.shared is not None}))
+                self.send(
+                    connection, wire.encode(wire.SHM_OFFER_REPLY, 0, {"taken": connection.shm_channel is not None})
+                )
                 return
             else:
                 raise wire.WireError(f"{frame} without memory to share")
         except (wire.WireError, ValueError, OverflowError, MemoryError):
             self.close(connection)
             return
-        self.got += len(frame.raw)
-        self.owner.received(connection, frame)
+        self.bytes_received += len(frame.raw)
+        self.handler.on_frame(connection, frame)
 
-    def _greet(self, connection: Connection) -> None:
-        door, have = connection.door, connection.greeting
-        assert have is not None
+    def _continue_handshake(self, connection: Connection) -> None:
+        handshake, received = connection.handshake, connection.handshake_buffer
+        assert received is not None
         try:
-            part = connection.sock.recv(door.needs - len(have))
-            if not part:
+            chunk = connection.sock.recv(handshake.bytes_needed - len(received))
+            if not chunk:
                 raise SecretError("hung up")
-            have += part
-            if len(have) < door.needs:
+            received += chunk
+            if len(received) < handshake.bytes_needed:
                 return
-            connection.greeting = bytearray()
-            reply = door.feed(bytes(have))
+            connection.handshake_buffer = bytearray()
+            reply = handshake.feed(bytes(received))
         except (BlockingIOError, InterruptedError):
             return
         except (OSError, SecretError):
             self.close(connection)
             return
         if reply:
-            connection.out.append(memoryview(reply))
-            connection.unsent += len(reply)
-        if door.done:
-            connection.greeting = None
-            connection.role = door.role if isinstance(door, Listener) else 0
-            self._strangers.pop(connection.handle, None)
+            connection.send_queue.append(memoryview(reply))
+            connection.unsent_bytes += len(reply)
+        if handshake.done:
+            connection.handshake_buffer = None
+            connection.role = handshake.role if isinstance(handshake, ListenerHandshake) else 0
+            self._unauthenticated.pop(connection.fd, None)
         self._flush(connection)
-        if door.done and connection.handle in self._connections:
-            if connection.sharing and isinstance(door, Caller):
-                connection.offer = shared_memory.offer(connection.sock)
-                if connection.offer is not None:
-                    self.send(connection, connection.offer.frame)
-            self.owner.opened(connection)
+        if handshake.done and connection.fd in self._connections:
+            if connection.shm_allowed and isinstance(handshake, CallerHandshake):
+                connection.shm_offer = shared_memory.make_offer(connection.sock)
+                if connection.shm_offer is not None:
+                    self.send(connection, connection.shm_offer.frame)
+            self.handler.on_open(connection)
 
-    def _expel(self, now: float) -> None:
-        late = [each for each in self._connections.values() if each.greeting is not None and now - each.opened > LIMIT]
+    def _close_late_handshakes(self, now: float) -> None:
+        late = [
+            candidate
+            for candidate in self._connections.values()
+            if candidate.handshake_buffer is not None and now - candidate.opened_at > HANDSHAKE_TIMEOUT
+        ]
         for connection in late:
             self.close(connection)
 
 
-def _poller() -> tuple[Any, Callable[[float], list[tuple[int, int]]]]:
+def _make_poller() -> tuple[Any, Callable[[float], list[tuple[int, int]]]]:
     """What watches handles, and how it is waited on for so many seconds: bare, because `selectors` costs more than a small frame's work."""
     if hasattr(select, "epoll"):
         epoll = select.epoll()
@@ -367,7 +395,7 @@ def _poller() -> tuple[Any, Callable[[float], list[tuple[int, int]]]]:
     return poll, lambda seconds: poll.poll(seconds * 1e3)
 
 
-def _hurry(sock: socket.socket) -> None:
+def _set_tcp_options(sock: socket.socket) -> None:
     """Small frames go at once; a peer that vanished without a word is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -376,12 +404,12 @@ def _hurry(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _widen(sock: socket.socket) -> None:
+def _set_buffer_sizes(sock: socket.socket) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
 
 
-def here() -> str:
+def host_name() -> str:
     """What tells this host from others."""
     return os.uname().nodename

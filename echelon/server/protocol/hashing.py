@@ -11,42 +11,47 @@ import numpy as np
 
 from echelon.server.protocol.specs import Dense, StoreError
 
-_U = np.uint64
+_UINT64 = np.uint64
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
     """Each 64-bit integer, stirred: uint64."""
-    x = np.ascontiguousarray(values, dtype=np.int64 if np.asarray(values).dtype.kind == "i" else np.uint64).view(
+    hashed = np.ascontiguousarray(values, dtype=np.int64 if np.asarray(values).dtype.kind == "i" else np.uint64).view(
         np.uint64
     )
-    x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
-    return x ^ (x >> _U(31))
+    hashed = (hashed ^ (hashed >> _UINT64(30))) * _UINT64(0xBF58476D1CE4E5B9)
+    hashed = (hashed ^ (hashed >> _UINT64(27))) * _UINT64(0x94D049BB133111EB)
+    return hashed ^ (hashed >> _UINT64(31))
 
 
-def bits_of(shards: int) -> int:
+def shard_bits(num_shards: int) -> int:
     """log2 of a number of shards."""
-    if isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= 65536 or shards & (shards - 1):
-        raise StoreError(f"shards: {shards!r}; use a power of two from 1 to 65536")
-    return shards.bit_length() - 1
+    if (
+        isinstance(num_shards, bool)
+        or not isinstance(num_shards, int)
+        or not 1 <= num_shards <= 65536
+        or num_shards & (num_shards - 1)
+    ):
+        raise StoreError(f"shards: {num_shards!r}; use a power of two from 1 to 65536")
+    return num_shards.bit_length() - 1
 
 
-def shard_of(ids: np.ndarray, shards: int) -> np.ndarray:
+def shard_of(ids: np.ndarray, num_shards: int) -> np.ndarray:
     """The shard of each id, int64."""
-    bits = bits_of(shards)
+    bits = shard_bits(num_shards)
     if bits == 0:
         return np.zeros(np.shape(ids), np.int64)
-    return (mix64(np.asarray(ids, np.int64)) >> _U(64 - bits)).astype(np.int64)
+    return (mix64(np.asarray(ids, np.int64)) >> _UINT64(64 - bits)).astype(np.int64)
 
 
-def name_key(name: str) -> int:
+def hash_name(name: str) -> int:
     """64 bits that stand for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def block_shards(spec: Dense, shards: int) -> np.ndarray:
+def block_shards(spec: Dense, num_shards: int) -> np.ndarray:
     """The shard of each block of a dense parameter, int64; all the same where its rule needs the whole of it."""
     blocks = np.arange(spec.blocks, dtype=np.uint64)
-    if spec.whole:
+    if spec.in_one_shard:
         blocks[:] = 0
-    return shard_of((blocks + _U(name_key(spec.name))).view(np.int64), shards)
+    return shard_of((blocks + _UINT64(hash_name(spec.name))).view(np.int64), num_shards)

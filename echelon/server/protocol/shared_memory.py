@@ -26,150 +26,161 @@ import numpy as np
 from echelon.server.protocol import wire
 
 #: Bytes of each direction: a few batches. Memory is taken as it is first used, the lowest first.
-HALF = 4 << 20
+BYTES_PER_DIRECTION = 4 << 20
 #: Shorter frames go by the socket: two system calls cost as much as the copies.
-LEAST = 32 << 10
-SLOTS = 32
-_TOKEN = 32
+MIN_FRAME_BYTES = 32 << 10
+SLOTS_PER_DIRECTION = 32
+_TOKEN_BYTES = 32
 #: In front of the halves: the token, then how often each slot of either half was given back.
-_FRONT = 4096
-_COUNTS = 64
+_PREFIX_BYTES = 4096
+_COUNTERS_OFFSET = 64
 
 
-class _Loan(NamedTuple):
+class _PublishedFrame(NamedTuple):
     """A frame that the other end may still look at."""
 
-    at: int
+    start: int
     end: int
     slot: int
-    turn: int
+    generation: int
 
 
-class Shared:
+class SharedMemoryChannel:
     """One connection's memory, as one of its ends has it: `first` for the end that made it."""
 
-    def __init__(self, area: mmap.mmap, *, first: bool) -> None:
-        whole, counts = memoryview(area), memoryview(area)[_COUNTS:_FRONT].cast("Q")
-        halves = whole[_FRONT : _FRONT + HALF], whole[_FRONT + HALF :]
-        returned = counts[:SLOTS], counts[SLOTS : 2 * SLOTS]
-        self._mine, self._theirs = halves if first else halves[::-1]
-        self._returned, self._returns = returned if first else returned[::-1]
-        self._loans: list[_Loan] = []
-        self._turns = [0] * SLOTS
-        self._borrowed: dict[int, weakref.ref[np.ndarray]] = {}
-        self._seen = [0] * SLOTS
-        self._process = os.getpid()
+    def __init__(self, area: mmap.mmap, *, is_creator: bool) -> None:
+        view, counters = memoryview(area), memoryview(area)[_COUNTERS_OFFSET:_PREFIX_BYTES].cast("Q")
+        halves = view[_PREFIX_BYTES : _PREFIX_BYTES + BYTES_PER_DIRECTION], view[_PREFIX_BYTES + BYTES_PER_DIRECTION :]
+        released = counters[:SLOTS_PER_DIRECTION], counters[SLOTS_PER_DIRECTION : 2 * SLOTS_PER_DIRECTION]
+        self._send_area, self._receive_area = halves if is_creator else halves[::-1]
+        self._released_by_peer, self._released_by_us = released if is_creator else released[::-1]
+        self._published: list[_PublishedFrame] = []
+        self._generations = [0] * SLOTS_PER_DIRECTION
+        self._frames_in_use: dict[int, weakref.ref[np.ndarray]] = {}
+        self._last_generations = [0] * SLOTS_PER_DIRECTION
+        self._pid = os.getpid()
 
-    def lend(self, buffers: Sequence[wire.Buffer]) -> list[wire.Buffer] | None:
+    def publish(self, buffers: Sequence[wire.Buffer]) -> list[wire.Buffer] | None:
         """Put a frame where the other end sees it: what to send instead. None: it is short, or there is no room for it now."""
-        size = wire.size_of(buffers)
-        if not LEAST <= size <= HALF:
+        size = wire.frame_size(buffers)
+        if not MIN_FRAME_BYTES <= size <= BYTES_PER_DIRECTION:
             return None
-        returned = self._returned
-        self._loans = loans = [loan for loan in self._loans if returned[loan.slot] != loan.turn]
-        if len(loans) == SLOTS:
+        released = self._released_by_peer
+        self._published = published = [frame for frame in self._published if released[frame.slot] != frame.generation]
+        if len(published) == SLOTS_PER_DIRECTION:
             return None
-        at = place = 0
-        for loan in loans:  # in the order in which they lie
-            if loan.at - at >= size:
+        offset = position = 0
+        for frame in published:  # in the order in which they lie
+            if frame.start - offset >= size:
                 break
-            at, place = -(-loan.end // wire.ALIGN) * wire.ALIGN, place + 1
-        if at + size > HALF:
+            offset, position = -(-frame.end // wire.ALIGNMENT) * wire.ALIGNMENT, position + 1
+        if offset + size > BYTES_PER_DIRECTION:
             return None
-        taken = {loan.slot for loan in loans}
-        slot = next(slot for slot in range(SLOTS) if slot not in taken)
-        self._turns[slot] += 1
-        loan = _Loan(at, at + size, slot, self._turns[slot])
-        loans.insert(place, loan)
+        used_slots = {frame.slot for frame in published}
+        slot = next(slot for slot in range(SLOTS_PER_DIRECTION) if slot not in used_slots)
+        self._generations[slot] += 1
+        frame = _PublishedFrame(offset, offset + size, slot, self._generations[slot])
+        published.insert(position, frame)
         for buffer in buffers:
-            self._mine[at : at + len(buffer)] = buffer
-            at += len(buffer)
-        return wire.encode(wire.LENT, 0, {"at": loan.at, "size": size, "slot": slot, "turn": loan.turn})
+            self._send_area[offset : offset + len(buffer)] = buffer
+            offset += len(buffer)
+        return wire.encode(wire.SHM_REF, 0, {"at": frame.start, "size": size, "slot": slot, "turn": frame.generation})
 
-    def borrow(self, meta: dict[str, Any]) -> wire.Frame:
+    def resolve(self, meta: dict[str, Any]) -> wire.Frame:
         """The frame that the other end announced; its slot is given back when the last view of it is gone."""
-        at, size, slot, turn = (meta.get(name) for name in ("at", "size", "slot", "turn"))
-        if not (type(at) is type(size) is type(slot) is type(turn) is int):
+        offset, size, slot, generation = (meta.get(name) for name in ("at", "size", "slot", "turn"))
+        if not (type(offset) is type(size) is type(slot) is type(generation) is int):
             raise wire.WireError("LENT: at, size, slot and turn are numbers")
-        if not (0 <= at < at + size <= HALF and 0 <= slot < SLOTS and 0 < turn < 1 << 62) or at % wire.ALIGN:
-            raise wire.WireError(f"LENT: {size} bytes at {at} in slot {slot} are not in the memory that is shared")
-        if turn <= self._seen[slot]:
-            raise wire.WireError(f"LENT: turn {turn} of slot {slot} after {self._seen[slot]}")
-        self._seen[slot] = turn
-        raw = np.frombuffer(self._theirs, np.uint8, size, at)
-        returns, process = self._returns, self._process
+        if (
+            not (
+                0 <= offset < offset + size <= BYTES_PER_DIRECTION
+                and 0 <= slot < SLOTS_PER_DIRECTION
+                and 0 < generation < 1 << 62
+            )
+            or offset % wire.ALIGNMENT
+        ):
+            raise wire.WireError(f"LENT: {size} bytes at {offset} in slot {slot} are not in the memory that is shared")
+        if generation <= self._last_generations[slot]:
+            raise wire.WireError(f"LENT: turn {generation} of slot {slot} after {self._last_generations[slot]}")
+        self._last_generations[slot] = generation
+        raw = np.frombuffer(self._receive_area, np.uint8, size, offset)
+        released, pid = self._released_by_us, self._pid
 
-        def give_back(_: object) -> None:
-            if os.getpid() == process:  # a forked child's views are not ours, and the memory is the parent's
-                returns[slot] = turn
+        def release_slot(_: object) -> None:
+            if os.getpid() == pid:  # a forked child's views are not ours, and the memory is the parent's
+                released[slot] = generation
 
-        self._borrowed[slot] = weakref.ref(raw, give_back)
+        self._frames_in_use[slot] = weakref.ref(raw, release_slot)
         return wire.parse(raw)
 
 
-class Offer:
+class SharedMemoryOffer:
     """Memory that was offered and not answered yet."""
 
-    def __init__(self, handle: int, area: mmap.mmap, token: bytes) -> None:
-        self._handle, self.area, self._token = handle, area, token
+    def __init__(self, fd: int, area: mmap.mmap, token: bytes) -> None:
+        self._fd, self.area, self._token = fd, area, token
 
     @property
     def frame(self) -> list[wire.Buffer]:
         """What to say to the other end."""
-        return wire.encode(wire.OFFER, 0, {"pid": os.getpid(), "handle": self._handle, "token": self._token.hex()})
+        return wire.encode(wire.SHM_OFFER, 0, {"pid": os.getpid(), "handle": self._fd, "token": self._token.hex()})
 
-    def answered(self, meta: dict[str, Any]) -> Shared | None:
+    def on_reply(self, meta: dict[str, Any]) -> SharedMemoryChannel | None:
         """The other end's word: what both have, if it took it."""
         self.close()
-        return Shared(self.area, first=True) if meta.get("taken") is True else None
+        return SharedMemoryChannel(self.area, is_creator=True) if meta.get("taken") is True else None
 
     def close(self) -> None:
         """No longer to be had by others."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
-def offer(connection: socket.socket) -> Offer | None:
+def make_offer(connection: socket.socket) -> SharedMemoryOffer | None:
     """Memory to share over this connection; None where it leads to another machine, or this one cannot."""
     if not hasattr(os, "memfd_create"):
         return None
-    handle = -1
+    fd = -1
     try:
         if connection.getpeername()[0] != connection.getsockname()[0]:
             return None
-        handle = os.memfd_create("echelon", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(handle, _FRONT + 2 * HALF)
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        area = mmap.mmap(handle, _FRONT + 2 * HALF)
+        fd = os.memfd_create("echelon", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        area = mmap.mmap(fd, _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION)
     except OSError:
-        if handle >= 0:
-            os.close(handle)
+        if fd >= 0:
+            os.close(fd)
         return None
-    token = secrets.token_bytes(_TOKEN)
-    area[:_TOKEN] = token
-    return Offer(handle, area, token)
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    area[:_TOKEN_BYTES] = token
+    return SharedMemoryOffer(fd, area, token)
 
 
-def take(meta: dict[str, Any]) -> Shared | None:
+def accept_offer(meta: dict[str, Any]) -> SharedMemoryChannel | None:
     """Memory that a caller offered; None where it cannot be had from here, or is not what was offered."""
-    pid, number, token = meta.get("pid"), meta.get("handle"), meta.get("token")
-    if type(pid) is not int or type(number) is not int or type(token) is not str:
+    pid, peer_fd, token = meta.get("pid"), meta.get("handle"), meta.get("token")
+    if type(pid) is not int or type(peer_fd) is not int or type(token) is not str:
         raise wire.WireError("OFFER: pid, handle and token are expected")
-    path, size, handle = f"/proc/{pid}/fd/{number}", _FRONT + 2 * HALF, -1
+    path, size, fd = f"/proc/{pid}/fd/{peer_fd}", _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION, -1
     try:
-        known = os.stat(path)
-        if not stat.S_ISREG(known.st_mode) or known.st_size != size:
+        file_stat = os.stat(path)
+        if not stat.S_ISREG(file_stat.st_mode) or file_stat.st_size != size:
             return None
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         # A file that could shrink would end us with a signal when we read what is gone.
-        if os.fstat(handle).st_size != size or not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        if os.fstat(fd).st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return None
-        area = mmap.mmap(handle, size)
+        area = mmap.mmap(fd, size)
         # The number of a process may be another's where we are.
-        return Shared(area, first=False) if secrets.compare_digest(area[:_TOKEN].hex(), token) else None
+        return (
+            SharedMemoryChannel(area, is_creator=False)
+            if secrets.compare_digest(area[:_TOKEN_BYTES].hex(), token)
+            else None
+        )
     except (OSError, OverflowError, TypeError, ValueError):
         return None
     finally:
-        if handle >= 0:
-            os.close(handle)
+        if fd >= 0:
+            os.close(fd)

@@ -14,14 +14,14 @@ from echelon.errors import DocumentError, ServerError
 from echelon.plan.codec import from_plain, to_plain
 
 #: Elements of a dense parameter's block: 256 KiB of fp32, so that a frame of one is large and a copy of one is short.
-BLOCK = 65536
+BLOCK_SIZE = 65536
 #: Bytes per element of each kind of number.
-SIZES = {"f8": 8, "f4": 4, "f2": 2, "i2": 2, "i1": 1}
-RULES = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lamb")
+DTYPE_BYTES = {"f8": 8, "f4": 4, "f2": 2, "i2": 2, "i1": 1}
+RULE_KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lamb")
 #: Rules whose updates without a gradient can be made up for later.
-EVERY = ("sgd", "momentum", "adagrad", "adam")
-INITS = ("zeros", "constant", "uniform", "normal")
-_EPS = {"adagrad": 1e-10, "rowwise_adagrad": 1e-10, "adam": 1e-8, "lamb": 1e-6}
+LAZY_RULE_KINDS = ("sgd", "momentum", "adagrad", "adam")
+INIT_KINDS = ("zeros", "constant", "uniform", "normal")
+_DEFAULT_EPS = {"adagrad": 1e-10, "rowwise_adagrad": 1e-10, "adam": 1e-8, "lamb": 1e-6}
 
 
 class StoreError(ServerError):
@@ -32,7 +32,7 @@ class StoreFull(StoreError):  # noqa: N818 (a state; its base says error)
     """No room for what a push would create. Nothing of it was applied."""
 
 
-def check_rate(name: str, lr: Any) -> None:
+def check_learning_rate(name: str, lr: Any) -> None:
     """Whether a push may bring this learning rate; None: the rule's own."""
     if lr is None:
         return
@@ -68,14 +68,14 @@ class Rule:
     every: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in RULES:
-            raise StoreError(f"rule.kind: {self.kind!r} is not a rule; use one of {', '.join(RULES)}")
+        if self.kind not in RULE_KINDS:
+            raise StoreError(f"rule.kind: {self.kind!r} is not a rule; use one of {', '.join(RULE_KINDS)}")
         for name in ("lr", "weight_decay", "dampening", "initial"):
-            _finite(f"rule.{name}", getattr(self, name), least=0.0)
+            _check_number(f"rule.{name}", getattr(self, name), minimum=0.0)
         for name in ("momentum", "beta1", "beta2"):
-            _finite(f"rule.{name}", getattr(self, name), least=0.0, below=1.0)
+            _check_number(f"rule.{name}", getattr(self, name), minimum=0.0, upper_bound=1.0)
         if self.eps is not None:
-            _finite("rule.eps", self.eps, least=0.0)
+            _check_number("rule.eps", self.eps, minimum=0.0)
         if self.steps not in ("row", "given"):
             raise StoreError(
                 f"rule.steps: {self.steps!r}; use 'row' (each row's own count) or 'given' (the push's step)"
@@ -84,14 +84,14 @@ class Rule:
             raise StoreError("rule.nesterov: needs kind='momentum', a momentum above 0 and no dampening")
         if self.decoupled and self.kind != "adam":
             raise StoreError(f"rule.decoupled: is for adam, not for {self.kind}; leave it out")
-        if self.every and (self.kind not in EVERY or self.steps != "row"):
+        if self.every and (self.kind not in LAZY_RULE_KINDS or self.steps != "row"):
             raise StoreError(
-                f"rule.every: is for {', '.join(EVERY)}, whose steps it counts itself, not for {self.kind} with steps={self.steps!r}; leave "
+                f"rule.every: is for {', '.join(LAZY_RULE_KINDS)}, whose steps it counts itself, not for {self.kind} with steps={self.steps!r}; leave "
                 "one of them out"
             )
 
     @property
-    def tedious(self) -> bool:
+    def replays_each_update(self) -> bool:
         """Whether updates that a row missed have to be computed one by one."""
         coupled = self.kind == "adagrad" or (self.kind == "adam" and not self.decoupled)
         return self.every and coupled and self.weight_decay != 0
@@ -99,7 +99,7 @@ class Rule:
     @property
     def epsilon(self) -> float:
         """What keeps the division finite."""
-        return _EPS.get(self.kind, 0.0) if self.eps is None else self.eps
+        return _DEFAULT_EPS.get(self.kind, 0.0) if self.eps is None else self.eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,10 @@ class Init:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in INITS:
-            raise StoreError(f"init.kind: {self.kind!r} is not an initialiser; use one of {', '.join(INITS)}")
-        _finite("init.scale", self.scale, least=0.0)
-        _finite("init.value", self.value)
+        if self.kind not in INIT_KINDS:
+            raise StoreError(f"init.kind: {self.kind!r} is not an initialiser; use one of {', '.join(INIT_KINDS)}")
+        _check_number("init.scale", self.scale, minimum=0.0)
+        _check_number("init.value", self.value)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise StoreError(f"init.seed: {self.seed!r}; use an integer from 0 to 2**63 - 1")
 
@@ -140,12 +140,14 @@ class Table:
     admit: int = 1
 
     def __post_init__(self) -> None:
-        _named("table", self.name)
-        _whole(f"{self.name}.dim", self.dim, 1, 65536)
-        _whole(f"{self.name}.admit", self.admit, 1, 2**31)
-        _dtype(self.name, self.dtype)
-        if self.stored not in SIZES:
-            raise StoreError(f"{self.name}.stored: {self.stored!r} is no kind of number; use one of {', '.join(SIZES)}")
+        _check_name("table", self.name)
+        _check_integer(f"{self.name}.dim", self.dim, 1, 65536)
+        _check_integer(f"{self.name}.admit", self.admit, 1, 2**31)
+        _check_dtype(self.name, self.dtype)
+        if self.stored not in DTYPE_BYTES:
+            raise StoreError(
+                f"{self.name}.stored: {self.stored!r} is no kind of number; use one of {', '.join(DTYPE_BYTES)}"
+            )
         if self.stored == "f8" and self.dtype == "f4":
             raise StoreError(
                 f"{self.name}.stored: f8 with dtype f4 holds nothing that f4 does not; use stored='f4' or dtype='f8'"
@@ -168,27 +170,27 @@ class Dense:
     dtype: Literal["f4", "f8"] = "f4"
 
     def __post_init__(self) -> None:
-        _named("dense", self.name)
+        _check_name("dense", self.name)
         if self.rule.every:
             raise StoreError(
                 f"{self.name}: rule.every is for tables; a dense parameter is always updated whole, leave it out"
             )
-        _whole(f"{self.name}.size", self.size, 1, 2**38)
-        _dtype(self.name, self.dtype)
+        _check_integer(f"{self.name}.size", self.size, 1, 2**38)
+        _check_dtype(self.name, self.dtype)
 
     @property
     def blocks(self) -> int:
         """How many blocks it has."""
-        return -(-self.size // BLOCK)
+        return -(-self.size // BLOCK_SIZE)
 
-    def length(self, block: int) -> int:
+    def block_length(self, block: int) -> int:
         """Elements of a block; the last one may be short."""
         if not 0 <= block < self.blocks:
-            raise StoreError(f"{self.name}: block {block} of {self.blocks}; blocks hold {BLOCK} elements each")
-        return min(BLOCK, self.size - block * BLOCK)
+            raise StoreError(f"{self.name}: block {block} of {self.blocks}; blocks hold {BLOCK_SIZE} elements each")
+        return min(BLOCK_SIZE, self.size - block * BLOCK_SIZE)
 
     @property
-    def whole(self) -> bool:
+    def in_one_shard(self) -> bool:
         """Whether its blocks must lie in one shard: LAMB's norm is over the parameter."""
         return self.rule.kind == "lamb"
 
@@ -200,34 +202,36 @@ def spec_to_plain(spec: Table | Dense) -> dict[str, Any]:
 
 def spec_from_plain(plain: Mapping[str, Any], source: str = "spec") -> Table | Dense:
     """What `spec_to_plain` wrote; `source` names it in errors."""
-    rest = dict(plain)
-    what = rest.pop("what", None)
+    fields = dict(plain)
+    what = fields.pop("what", None)
     if what == "table":
-        return from_plain(Table, rest, source)
+        return from_plain(Table, fields, source)
     if what == "dense":
-        return from_plain(Dense, rest, source)
+        return from_plain(Dense, fields, source)
     raise DocumentError(f"{source}.what: {what!r}; expected 'table' or 'dense'")
 
 
-def _named(what: str, name: object) -> None:
+def _check_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
         raise StoreError(f"{what}.name: {name!r}; use 1 to 200 printable characters")
 
 
-def _dtype(name: str, dtype: object) -> None:
+def _check_dtype(name: str, dtype: object) -> None:
     if dtype not in ("f4", "f8"):
         raise StoreError(
             f"{name}.dtype: {dtype!r}; state and arithmetic are in 'f4' or 'f8' (rows may be narrower: stored=)"
         )
 
 
-def _whole(path: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise StoreError(f"{path}: {value!r}; use an integer from {least} to {most}")
+def _check_integer(path: str, value: object, minimum: int, maximum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise StoreError(f"{path}: {value!r}; use an integer from {minimum} to {maximum}")
 
 
-def _finite(path: str, value: object, *, least: float = -math.inf, below: float = math.inf) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not least <= value or not value < below:  # type: ignore[arg-type,operator]
-        rule = f" of at least {least:g}" * (least > -math.inf) + f" and below {below:g}" * (below < math.inf)
-        raise StoreError(f"{path}: {value!r}; use a finite number{rule}")
+def _check_number(path: str, value: object, *, minimum: float = -math.inf, upper_bound: float = math.inf) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not minimum <= value or not value < upper_bound:  # type: ignore[arg-type,operator]
+        bounds = f" of at least {minimum:g}" * (minimum > -math.inf) + f" and below {upper_bound:g}" * (
+            upper_bound < math.inf
+        )
+        raise StoreError(f"{path}: {value!r}; use a finite number{bounds}")

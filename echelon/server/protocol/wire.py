@@ -26,85 +26,87 @@ PUSH = 3
 ACK = 4
 CHANGED = 5
 CLOCK = 6
-CLOCKED = 7
+CLOCK_REPLY = 7
 DIGEST = 8
-DIGESTS = 9
-STALE = 10
+DIGEST_REPLY = 9
+STALE_MAP = 10
 REFUSED = 11
 # Head -> other replicas of a shard, and the answers.
-HAIL = 20
-HAILED = 21
-ENTRY = 22
-GOT = 23
-SYNC = 24
-SYNCED = 25
+HELLO = 20
+HELLO_REPLY = 21
+LOG_ENTRY = 22
+REPLICA_ACK = 23
+LOG_STATE = 24
+LOG_STATE_REPLY = 25
 SNAPSHOT = 26
-BEAT = 27
-BEHIND = 28
+HEARTBEAT = 27
+MAP_REQUEST = 28
 # Any two on one machine: memory that both have, see shared.py.
-OFFER = 12
-OFFERED = 13
-LENT = 14
+SHM_OFFER = 12
+SHM_OFFER_REPLY = 13
+SHM_REF = 14
 # Entries of a head's own, inside ENTRY.
-COMMIT = 30
-ENROL = 31
-FORGET = 32
+COMMIT_STEP = 30
+ADD_WORKER = 31
+FORGET_WORKERS = 32
 # Everybody <-> controller.
 JOIN = 40
 MAP = 41
-GRANT = 42
-INSTALLED = 43
+MAP_UPDATE = 42
+MAP_INSTALLED = 43
 WATCH = 44
 DECLARE = 45
-CAUGHTUP = 46
+CAUGHT_UP = 46
 HANDOVER = 47
 DRAINED = 48
 LEAVE = 49
 DRAIN = 50
 CHECKPOINT = 51
-WRITTEN = 52
+CHECKPOINT_WRITTEN = 52
 EXPIRE = 53
 STATUS = 54
-REPORT = 55
+STATUS_REPLY = 55
 DONE = 56
-RETURN = 57
+RESTORE_FAILED = 57
 
-NAMES = {value: name for name, value in list(globals().items()) if name.isupper() and type(value) is int}
+KIND_NAMES = {value: name for name, value in list(globals().items()) if name.isupper() and type(value) is int}
 
 MAGIC = 0x4E4C4845  # "EHLN"
 HEADER = struct.Struct("<IHHQIHHQ")
-ALIGN = 64
-MAX_META = 1 << 20
-MAX_FRAME = 1 << 30
+ALIGNMENT = 64
+MAX_META_BYTES = 1 << 20
+MAX_FRAME_BYTES = 1 << 30
 MAX_NDIM = 4
 
-_DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
-_CODES = {np.dtype("<" + name): code for code, name in enumerate(_DTYPES, start=1)}
-_KINDS = {code: dtype for dtype, code in _CODES.items()}
+_DTYPE_NAMES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
+_CODE_BY_DTYPE = {np.dtype("<" + name): code for code, name in enumerate(_DTYPE_NAMES, start=1)}
+_DTYPE_BY_CODE = {code: dtype for dtype, code in _CODE_BY_DTYPE.items()}
 
 #: Of an array's extents, which may be many where another is zero.
-_LARGEST = 1 << 40
+_MAX_ELEMENTS = 1 << 40
 
 Buffer = bytes | bytearray | memoryview
 
-_descriptors = [struct.Struct(f"<BB{ndim}Q") for ndim in range(MAX_NDIM + 1)]
-_zeros = [bytes(count) for count in range(ALIGN)]
-_decoder: Any = json.JSONDecoder()
-_scan = _decoder.scan_once
+_descriptor_structs = [struct.Struct(f"<BB{ndim}Q") for ndim in range(MAX_NDIM + 1)]
+_padding = [bytes(count) for count in range(ALIGNMENT)]
+_json_decoder: Any = json.JSONDecoder()
+_scan_json = _json_decoder.scan_once
 
 
-def _writer() -> Callable[[dict[str, Any]], str]:
+def _make_json_encoder() -> Callable[[dict[str, Any]], str]:
     """JSON without spaces. JSONEncoder.encode makes a new compiled encoder for each call, which takes longer than a frame's JSON."""
     encoder = json.JSONEncoder(separators=(",", ":"))
     module: Any = json.encoder
-    make = module.c_make_encoder
-    if make is None:
+    make_encoder = module.c_make_encoder
+    if make_encoder is None:
         return encoder.encode
-    chunks = make(None, encoder.default, module.encode_basestring_ascii, None, ":", ",", False, False, True)
-    return lambda meta: "".join(chunks(meta, 0))
+    encode_chunks = make_encoder(
+        None, encoder.default, module.encode_basestring_ascii, None, ":", ",", False, False, True
+    )
+    return lambda meta: "".join(encode_chunks(meta, 0))
 
 
-_write = _writer()
+_encode_json = _make_json_encoder()
 
 
 class WireError(ServerError):
@@ -114,137 +116,159 @@ class WireError(ServerError):
 class Frame:
     """A frame that was received. `arrays` are views of `raw`, the frame's bytes."""
 
-    __slots__ = ("arrays", "flags", "kind", "meta", "raw", "request")
+    __slots__ = ("arrays", "flags", "kind", "meta", "raw", "request_id")
 
     def __init__(
-        self, kind: int, request: int, meta: dict[str, Any], arrays: list[np.ndarray], raw: np.ndarray, flags: int = 0
+        self,
+        kind: int,
+        request_id: int,
+        meta: dict[str, Any],
+        arrays: list[np.ndarray],
+        raw: np.ndarray,
+        flags: int = 0,
     ) -> None:
-        self.kind, self.request, self.meta, self.arrays, self.raw, self.flags = kind, request, meta, arrays, raw, flags
+        self.kind, self.request_id, self.meta, self.arrays, self.raw, self.flags = (
+            kind,
+            request_id,
+            meta,
+            arrays,
+            raw,
+            flags,
+        )
 
     def __repr__(self) -> str:
-        return f"{NAMES.get(self.kind, self.kind)} #{self.request} {self.meta} {[array.shape for array in self.arrays]}"
+        return f"{KIND_NAMES.get(self.kind, self.kind)} #{self.request_id} {self.meta} {[array.shape for array in self.arrays]}"
 
 
-class Pieces:
+class ChunkedArray:
     """Flat arrays of one dtype that travel end to end, as one array: what lies apart is not joined first."""
 
-    __slots__ = ("dtype", "nbytes", "pieces", "shape")
+    __slots__ = ("chunks", "dtype", "nbytes", "shape")
     ndim = 1
 
-    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
-        self.pieces, self.dtype = pieces, pieces[0].dtype
-        self.shape = (sum(len(piece) for piece in pieces),)
+    def __init__(self, chunks: Sequence[np.ndarray]) -> None:
+        self.chunks, self.dtype = chunks, chunks[0].dtype
+        self.shape = (sum(len(piece) for piece in chunks),)
         self.nbytes = self.shape[0] * self.dtype.itemsize
 
 
 def encode(
-    kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, flags: int = 0
+    kind: int,
+    request_id: int,
+    meta: dict[str, Any],
+    arrays: Sequence[np.ndarray | ChunkedArray] = (),
+    *,
+    flags: int = 0,
 ) -> list[Buffer]:
     """A frame as buffers for sendmsg: arrays are not copied (unless they are not contiguous)."""
-    text = _write(meta).encode() if meta else b"{}"
-    if len(text) > MAX_META:
-        raise WireError(f"frame {NAMES.get(kind, kind)}: {len(text)} bytes of JSON; at most {MAX_META}")
+    text = _encode_json(meta).encode() if meta else b"{}"
+    if len(text) > MAX_META_BYTES:
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: {len(text)} bytes of JSON; at most {MAX_META_BYTES}")
     if not arrays:
-        return [HEADER.pack(MAGIC, kind, flags, request, len(text), 0, 0, len(text)) + text]
-    pieces = [text]
+        return [HEADER.pack(MAGIC, kind, flags, request_id, len(text), 0, 0, len(text)) + text]
+    unsent_prefix = [text]
     length = HEADER.size + len(text)
     for array in arrays:
-        code, ndim = _CODES.get(array.dtype), array.ndim
+        code, ndim = _CODE_BY_DTYPE.get(array.dtype), array.ndim
         if code is None or ndim > MAX_NDIM:
-            raise WireError(f"frame {NAMES.get(kind, kind)}: {array.dtype} of {ndim} dims cannot be sent")
-        pieces.append(_descriptors[ndim].pack(code, ndim, *array.shape))
+            raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: {array.dtype} of {ndim} dims cannot be sent")
+        unsent_prefix.append(_descriptor_structs[ndim].pack(code, ndim, *array.shape))
         length += 2 + 8 * ndim
     buffers: list[Buffer] = []
     for array in arrays:
-        gap, size = -length % ALIGN, array.nbytes
-        pieces.append(_zeros[gap])
-        length += gap + size
-        if size:
-            buffers.append(b"".join(pieces))
-            pieces = []
-            for each in array.pieces if isinstance(array, Pieces) else (array,):
-                buffers.append((each if each.flags.c_contiguous else np.ascontiguousarray(each)).data.cast("B"))
-    if pieces:
-        buffers.append(b"".join(pieces))
-    buffers[0] = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size) + buffers[0]
+        padding, nbytes = -length % ALIGNMENT, array.nbytes
+        unsent_prefix.append(_padding[padding])
+        length += padding + nbytes
+        if nbytes:
+            buffers.append(b"".join(unsent_prefix))
+            unsent_prefix = []
+            for chunk in array.chunks if isinstance(array, ChunkedArray) else (array,):
+                buffers.append((chunk if chunk.flags.c_contiguous else np.ascontiguousarray(chunk)).data.cast("B"))
+    if unsent_prefix:
+        buffers.append(b"".join(unsent_prefix))
+    buffers[0] = (
+        HEADER.pack(MAGIC, kind, flags, request_id, len(text), len(arrays), 0, length - HEADER.size) + buffers[0]
+    )
     return buffers
 
 
-def size_of(buffers: Iterable[Buffer]) -> int:
+def frame_size(buffers: Iterable[Buffer]) -> int:
     """How many bytes an encoded frame has."""
     return sum(len(buffer) for buffer in buffers)
 
 
-def joined(buffers: Iterable[Buffer]) -> np.ndarray:
+def join_buffers(buffers: Iterable[Buffer]) -> np.ndarray:
     """An encoded frame as one array of bytes."""
     return np.frombuffer(b"".join(buffers), np.uint8)
 
 
-def frame_length(header: Buffer, *, limit: int = MAX_FRAME) -> int:
+def frame_length(header: Buffer, *, limit: int = MAX_FRAME_BYTES) -> int:
     """How many bytes the frame has whose header this is."""
-    magic, kind, _flags, _request, meta, arrays, reserved, body = HEADER.unpack_from(header)
+    magic, kind, _flags, _request_id, meta_length, array_count, reserved, body_length = HEADER.unpack_from(header)
     if magic != MAGIC or reserved:
         raise WireError(f"a header begins with {magic:#010x}; frames begin with {MAGIC:#010x}")
-    if meta > MAX_META or meta + 2 * arrays > body:
+    if meta_length > MAX_META_BYTES or meta_length + 2 * array_count > body_length:
         raise WireError(
-            f"frame {NAMES.get(kind, kind)}: {meta} bytes of JSON, {arrays} arrays in a body of {body} bytes"
+            f"frame {KIND_NAMES.get(kind, kind)}: {meta_length} bytes of JSON, {array_count} arrays in a body of {body_length} bytes"
         )
-    if HEADER.size + body > limit:
-        raise WireError(f"frame {NAMES.get(kind, kind)}: {HEADER.size + body} bytes; at most {limit} here")
-    return int(HEADER.size + body)
+    if HEADER.size + body_length > limit:
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: {HEADER.size + body_length} bytes; at most {limit} here")
+    return int(HEADER.size + body_length)
 
 
-def front_length(header: Buffer) -> int:
+def max_prefix_length(header: Buffer) -> int:
     """How many bytes of the body the JSON and the descriptors may take at most."""
-    _magic, _kind, _flags, _request, meta, arrays, _reserved, body = HEADER.unpack_from(header)
-    return int(min(meta + arrays * (2 + 8 * MAX_NDIM), body))
+    _magic, _kind, _flags, _request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(header)
+    return int(min(meta_length + array_count * (2 + 8 * MAX_NDIM), body_length))
 
 
-def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
+def parse_prefix(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
     """Of a frame's first bytes: its JSON object, and of each array the dtype, shape and place in the frame."""
     view = raw.data
-    _magic, kind, _flags, _request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
-    return _layout(view, kind, meta_length, count, body)
+    _magic, kind, _flags, _request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(view)
+    return _parse_prefix(view, kind, meta_length, array_count, body_length)
 
 
-def _layout(
-    view: memoryview, kind: int, meta_length: int, count: int, body: int
+def _parse_prefix(
+    view: memoryview, kind: int, meta_length: int, array_count: int, body_length: int
 ) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
-    at, end = HEADER.size + meta_length, HEADER.size + body
+    offset, end = HEADER.size + meta_length, HEADER.size + body_length
     try:
-        text = str(view[HEADER.size : at], "utf-8")
-        meta, last = _scan(text, 0)
+        text = str(view[HEADER.size : offset], "utf-8")
+        meta, json_end = _scan_json(text, 0)
     except (ValueError, RecursionError, StopIteration):
-        raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not JSON") from None
-    if not isinstance(meta, dict) or last != len(text):
-        raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not an object")
-    described = []
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: its meta is not JSON") from None
+    if not isinstance(meta, dict) or json_end != len(text):
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: its meta is not an object")
+    descriptors = []
     try:
-        for _ in range(count):
-            ndim = view[at + 1]
-            if ndim > MAX_NDIM or view[at] not in _KINDS:
-                raise WireError(f"frame {NAMES.get(kind, kind)}: no array has dtype {view[at]} and {ndim} dims")
-            described.append(_descriptors[ndim].unpack_from(view, at))
-            at += 2 + 8 * ndim
+        for _ in range(array_count):
+            ndim = view[offset + 1]
+            if ndim > MAX_NDIM or view[offset] not in _DTYPE_BY_CODE:
+                raise WireError(
+                    f"frame {KIND_NAMES.get(kind, kind)}: no array has dtype {view[offset]} and {ndim} dims"
+                )
+            descriptors.append(_descriptor_structs[ndim].unpack_from(view, offset))
+            offset += 2 + 8 * ndim
     except (IndexError, struct.error):
-        raise WireError(f"frame {NAMES.get(kind, kind)}: its descriptors are cut off") from None
-    places = []
-    for code, _ndim, *shape in described:
-        at += -at % ALIGN
-        dtype = _KINDS[code]
-        size, span = dtype.itemsize, 1
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: its descriptors are cut off") from None
+    layouts = []
+    for code, _ndim, *shape in descriptors:
+        offset += -offset % ALIGNMENT
+        dtype = _DTYPE_BY_CODE[code]
+        nbytes, extent_product = dtype.itemsize, 1
         for extent in shape:
-            span *= extent or 1
-            size *= extent
-        if span > _LARGEST:
-            raise WireError(f"frame {NAMES.get(kind, kind)}: an array of shape {shape}")
-        places.append((dtype, tuple(shape), at))
-        at += size
-        if at > end:
-            raise WireError(f"frame {NAMES.get(kind, kind)}: arrays of more than its {body} bytes")
-    if at != end:
-        raise WireError(f"frame {NAMES.get(kind, kind)}: {end - at} bytes too many")
-    return meta, places
+            extent_product *= extent or 1
+            nbytes *= extent
+        if extent_product > _MAX_ELEMENTS:
+            raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: an array of shape {shape}")
+        layouts.append((dtype, tuple(shape), offset))
+        offset += nbytes
+        if offset > end:
+            raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: arrays of more than its {body_length} bytes")
+    if offset != end:
+        raise WireError(f"frame {KIND_NAMES.get(kind, kind)}: {end - offset} bytes too many")
+    return meta, layouts
 
 
 def parse(raw: np.ndarray) -> Frame:
@@ -252,68 +276,70 @@ def parse(raw: np.ndarray) -> Frame:
     view = raw.data
     if len(view) < HEADER.size or frame_length(view, limit=len(view)) != len(view):
         raise WireError(f"{len(raw)} bytes are not one frame")
-    _magic, kind, flags, request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
-    meta, places = _layout(view, kind, meta_length, count, body)
+    _magic, kind, flags, request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(view)
+    meta, layouts = _parse_prefix(view, kind, meta_length, array_count, body_length)
     # An array of nothing may lie behind the last byte, where numpy lets none begin.
-    arrays = [np.ndarray(shape, dtype, view, at if at < len(view) else 0) for dtype, shape, at in places]
-    return Frame(kind, request, meta, arrays, raw, flags)
+    arrays = [np.ndarray(shape, dtype, view, offset if offset < len(view) else 0) for dtype, shape, offset in layouts]
+    return Frame(kind, request_id, meta, arrays, raw, flags)
 
 
-class Decoder:
-    """Frames out of a stream of bytes, without a socket: receive into `room()`, then say how much to `fill()`."""
+class FrameDecoder:
+    """Frames out of a stream of bytes, without a socket: receive into `get_buffer()`, then say how much to `buffer_updated()`."""
 
     #: What is read before it is known how long a frame is; the start of a long one is copied out of it.
-    SCRATCH = 1 << 14
+    BUFFER_BYTES = 1 << 14
 
-    def __init__(self, *, limit: int = MAX_FRAME) -> None:
+    def __init__(self, *, limit: int = MAX_FRAME_BYTES) -> None:
         self.limit = limit
-        self._scratch = np.empty(self.SCRATCH, np.uint8)
-        self._filled = 0
-        self._large: np.ndarray | None = None
-        self._have = 0
+        self._buffer = np.empty(self.BUFFER_BYTES, np.uint8)
+        self._buffered = 0
+        self._large_frame: np.ndarray | None = None
+        self._large_received = 0
 
-    def room(self) -> memoryview:
+    def get_buffer(self) -> memoryview:
         """Where the next bytes belong."""
-        if self._large is not None:
-            return self._large.data[self._have :]
-        return self._scratch.data[self._filled :]
+        if self._large_frame is not None:
+            return self._large_frame.data[self._large_received :]
+        return self._buffer.data[self._buffered :]
 
-    def fill(self, count: int) -> list[Frame]:
-        """That many bytes were received into `room()`: the frames that they complete."""
-        if self._large is not None:
-            self._have += count
-            if self._have < len(self._large):
+    def buffer_updated(self, count: int) -> list[Frame]:
+        """That many bytes were received into `get_buffer()`: the frames that they complete."""
+        if self._large_frame is not None:
+            self._large_received += count
+            if self._large_received < len(self._large_frame):
                 return []
-            frame, self._large = parse(self._large), None
+            frame, self._large_frame = parse(self._large_frame), None
             return [frame]
-        self._filled += count
-        scratch, at, frames = self._scratch, 0, []
-        while self._filled - at >= HEADER.size:
-            length = frame_length(scratch[at : at + HEADER.size].data, limit=self.limit)
-            have = self._filled - at
-            if length > have:
-                if length > self.SCRATCH // 2:
-                    self._large = np.empty(length, np.uint8)  # grows real only as bytes arrive: pages are touched then
-                    self._large[:have] = scratch[at : self._filled]
-                    self._have, at = have, self._filled
+        self._buffered += count
+        buffer, offset, frames = self._buffer, 0, []
+        while self._buffered - offset >= HEADER.size:
+            length = frame_length(buffer[offset : offset + HEADER.size].data, limit=self.limit)
+            available = self._buffered - offset
+            if length > available:
+                if length > self.BUFFER_BYTES // 2:
+                    self._large_frame = np.empty(
+                        length, np.uint8
+                    )  # grows real only as bytes arrive: pages are touched then
+                    self._large_frame[:available] = buffer[offset : self._buffered]
+                    self._large_received, offset = available, self._buffered
                 break
             # Owned bytes: the scratch is written over, and what reads the frame may keep views of it.
-            frames.append(parse(scratch[at : at + length].copy()))
-            at += length
-        if at:
-            rest = self._filled - at
-            scratch[:rest] = scratch[at : self._filled].copy()
-            self._filled = rest
+            frames.append(parse(buffer[offset : offset + length].copy()))
+            offset += length
+        if offset:
+            remaining = self._buffered - offset
+            buffer[:remaining] = buffer[offset : self._buffered].copy()
+            self._buffered = remaining
         return frames
 
     def feed(self, data: Buffer) -> list[Frame]:
         """The same for bytes that are here already."""
         frames, view = [], memoryview(data)
         while view:
-            room = self.room()
-            count = min(len(room), len(view))
-            room[:count] = view[:count]
-            frames += self.fill(count)
+            buffer = self.get_buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            frames += self.buffer_updated(count)
             view = view[count:]
         return frames
 
@@ -321,31 +347,31 @@ class Decoder:
 def send(connection: socket.socket, buffers: Sequence[Buffer]) -> None:
     """Send all of a frame over a blocking socket, without joining its buffers."""
     views = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    at = 0
-    while at < len(views):
-        sent = connection.sendmsg(views[at : at + 512])
-        while at < len(views) and sent >= len(views[at]):
-            sent -= len(views[at])
-            at += 1
+    position = 0
+    while position < len(views):
+        sent = connection.sendmsg(views[position : position + 512])
+        while position < len(views) and sent >= len(views[position]):
+            sent -= len(views[position])
+            position += 1
         if sent:
-            views[at] = views[at][sent:]
+            views[position] = views[position][sent:]
 
 
-def receive(connection: socket.socket, *, limit: int = MAX_FRAME) -> Frame:
+def receive(connection: socket.socket, *, limit: int = MAX_FRAME_BYTES) -> Frame:
     """One frame off a blocking socket. EOFError at an end between frames, WireError inside one."""
     header = bytearray(HEADER.size)
-    _fill(connection, memoryview(header), first=True)
+    _receive_exactly(connection, memoryview(header), at_frame_start=True)
     raw = np.empty(frame_length(header, limit=limit), np.uint8)
     raw[: HEADER.size] = np.frombuffer(header, np.uint8)
-    _fill(connection, raw.data[HEADER.size :])
+    _receive_exactly(connection, raw.data[HEADER.size :])
     return parse(raw)
 
 
-def _fill(connection: socket.socket, view: memoryview, *, first: bool = False) -> None:
+def _receive_exactly(connection: socket.socket, view: memoryview, *, at_frame_start: bool = False) -> None:
     while view:
-        got = connection.recv_into(view)
-        if not got:
-            if first and len(view) == HEADER.size:
+        received = connection.recv_into(view)
+        if not received:
+            if at_frame_start and len(view) == HEADER.size:
                 raise EOFError
             raise WireError("the connection ended inside a frame")
-        view, first = view[got:], False
+        view, at_frame_start = view[received:], False

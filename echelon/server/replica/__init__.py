@@ -34,39 +34,39 @@ import numpy as np
 from echelon.errors import DocumentError
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
-from echelon.server.protocol.shard_map import Map
-from echelon.server.replica.map_change import Maps
-from echelon.server.replica.state import LEASE, MALFORMED
+from echelon.server.protocol.shard_map import ShardMap
+from echelon.server.replica.map_change import MapInstaller
+from echelon.server.replica.state import LEASE, MALFORMED_ERRORS
 
 #: What workers ask and that changes nothing; what heads send to those that follow them.
-_READS = frozenset((wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST))
-_FROM_HEADS = frozenset((wire.ENTRY, wire.SNAPSHOT, wire.SYNC, wire.BEAT))
+_READ_KINDS = frozenset((wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST))
+_HEAD_KINDS = frozenset((wire.LOG_ENTRY, wire.SNAPSHOT, wire.LOG_STATE, wire.HEARTBEAT))
 
 
-class Replica(Maps):
+class Replica(MapInstaller):
     """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known."""
 
     def on_frame(self, now: float, peer: Hashable, frame: wire.Frame) -> list[Action]:
         """A frame over a connection that was accepted: of a worker, or of another server as head."""
         try:
-            if peer in self._stalled and frame.kind not in (wire.GRANT, wire.BEHIND):
-                self._stalled[peer].append(frame)
+            if peer in self._frames_awaiting_map and frame.kind not in (wire.MAP_UPDATE, wire.MAP_REQUEST):
+                self._frames_awaiting_map[peer].append(frame)
             else:
-                self._receive(now, peer, frame)
-        except (wire.WireError, DocumentError, *MALFORMED) as error:
-            self._garbage(peer, frame, error)
-        return self._actions()
+                self._dispatch(now, peer, frame)
+        except (wire.WireError, DocumentError, *MALFORMED_ERRORS) as error:
+            self._reject_malformed(peer, frame, error)
+        return self._take_actions()
 
-    def on_answer(self, now: float, server: str, frame: wire.Frame) -> list[Action]:
+    def on_link_frame(self, now: float, server: str, frame: wire.Frame) -> list[Action]:
         """A frame over our own connection to another server."""
         link = self.links.get(server)
-        if link is not None and frame.kind == wire.GRANT:
-            self._install(now, Map.from_document(frame.meta["map"]), frame.meta["specs"])
+        if link is not None and frame.kind == wire.MAP_UPDATE:
+            self._install_map(now, ShardMap.from_document(frame.meta["map"]), frame.meta["specs"])
         elif link is not None:
-            self._answer(now, link, frame)
-        return self._actions()
+            self._handle_link_frame(now, link, frame)
+        return self._take_actions()
 
-    def on_link(self, now: float, server: str) -> list[Action]:
+    def on_link_up(self, now: float, server: str) -> list[Action]:
         """Our connection to another server is there."""
         link = self.links.get(server)
         if link is not None:
@@ -74,137 +74,139 @@ class Replica(Maps):
                 "head": self.name,
                 "incarnation": self.incarnation,
                 "member": link.incarnation,
-                "link": link.number,
+                "link": link.link_id,
                 "v": self.map.version,
             }
-            self._link(server, wire.HAIL, meta)
-        return self._actions()
+            self._send_to_replica(server, wire.HELLO, meta)
+        return self._take_actions()
 
     def on_link_lost(self, now: float, server: str) -> list[Action]:
         """Our connection to another server is gone."""
         if server in self.links:
-            self.links[server].lost()
-            self.links[server].down = min(now, self.links[server].down)
-        return self._actions()
+            self.links[server].on_disconnect()
+            self.links[server].down_since = min(now, self.links[server].down_since)
+        return self._take_actions()
 
     def on_peer_lost(self, now: float, peer: Hashable) -> list[Action]:
         """A connection that was accepted is gone: nobody waits for its answers."""
-        self._pushes = [each for each in self._pushes if each[0] != peer]
-        self._pulls = [each for each in self._pulls if each[0] != peer]
-        self._heads.pop(peer, None)
-        self._stalled.pop(peer, None)
-        return self._actions()
+        self._waiting_pushes = [request for request in self._waiting_pushes if request[0] != peer]
+        self._waiting_reads = [request for request in self._waiting_reads if request[0] != peer]
+        self._head_of_peer.pop(peer, None)
+        self._frames_awaiting_map.pop(peer, None)
+        return self._take_actions()
 
-    def on_map(self, now: float, new: Map, specs: Sequence[dict[str, Any]]) -> list[Action]:
+    def on_map(self, now: float, new_map: ShardMap, specs: Sequence[dict[str, Any]]) -> list[Action]:
         """The controller's word, from itself or passed on."""
-        self._install(now, new, specs)
-        return self._actions()
+        self._install_map(now, new_map, specs)
+        return self._take_actions()
 
-    def on_control(self, now: float, frame: wire.Frame) -> list[Action]:
+    def on_controller_frame(self, now: float, frame: wire.Frame) -> list[Action]:
         """A frame of the controller, other than a map."""
         if frame.kind == wire.HANDOVER:
-            shards = np.array([shard for shard in frame.meta["shards"] if self.headed[shard]], np.int64)
-            self._hand_over(now, shards)
+            shards = np.array([shard for shard in frame.meta["shards"] if self.is_head[shard]], np.int64)
+            self._begin_handover(now, shards)
         elif frame.kind == wire.EXPIRE:
-            self._expire(now, frame)
-        return self._actions()
+            self._expire_rows(now, frame)
+        return self._take_actions()
 
-    def on_controller(self, now: float) -> list[Action]:
+    def on_controller_connected(self, now: float) -> list[Action]:
         """The connection to the controller is there (again): what it may not have heard is said again."""
-        self._tell(wire.INSTALLED, {"version": self.map.version})
+        self._send_to_controller(wire.MAP_INSTALLED, {"version": self.map.version})
         for link in self.links.values():
-            catching = {shard for shard, _ in link.catching}
-            for shard in np.flatnonzero(link.required & ~link.refused).tolist():
-                if shard not in catching:
-                    self._caughtup(link, shard)
-        return self._actions()
+            catching_up = {shard for shard, _ in link.catching_up}
+            for shard in np.flatnonzero(link.is_required & ~link.has_refused).tolist():
+                if shard not in catching_up:
+                    self._report_caught_up(link, shard)
+        return self._take_actions()
 
-    def cut_off(self, now: float, longer: float = 1.0) -> list[str]:
+    def unreachable_replicas(self, now: float, min_seconds: float = 1.0) -> list[str]:
         """Replicas without whose answer nothing goes on, and that cannot be reached for so long."""
         return [
             server
             for server, link in self.links.items()
-            if now - link.down > longer and (link.backup.any() or link.required.any())
+            if now - link.down_since > min_seconds and (link.is_backup.any() or link.is_required.any())
         ]
 
     def on_tick(self, now: float) -> list[Action]:
         """Time passes: call it every 50 ms or so."""
         for link in self.links.values():
-            if link.up and now - link.beat >= self.lease / 3:
-                link.beat = now
-                number = link.beats[-1][0] + 1 if link.beats else 1
-                link.beats.append((number, now))
-                self._link(link.server, wire.BEAT, {"n": number, "v": self.map.version})
-            self._pump(now, link)
-        for link in [each for each in self.links.values() if now - each.down > 1.0 and each.sent]:
-            if not link.backup.any() and not link.required.any():
+            if link.is_up and now - link.last_heartbeat >= self.lease / 3:
+                link.last_heartbeat = now
+                heartbeat_number = link.unanswered_heartbeats[-1][0] + 1 if link.unanswered_heartbeats else 1
+                link.unanswered_heartbeats.append((heartbeat_number, now))
+                self._send_to_replica(link.server, wire.HEARTBEAT, {"n": heartbeat_number, "v": self.map.version})
+            self._start_transfer(now, link)
+        for link in [
+            candidate for candidate in self.links.values() if now - candidate.down_since > 1.0 and candidate.unacked
+        ]:
+            if not link.is_backup.any() and not link.is_required.any():
                 # A learner that is away: what is kept for it would grow without end. It begins anew when it is back.
-                learner = link.learner
-                self._drop_link(link.server)
-                self._fresh_link(now, link.server, link.incarnation)
-                self.links[link.server].learner = learner
-        for entry in [each for each in self._drains if each[0] <= now]:
-            self._drains.remove(entry)
-            self.draining[entry[1]] = False
-            self._readiness()
-            self._enrol(now)
-            self._commit(now)
-        if now - self._asked_at > 0.5:
+                is_learner = link.is_learner
+                self._remove_link(link.server)
+                self._add_link(now, link.server, link.incarnation)
+                self.links[link.server].is_learner = is_learner
+        for handover in [candidate for candidate in self._handovers if candidate[0] <= now]:
+            self._handovers.remove(handover)
+            self.is_draining[handover[1]] = False
+            self._update_ready()
+            self._add_workers(now)
+            self._commit_steps(now)
+        if now - self._log_state_requested_at > 0.5:
             # Replicas do not answer for shards that they are still loading.
-            self._asked_at = now
+            self._log_state_requested_at = now
             for link in self.links.values():
-                link.asked[:] = False
-                self._ask(link)
-            self._forget(now)
-        self._again(now)
-        expiring, self._expiring = self._expiring, []
-        for frame in expiring:
-            self._expire(now, frame)
-        return self._actions()
+                link.log_state_requested[:] = False
+                self._request_log_state(link)
+            self._forget_workers(now)
+        self._retry_waiting(now)
+        expiries, self._waiting_expiries = self._waiting_expiries, []
+        for frame in expiries:
+            self._expire_rows(now, frame)
+        return self._take_actions()
 
-    def _receive(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    def _dispatch(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         kind = frame.kind
         if kind == wire.PUSH:
-            cover = self._checked_push(frame)
-            if not self._push(now, peer, frame, cover):
-                self._pushes.append((peer, frame, cover))
-            elif self._pushes:
-                self._again(now)
-        elif kind in _READS:
-            cover = self._checked(frame)
-            if not self._pull(now, peer, frame, cover):
-                self._pulls.append((peer, frame, cover))
-        elif kind in _FROM_HEADS and peer in self._heads:
+            shard_set = self._check_push(frame)
+            if not self._try_push(now, peer, frame, shard_set):
+                self._waiting_pushes.append((peer, frame, shard_set))
+            elif self._waiting_pushes:
+                self._retry_waiting(now)
+        elif kind in _READ_KINDS:
+            shard_set = self._parse_shard_set(frame)
+            if not self._try_read(now, peer, frame, shard_set):
+                self._waiting_reads.append((peer, frame, shard_set))
+        elif kind in _HEAD_KINDS and peer in self._head_of_peer:
             if frame.meta["v"] > self.map.version:
-                self._stalled[peer] = [frame]
-                self._send(peer, wire.BEHIND, 0, {"version": self.map.version})
+                self._frames_awaiting_map[peer] = [frame]
+                self._send_to_peer(peer, wire.MAP_REQUEST, 0, {"version": self.map.version})
             else:
-                self._follow(now, peer, frame)
-        elif kind == wire.HAIL:
-            self._hail(peer, frame)
-        elif kind == wire.GRANT:
-            self._install(now, Map.from_document(frame.meta["map"]), frame.meta["specs"])
-        elif kind == wire.BEHIND:
-            self._send(peer, wire.GRANT, 0, {"map": self.map.document(), "specs": self.specs})
+                self._on_head_frame(now, peer, frame)
+        elif kind == wire.HELLO:
+            self._on_hello(peer, frame)
+        elif kind == wire.MAP_UPDATE:
+            self._install_map(now, ShardMap.from_document(frame.meta["map"]), frame.meta["specs"])
+        elif kind == wire.MAP_REQUEST:
+            self._send_to_peer(peer, wire.MAP_UPDATE, 0, {"map": self.map.to_document(), "specs": self.specs})
         else:
-            raise wire.WireError(f"no {wire.NAMES.get(kind, kind)} is taken here")
+            raise wire.WireError(f"no {wire.KIND_NAMES.get(kind, kind)} is taken here")
 
-    def _install(self, now: float, new: Map, specs: Sequence[dict[str, Any]]) -> None:
-        if not self._adopt(now, new, specs):
+    def _install_map(self, now: float, new_map: ShardMap, specs: Sequence[dict[str, Any]]) -> None:
+        if not self._adopt_map(now, new_map, specs):
             return
-        stalled, self._stalled = self._stalled, {}
-        for peer, frames in stalled.items():
+        awaiting_map, self._frames_awaiting_map = self._frames_awaiting_map, {}
+        for peer, frames in awaiting_map.items():
             for frame in frames:
-                if peer in self._stalled:
-                    self._stalled[peer].append(frame)
+                if peer in self._frames_awaiting_map:
+                    self._frames_awaiting_map[peer].append(frame)
                     continue
                 try:
-                    self._receive(now, peer, frame)
-                except (wire.WireError, *MALFORMED) as error:
-                    self._garbage(peer, frame, error)
-        self._enrol(now)
-        self._commit(now)
-        self._again(now)
+                    self._dispatch(now, peer, frame)
+                except (wire.WireError, *MALFORMED_ERRORS) as error:
+                    self._reject_malformed(peer, frame, error)
+        self._add_workers(now)
+        self._commit_steps(now)
+        self._retry_waiting(now)
 
 
-__all__ = ["LEASE", "MALFORMED", "Replica"]
+__all__ = ["LEASE", "MALFORMED_ERRORS", "Replica"]

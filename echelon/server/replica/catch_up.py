@@ -6,180 +6,198 @@ import numpy as np
 
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LINK, Close
-from echelon.server.replica.pushes import Pushes
-from echelon.server.replica.replica_link import Link, Moving
-from echelon.server.replica.shard_state import Diverged
+from echelon.server.replica.pushes import PushHandler
+from echelon.server.replica.replica_link import ReplicaLink, SnapshotTransfer
+from echelon.server.replica.shard_state import ReplicaDiverged
 
 #: A drained shard whose new head does not come (the controller died) is served again after this.
-DRAIN_LIMIT = 1.0
+DRAIN_TIMEOUT = 1.0
 
 
-class Teaching(Pushes):
+class ReplicaCatchUp(PushHandler):
     """A head's links."""
 
-    def _answer(self, now: float, link: Link, frame: wire.Frame) -> None:
+    def _handle_link_frame(self, now: float, link: ReplicaLink, frame: wire.Frame) -> None:
         meta, kind = frame.meta, frame.kind
-        if kind == wire.BEHIND:
+        if kind == wire.MAP_REQUEST:
             if meta["version"] < self.map.version:
-                self._link(link.server, wire.GRANT, {"map": self.map.document(), "specs": self.specs})
+                self._send_to_replica(
+                    link.server, wire.MAP_UPDATE, {"map": self.map.to_document(), "specs": self.specs}
+                )
             return
         if kind == wire.REFUSED:
-            self._out.append(Close(LINK, link.server))
+            self._queued_actions.append(Close(LINK, link.server))
             return
-        current = meta["v"] <= self.map.version
-        link.newest = max(link.newest, meta["v"])
-        if not current and self._asked < meta["v"]:
-            self._asked = meta["v"]
-            self._link(link.server, wire.BEHIND, {"version": self.map.version})
-        if kind == wire.HAILED:
+        is_current = meta["v"] <= self.map.version
+        link.peer_map_version = max(link.peer_map_version, meta["v"])
+        if not is_current and self._requested_map_version < meta["v"]:
+            self._requested_map_version = meta["v"]
+            self._send_to_replica(link.server, wire.MAP_REQUEST, {"version": self.map.version})
+        if kind == wire.HELLO_REPLY:
             if meta.get("refused"):
-                link.refused[meta["refused"]] = True
+                link.has_refused[meta["refused"]] = True
             # Not up before that: what follows from it is numbered behind what is sent again, and goes out behind it.
-            self._got(now, link, meta["last"], current)
-            link.up, link.down = True, float("inf")
-            for sent in link.sent:
-                self._link(link.server, sent.kind, sent.meta, sent.arrays)
-            self._ask(link)
-        elif kind == wire.GOT:
+            self._on_acked(now, link, meta["last"], is_current)
+            link.is_up, link.down_since = True, float("inf")
+            for message in link.unacked:
+                self._send_to_replica(link.server, message.kind, message.meta, message.arrays)
+            self._request_log_state(link)
+        elif kind == wire.REPLICA_ACK:
             if meta.get("refused"):
-                link.refused[meta["refused"]] = True
-            self._got(now, link, meta["n"], current)
-        elif kind == wire.SYNCED:
-            self._compare(now, link, frame)
-        elif kind == wire.BEAT:
-            while link.beats and link.beats[0][0] <= meta["n"]:
-                _, at = link.beats.popleft()
-                if current:
-                    link.heard = max(link.heard, at)
-            if self._pulls:
-                self._again(now)
-        self._pump(now, link)
+                link.has_refused[meta["refused"]] = True
+            self._on_acked(now, link, meta["n"], is_current)
+        elif kind == wire.LOG_STATE_REPLY:
+            self._on_log_state_reply(now, link, frame)
+        elif kind == wire.HEARTBEAT:
+            while link.unanswered_heartbeats and link.unanswered_heartbeats[0][0] <= meta["n"]:
+                _, sent_at = link.unanswered_heartbeats.popleft()
+                if is_current:
+                    link.lease_start = max(link.lease_start, sent_at)
+            if self._waiting_reads:
+                self._retry_waiting(now)
+        self._start_transfer(now, link)
 
-    def _got(self, now: float, link: Link, number: int, current: bool) -> None:
+    def _on_acked(self, now: float, link: ReplicaLink, number: int, is_current: bool) -> None:
         """Everything up to a number is there."""
-        if number > link.made:
-            raise Diverged(f"{link.server} has message {number} of {link.made}")
-        link.got = max(link.got, number)
-        while link.sent and link.sent[0].number <= number:
-            sent = link.sent.popleft()
-            if current:
-                link.heard = max(link.heard, sent.at)
-        while link.waiting and link.waiting[0][0] <= number:
-            _, waiting = link.waiting.popleft()
-            if waiting.needs.pop(link.server, None) is not None and not waiting.needs:
-                self._settle(waiting)
-        if link.moving is not None:
-            self._fed(now, link, link.moving, number)
-        for shard, mark in [each for each in link.catching if each[1] <= number]:
-            link.catching.remove((shard, mark))
-            if not link.refused[shard]:
-                self._caughtup(link, shard)
-        if self._drains:
-            self._drained()
+        if number > link.last_number:
+            raise ReplicaDiverged(f"{link.server} has message {number} of {link.last_number}")
+        link.last_acked = max(link.last_acked, number)
+        while link.unacked and link.unacked[0].number <= number:
+            message = link.unacked.popleft()
+            if is_current:
+                link.lease_start = max(link.lease_start, message.sent_at)
+        while link.pending_acks and link.pending_acks[0][0] <= number:
+            _, ack = link.pending_acks.popleft()
+            if ack.awaited_numbers.pop(link.server, None) is not None and not ack.awaited_numbers:
+                self._send_ack(ack)
+        if link.transfer is not None:
+            self._on_parts_acked(now, link, link.transfer, number)
+        for shard, last_number in [entry for entry in link.catching_up if entry[1] <= number]:
+            link.catching_up.remove((shard, last_number))
+            if not link.has_refused[shard]:
+                self._report_caught_up(link, shard)
+        if self._handovers:
+            self._report_drained()
 
-    def _ask(self, link: Link) -> None:
+    def _request_log_state(self, link: ReplicaLink) -> None:
         """Ask how far the replica is with shards of which we do not know it."""
-        unknown = (link.backup | link.learner) & ~link.flowing & ~link.asked & ~self._unloaded
-        unknown[list(link.todo)] = False
-        if link.moving is not None:
-            unknown[link.moving.shard] = False
-        shards = np.flatnonzero(unknown)
-        if link.up and len(shards):
-            link.asked[shards] = True
-            self._link(
-                link.server, wire.SYNC, {"v": self.map.version, "of": self.map.version}, [shards.astype(np.uint16)]
+        is_unknown = (
+            (link.is_backup | link.is_learner) & ~link.is_forwarding & ~link.log_state_requested & ~self._is_unloaded
+        )
+        is_unknown[list(link.snapshot_queue)] = False
+        if link.transfer is not None:
+            is_unknown[link.transfer.shard] = False
+        shards = np.flatnonzero(is_unknown)
+        if link.is_up and len(shards):
+            link.log_state_requested[shards] = True
+            self._send_to_replica(
+                link.server, wire.LOG_STATE, {"v": self.map.version, "of": self.map.version}, [shards.astype(np.uint16)]
             )
 
-    def _compare(self, now: float, link: Link, frame: wire.Frame) -> None:
-        shards, stamps, lsns = frame.arrays
+    def _on_log_state_reply(self, now: float, link: ReplicaLink, frame: wire.Frame) -> None:
+        shards, entry_versions, lsns = frame.arrays
         if frame.meta["of"] != self.map.version:
             return  # asked again since
-        for shard, stamp, lsn in zip(shards.tolist(), stamps.tolist(), lsns.tolist(), strict=True):
-            if not link.asked[shard]:
+        for shard, entry_version, lsn in zip(shards.tolist(), entry_versions.tolist(), lsns.tolist(), strict=True):
+            if not link.log_state_requested[shard]:
                 continue
-            link.asked[shard] = link.refused[shard] = False
-            if lsn == self.state.lsn[shard] and stamp == self.state.stamp[shard]:
-                link.flowing[shard] = True
-                self._equal(now, link, shard)
-            elif link.backup[shard]:
-                link.todo.appendleft(shard)
+            link.log_state_requested[shard] = link.has_refused[shard] = False
+            if lsn == self.state.lsn[shard] and entry_version == self.state.entry_version[shard]:
+                link.is_forwarding[shard] = True
+                self._mark_synced(now, link, shard)
+            elif link.is_backup[shard]:
+                link.snapshot_queue.appendleft(shard)
             else:
-                link.todo.append(shard)
-        self._readiness()
-        self._enrol(now)
-        self._commit(now)
-        self._again(now)
+                link.snapshot_queue.append(shard)
+        self._update_ready()
+        self._add_workers(now)
+        self._commit_steps(now)
+        self._retry_waiting(now)
 
-    def _equal(self, now: float, link: Link, shard: int) -> None:
+    def _mark_synced(self, now: float, link: ReplicaLink, shard: int) -> None:
         """A replica has what we have of a shard, but for entries under way."""
-        link.synced[shard] = True
-        if link.learner[shard]:
+        link.is_synced[shard] = True
+        if link.is_learner[shard]:
             # From here on nothing is acknowledged without it; once it has what was sent before, it lacks nothing.
-            link.required[shard] = True
-            link.catching.append((shard, link.made))
-            if link.got >= link.made:
-                self._got(now, link, link.got, False)
+            link.is_required[shard] = True
+            link.catching_up.append((shard, link.last_number))
+            if link.last_acked >= link.last_number:
+                self._on_acked(now, link, link.last_acked, False)
         else:
-            self._readiness()
-            self._unpark()
-            self._enrol(now)
-            self._commit(now)
-            self._again(now)
+            self._update_ready()
+            self._retry_blocked_acks()
+            self._add_workers(now)
+            self._commit_steps(now)
+            self._retry_waiting(now)
 
-    def _pump(self, now: float, link: Link) -> None:
+    def _start_transfer(self, now: float, link: ReplicaLink) -> None:
         """Begin the next snapshot, if one is due and none is under way. Those of backups are due at once: pushes wait for them."""
-        if link.up and link.todo and link.moving is None and (now >= link.resume or link.backup[link.todo[0]]):
-            shard = link.todo.popleft()
-            link.moving = Moving(shard, self.state.snapshot(shard))
-            link.began = now
-            self._feed(now, link, link.moving)
+        if (
+            link.is_up
+            and link.snapshot_queue
+            and link.transfer is None
+            and (now >= link.next_transfer_at or link.is_backup[link.snapshot_queue[0]])
+        ):
+            shard = link.snapshot_queue.popleft()
+            link.transfer = SnapshotTransfer(shard, self.state.snapshot(shard))
+            link.transfer_started = now
+            self._send_parts(now, link, link.transfer)
 
-    def _feed(self, now: float, link: Link, moving: Moving) -> None:
+    def _send_parts(self, now: float, link: ReplicaLink, transfer: SnapshotTransfer) -> None:
         """Send the next parts of a snapshot; behind the last one what was pushed meanwhile."""
-        while moving.parts and len(moving.unanswered) < self.parts:
-            place, meta, arrays = moving.parts.popleft()
-            head = {"v": self.map.version, "shard": moving.shard, "part": place, "parts": moving.total, "meta": meta}
-            moving.unanswered.append(self._number(now, link, wire.SNAPSHOT, head, arrays))
-        if not moving.parts and moving.number is None:
-            moving.number = moving.unanswered[-1]
-            link.flowing[moving.shard] = True
-            for meta, arrays in moving.later:
-                self._number(now, link, wire.ENTRY, meta, arrays)
-            moving.later = []
+        while transfer.parts and len(transfer.unacked_parts) < self.max_parts_in_flight:
+            index, meta, arrays = transfer.parts.popleft()
+            part_meta = {
+                "v": self.map.version,
+                "shard": transfer.shard,
+                "part": index,
+                "parts": transfer.part_count,
+                "meta": meta,
+            }
+            transfer.unacked_parts.append(self._send_numbered(now, link, wire.SNAPSHOT, part_meta, arrays))
+        if not transfer.parts and transfer.last_part_number is None:
+            transfer.last_part_number = transfer.unacked_parts[-1]
+            link.is_forwarding[transfer.shard] = True
+            for meta, arrays in transfer.deferred_entries:
+                self._send_numbered(now, link, wire.LOG_ENTRY, meta, arrays)
+            transfer.deferred_entries = []
 
-    def _fed(self, now: float, link: Link, moving: Moving, number: int) -> None:
+    def _on_parts_acked(self, now: float, link: ReplicaLink, transfer: SnapshotTransfer, number: int) -> None:
         """Everything up to a number is there."""
-        while moving.unanswered and moving.unanswered[0] <= number:
-            moving.unanswered.popleft()
-        self._feed(now, link, moving)
-        if moving.number is None or moving.number > number:
+        while transfer.unacked_parts and transfer.unacked_parts[0] <= number:
+            transfer.unacked_parts.popleft()
+        self._send_parts(now, link, transfer)
+        if transfer.last_part_number is None or transfer.last_part_number > number:
             return
-        link.moving = None
+        link.transfer = None
         # As long a pause as the snapshot took: others use the link too.
-        link.resume = now + min(now - link.began, 1.0)
-        if not link.refused[moving.shard]:
-            self._equal(now, link, moving.shard)
+        link.next_transfer_at = now + min(now - link.transfer_started, 1.0)
+        if not link.has_refused[transfer.shard]:
+            self._mark_synced(now, link, transfer.shard)
 
-    def _caughtup(self, link: Link, shard: int) -> None:
-        self._tell(
-            wire.CAUGHTUP,
+    def _report_caught_up(self, link: ReplicaLink, shard: int) -> None:
+        self._send_to_controller(
+            wire.CAUGHT_UP,
             {"shard": shard, "learner": link.server, "incarnation": link.incarnation, "version": self.map.version},
         )
-        if self._drains:
-            self._drained()
+        if self._handovers:
+            self._report_drained()
 
-    def _hand_over(self, now: float, shards: np.ndarray) -> None:
+    def _begin_handover(self, now: float, shards: np.ndarray) -> None:
         """Take no more pushes for these shards, and tell the controller when everything on them is answered."""
-        self.draining[shards] = True
-        self._readiness()
-        self._drains.append((now + DRAIN_LIMIT, shards, False))
-        self._drained()
+        self.is_draining[shards] = True
+        self._update_ready()
+        self._handovers.append((now + DRAIN_TIMEOUT, shards, False))
+        self._report_drained()
 
-    def _drained(self) -> None:
+    def _report_drained(self) -> None:
         """Tell the controller of shards on which everything is answered."""
-        for place, (limit, shards, told) in enumerate(self._drains):
-            if told or not len(shards):
+        for index, (deadline, shards, is_reported) in enumerate(self._handovers):
+            if is_reported or not len(shards):
                 continue
-            if all(link.got == link.made or not link.needed(self.covers.these(shards)) for link in self.links.values()):
-                self._drains[place] = (limit, shards, True)
-                self._tell(wire.DRAINED, {"shards": shards.tolist(), "version": self.map.version})
+            if all(
+                link.last_acked == link.last_number or not link.must_ack(self.shard_sets.from_numbers(shards))
+                for link in self.links.values()
+            ):
+                self._handovers[index] = (deadline, shards, True)
+                self._send_to_controller(wire.DRAINED, {"shards": shards.tolist(), "version": self.map.version})

@@ -7,106 +7,115 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server.protocol.shard_sets import some
+from echelon.server.protocol.shard_sets import any_set
 
 #: The clock of a worker that a shard does not count yet.
-ABSENT = -1
-FAR = np.iinfo(np.int64).max
+NOT_COUNTED = -1
+INFINITE_CLOCK = np.iinfo(np.int64).max
 
 
-class Windows:
+class DedupTable:
     """Rows by (worker, incarnation), columns by shard. Kept for workers that left too, for a while: a late resend is told from a new push."""
 
-    def __init__(self, shards: int) -> None:
-        self.shards = shards
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
         self.slots: dict[tuple[str, int], int] = {}
-        self._free: list[int] = []
+        self._free_slots: list[int] = []
         #: The furthest clock of workers of which nothing else is known any more.
-        self.reached = np.zeros(shards, np.int64)
-        self.last = np.zeros((4, shards), np.int64)
-        self.clock = np.full((4, shards), ABSENT, np.int64)
+        self.departed_max_clock = np.zeros(num_shards, np.int64)
+        self.last_seq = np.zeros((4, num_shards), np.int64)
+        self.clocks = np.full((4, num_shards), NOT_COUNTED, np.int64)
         #: The last push that was counted and not applied.
-        self.void = np.zeros((4, shards), np.int64)
-        #: Shards that went back to a checkpoint while workers went on: of these a worker's first push `since` may leave a gap, and
+        self.last_noop_seq = np.zeros((4, num_shards), np.int64)
+        #: Shards that went back to a checkpoint while workers went on: of these a worker's first push `pushed_since_rollback` may leave a gap, and
         #: its clock does not count before.
-        self.restored = np.zeros(shards, bool)
-        self.since = np.zeros((4, shards), bool)
+        self.is_rolled_back = np.zeros(num_shards, bool)
+        self.pushed_since_rollback = np.zeros((4, num_shards), bool)
 
-    def slot(self, worker: str, incarnation: int) -> int:
+    def get_slot(self, worker: str, incarnation: int) -> int:
         """The row of a worker, made if it is new."""
         key = (worker, incarnation)
-        found = self.slots.get(key)
-        if found is None:
-            found = self.slots[key] = self._free.pop() if self._free else len(self.slots)
-            if found == len(self.last):
-                self.last = np.concatenate([self.last, np.zeros_like(self.last)])
-                self.clock = np.concatenate([self.clock, np.full_like(self.clock, ABSENT)])
-                self.void = np.concatenate([self.void, np.zeros_like(self.void)])
-                self.since = np.concatenate([self.since, np.zeros_like(self.since)])
-        return found
+        slot = self.slots.get(key)
+        if slot is None:
+            slot = self.slots[key] = self._free_slots.pop() if self._free_slots else len(self.slots)
+            if slot == len(self.last_seq):
+                self.last_seq = np.concatenate([self.last_seq, np.zeros_like(self.last_seq)])
+                self.clocks = np.concatenate([self.clocks, np.full_like(self.clocks, NOT_COUNTED)])
+                self.last_noop_seq = np.concatenate([self.last_noop_seq, np.zeros_like(self.last_noop_seq)])
+                self.pushed_since_rollback = np.concatenate(
+                    [self.pushed_since_rollback, np.zeros_like(self.pushed_since_rollback)]
+                )
+        return slot
 
-    def floor(self, live: list[int]) -> np.ndarray:
+    def min_clock(self, slots: list[int]) -> np.ndarray:
         """Per shard the least clock of these rows; FAR where it counts none of them."""
-        clocks = self.clock[live]
-        if some(self.restored):
-            clocks[self.restored & ~self.since[live]] = ABSENT
+        clocks = self.clocks[slots]
+        if any_set(self.is_rolled_back):
+            clocks[self.is_rolled_back & ~self.pushed_since_rollback[slots]] = NOT_COUNTED
         # As an unsigned number ABSENT is beyond FAR.
-        return clocks.view(np.uint64).min(axis=0, initial=FAR).view(np.int64)
+        return clocks.view(np.uint64).min(axis=0, initial=INFINITE_CLOCK).view(np.int64)
 
-    def furthest(self, shards: np.ndarray) -> np.ndarray:
+    def max_clock(self, shards: np.ndarray) -> np.ndarray:
         """Of these shards, the furthest clock that any worker ever had."""
-        return np.maximum(self.clock[:, shards].max(axis=0), self.reached[shards])
+        return np.maximum(self.clocks[:, shards].max(axis=0), self.departed_max_clock[shards])
 
-    def of(self, over: Callable[[int], bool]) -> list[int]:
+    def expired_slots(self, is_expired: Callable[[int], bool]) -> list[int]:
         """The rows of lives that are over."""
-        return [slot for (_, life), slot in self.slots.items() if over(life)]
+        return [slot for (_, incarnation), slot in self.slots.items() if is_expired(incarnation)]
 
-    def let_go(self, over: Callable[[int], bool], at: Any) -> None:
+    def forget_expired(self, is_expired: Callable[[int], bool], shards: Any) -> None:
         """Know nothing any more of lives that are over, but how far they got, on these shards."""
-        gone = self.of(over)
-        if not gone:
+        expired = self.expired_slots(is_expired)
+        if not expired:
             return
-        self.reached[at] = np.maximum(self.reached[at], self.clock[gone][:, at].max(axis=0))
-        for slot in gone:
-            self.last[slot, at], self.clock[slot, at] = 0, ABSENT
-            self.void[slot, at], self.since[slot, at] = 0, False
-        empty = {slot for slot in gone if not self.last[slot].any() and (self.clock[slot] == ABSENT).all()}
+        self.departed_max_clock[shards] = np.maximum(
+            self.departed_max_clock[shards], self.clocks[expired][:, shards].max(axis=0)
+        )
+        for slot in expired:
+            self.last_seq[slot, shards], self.clocks[slot, shards] = 0, NOT_COUNTED
+            self.last_noop_seq[slot, shards], self.pushed_since_rollback[slot, shards] = 0, False
+        empty = {slot for slot in expired if not self.last_seq[slot].any() and (self.clocks[slot] == NOT_COUNTED).all()}
         self.slots = {key: slot for key, slot in self.slots.items() if slot not in empty}
         for slot in sorted(empty):
-            self.void[slot], self.since[slot] = 0, False
-            self._free.append(slot)
+            self.last_noop_seq[slot], self.pushed_since_rollback[slot] = 0, False
+            self._free_slots.append(slot)
 
-    def column(self, shard: int) -> list[list[Any]]:
+    def export_shard(self, shard: int) -> list[list[Any]]:
         """All that is known of one shard, as JSON, in one order everywhere."""
         return [
             [
                 worker,
                 incarnation,
-                int(self.last[slot, shard]),
-                int(self.clock[slot, shard]),
-                int(self.void[slot, shard]),
-                bool(self.since[slot, shard]),
+                int(self.last_seq[slot, shard]),
+                int(self.clocks[slot, shard]),
+                int(self.last_noop_seq[slot, shard]),
+                bool(self.pushed_since_rollback[slot, shard]),
             ]
             for (worker, incarnation), slot in sorted(self.slots.items())
-            if self.last[slot, shard] or self.clock[slot, shard] != ABSENT
+            if self.last_seq[slot, shard] or self.clocks[slot, shard] != NOT_COUNTED
         ]
 
-    def install(self, shard: int, column: list[list[Any]], *, restored: bool, reached: int) -> None:
+    def import_shard(
+        self, shard: int, entries: list[list[Any]], *, is_rolled_back: bool, departed_max_clock: int
+    ) -> None:
         """Replace what is known of one shard."""
-        self.forget(shard)
-        self.restored[shard], self.reached[shard] = restored, reached
-        for worker, incarnation, last, clock, void, since in column:
-            slot = self.slot(str(worker), int(incarnation))
-            self.last[slot, shard], self.clock[slot, shard] = last, clock
-            self.void[slot, shard], self.since[slot, shard] = void, since
+        self.clear_shard(shard)
+        self.is_rolled_back[shard], self.departed_max_clock[shard] = is_rolled_back, departed_max_clock
+        for worker, incarnation, last_seq, clock, last_noop_seq, pushed_since_rollback in entries:
+            slot = self.get_slot(str(worker), int(incarnation))
+            self.last_seq[slot, shard], self.clocks[slot, shard] = last_seq, clock
+            self.last_noop_seq[slot, shard], self.pushed_since_rollback[slot, shard] = (
+                last_noop_seq,
+                pushed_since_rollback,
+            )
 
-    def restore(self, shard: int) -> None:
+    def mark_rolled_back(self, shard: int) -> None:
         """A shard went back to a checkpoint while workers went on."""
-        self.restored[shard] = True
-        self.since[:, shard] = False
+        self.is_rolled_back[shard] = True
+        self.pushed_since_rollback[:, shard] = False
 
-    def forget(self, shard: int) -> None:
+    def clear_shard(self, shard: int) -> None:
         """Nothing is known of one shard."""
-        self.last[:, shard], self.clock[:, shard] = 0, ABSENT
-        self.void[:, shard], self.since[:, shard] = 0, False
-        self.restored[shard], self.reached[shard] = False, 0
+        self.last_seq[:, shard], self.clocks[:, shard] = 0, NOT_COUNTED
+        self.last_noop_seq[:, shard], self.pushed_since_rollback[:, shard] = 0, False
+        self.is_rolled_back[shard], self.departed_max_clock[shard] = False, 0

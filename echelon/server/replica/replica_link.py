@@ -8,107 +8,111 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon.server.protocol.shard_sets import Cover, every, some
+from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 
 
-class Sent(NamedTuple):
+class UnackedMessage(NamedTuple):
     """A numbered message that is kept until it is answered."""
 
     number: int
     kind: int
     meta: dict[str, Any]
     arrays: Sequence[np.ndarray]
-    at: float
+    sent_at: float
 
 
-class Waiting:
+class PendingAck:
     """A worker's frame that is answered once all replicas have it."""
 
-    __slots__ = ("answer", "cover", "needs", "peer", "request")
+    __slots__ = ("answer", "awaited_numbers", "peer", "request_id", "shard_set")
 
-    def __init__(self, peer: Any, request: int, cover: Cover, answer: tuple[int, dict[str, Any]]) -> None:
-        self.peer, self.request, self.cover, self.answer = peer, request, cover, answer
+    def __init__(self, peer: Any, request_id: int, shard_set: ShardSet, answer: tuple[int, dict[str, Any]]) -> None:
+        self.peer, self.request_id, self.shard_set, self.answer = peer, request_id, shard_set, answer
         #: Per replica the number of the message that it has yet to answer.
-        self.needs: dict[str, int] = {}
+        self.awaited_numbers: dict[str, int] = {}
 
 
-class Moving:
+class SnapshotTransfer:
     """A shard's snapshot on its way to a replica: some parts at a time, so that entries of other shards get between them."""
 
-    __slots__ = ("later", "number", "parts", "shard", "total", "unanswered")
+    __slots__ = ("deferred_entries", "last_part_number", "part_count", "parts", "shard", "unacked_parts")
 
     def __init__(self, shard: int, parts: Sequence[tuple[dict[str, Any], Sequence[np.ndarray]]]) -> None:
-        self.shard, self.total = shard, len(parts)
+        self.shard, self.part_count = shard, len(parts)
         #: Place, what it says, arrays of parts that are yet to be sent.
-        self.parts = deque((place, meta, arrays) for place, (meta, arrays) in enumerate(parts))
-        self.unanswered: deque[int] = deque()
+        self.parts = deque((index, meta, arrays) for index, (meta, arrays) in enumerate(parts))
+        self.unacked_parts: deque[int] = deque()
         #: Entries of the shard since the snapshot was taken: they follow its last part.
-        self.later: list[tuple[dict[str, Any], Sequence[np.ndarray]]] = []
+        self.deferred_entries: list[tuple[dict[str, Any], Sequence[np.ndarray]]] = []
         #: Of the last part; None while some are yet to be sent.
-        self.number: int | None = None
+        self.last_part_number: int | None = None
 
 
-class Link:
+class ReplicaLink:
     """To one replica, in one of its lives. Arrays are per shard."""
 
-    def __init__(self, server: str, incarnation: int, shards: int, number: int) -> None:
+    def __init__(self, server: str, incarnation: int, num_shards: int, link_id: int) -> None:
         self.server, self.incarnation = server, incarnation
         #: Tells this link from earlier ones to the same replica: messages are numbered from 1 in each.
-        self.number = number
-        self.up = False
-        self.down = float("inf")
+        self.link_id = link_id
+        self.is_up = False
+        self.down_since = float("inf")
         #: The newest map that the replica is known to have. While ours is older, nothing is acknowledged by its answers.
-        self.newest = 0
+        self.peer_map_version = 0
         #: The number of the last message made, and of the last one answered.
-        self.made = 0
-        self.got = 0
-        self.sent: deque[Sent] = deque()
-        self.waiting: deque[tuple[int, Waiting]] = deque()
+        self.last_number = 0
+        self.last_acked = 0
+        self.unacked: deque[UnackedMessage] = deque()
+        self.pending_acks: deque[tuple[int, PendingAck]] = deque()
         #: When the newest message that it has answered was sent: what reads are leased by.
-        self.heard = float("-inf")
-        self.beat = float("-inf")
-        self.beats: deque[tuple[int, float]] = deque()
-        self.backup = np.zeros(shards, bool)
-        self.learner = np.zeros(shards, bool)
-        #: Equal there, up to messages under way; entries are sent for `flowing` ones (those whose snapshot is under way too).
-        self.synced = np.zeros(shards, bool)
-        self.flowing = np.zeros(shards, bool)
+        self.lease_start = float("-inf")
+        self.last_heartbeat = float("-inf")
+        self.unanswered_heartbeats: deque[tuple[int, float]] = deque()
+        self.is_backup = np.zeros(num_shards, bool)
+        self.is_learner = np.zeros(num_shards, bool)
+        #: Equal there, up to messages under way; entries are sent for `is_forwarding` ones (those whose snapshot is under way too).
+        self.is_synced = np.zeros(num_shards, bool)
+        self.is_forwarding = np.zeros(num_shards, bool)
         #: Asked how far it is, and no answer yet.
-        self.asked = np.zeros(shards, bool)
+        self.log_state_requested = np.zeros(num_shards, bool)
         #: Learners without whose answer nothing is acknowledged any more.
-        self.required = np.zeros(shards, bool)
+        self.is_required = np.zeros(num_shards, bool)
         #: It knows a newer map and did not take an entry.
-        self.refused = np.zeros(shards, bool)
-        self.todo: deque[int] = deque()
+        self.has_refused = np.zeros(num_shards, bool)
+        self.snapshot_queue: deque[int] = deque()
         #: The snapshot that is under way.
-        self.moving: Moving | None = None
-        self.resume = float("-inf")
-        self.began = 0.0
+        self.transfer: SnapshotTransfer | None = None
+        self.next_transfer_at = float("-inf")
+        self.transfer_started = 0.0
         #: (shard, number): once that is answered, the learner has everything that was ever acknowledged.
-        self.catching: list[tuple[int, int]] = []
+        self.catching_up: list[tuple[int, int]] = []
 
-    def needed(self, cover: Cover) -> bool:
+    def must_ack(self, shard_set: ShardSet) -> bool:
         """Whether an acknowledgement on some of these shards needs its answer."""
-        return some(self.backup[cover.at]) or some(self.required[cover.at])
+        return any_set(self.is_backup[shard_set.index]) or any_set(self.is_required[shard_set.index])
 
-    def lacks(self, cover: Cover) -> bool:
+    def is_behind(self, shard_set: ShardSet) -> bool:
         """Whether something is missing there of shards that need its answer."""
-        at = cover.at
-        if every(self.synced[at]) and not some(self.refused[at]):
+        index = shard_set.index
+        if all_set(self.is_synced[index]) and not any_set(self.has_refused[index]):
             return False
-        return bool(((self.backup[at] | self.required[at]) & (~self.synced[at] | self.refused[at])).any())
+        return bool(
+            (
+                (self.is_backup[index] | self.is_required[index]) & (~self.is_synced[index] | self.has_refused[index])
+            ).any()
+        )
 
-    def forget(self, shards: np.ndarray) -> None:
+    def reset_shards(self, shards: np.ndarray) -> None:
         """Nothing is known any more of how these shards are there."""
-        for each in (self.synced, self.flowing, self.asked, self.required, self.refused):
-            each[shards] = False
-        self.todo = deque(shard for shard in self.todo if not shards[shard])
-        self.catching = [(shard, number) for shard, number in self.catching if not shards[shard]]
-        if self.moving is not None and shards[self.moving.shard]:
-            self.moving = None
+        for flags in (self.is_synced, self.is_forwarding, self.log_state_requested, self.is_required, self.has_refused):
+            flags[shards] = False
+        self.snapshot_queue = deque(shard for shard in self.snapshot_queue if not shards[shard])
+        self.catching_up = [(shard, number) for shard, number in self.catching_up if not shards[shard]]
+        if self.transfer is not None and shards[self.transfer.shard]:
+            self.transfer = None
 
-    def lost(self) -> None:
+    def on_disconnect(self) -> None:
         """The connection is gone; what was asked for is asked again, what was sent is sent again."""
-        self.up = False
-        self.asked[:] = False
-        self.beats.clear()
+        self.is_up = False
+        self.log_state_requested[:] = False
+        self.unanswered_heartbeats.clear()

@@ -10,12 +10,18 @@ import numpy as np
 
 from echelon.server import kernels as k
 from echelon.server.protocol.hashing import block_shards
-from echelon.server.protocol.specs import SIZES, Dense, StoreError
-from echelon.server.store.sparse_table import init_of, scalars_of, seed_of, state_of, switches_of
+from echelon.server.protocol.specs import DTYPE_BYTES, Dense, StoreError
+from echelon.server.store.sparse_table import (
+    derive_seed,
+    encode_init,
+    encode_rule_options,
+    encode_rule_params,
+    state_layout,
+)
 
 
 @dataclass(slots=True)
-class Block:
+class DenseBlock:
     """Values of one block, its state, and the log number of its last write."""
 
     values: np.ndarray
@@ -23,58 +29,60 @@ class Block:
     lsn: int
 
 
-class Blocks:
+class DenseParameter:
     """The blocks of one dense parameter that are here."""
 
-    def __init__(self, spec: Dense, *, shards: int) -> None:
+    def __init__(self, spec: Dense, *, num_shards: int) -> None:
         self.spec = spec
-        self.shard = block_shards(spec, shards)
-        self.held: dict[int, Block] = {}
-        self._float = np.dtype(spec.dtype)
-        self._scratch = np.zeros(2, self._float)
+        self.shard_of_block = block_shards(spec, num_shards)
+        self.blocks: dict[int, DenseBlock] = {}
+        self._dtype = np.dtype(spec.dtype)
+        self._scratch = np.zeros(2, self._dtype)
 
-    def cost(self, block: int) -> int:
+    def block_bytes(self, block: int) -> int:
         """Bytes of a block and its state."""
-        length = self.spec.length(block)
-        return (length + state_of(self.spec.rule, length)[0]) * SIZES[self.spec.dtype]
+        length = self.spec.block_length(block)
+        return (length + state_layout(self.spec.rule, length)[0]) * DTYPE_BYTES[self.spec.dtype]
 
     @property
     def bytes(self) -> int:
         """Memory in use."""
-        last = self.spec.blocks - 1
-        full = len(self.held) - (last in self.held)
-        return full * (self.cost(0) if full else 0) + (self.cost(last) if last in self.held else 0)
+        last_block = self.spec.blocks - 1
+        full_blocks = len(self.blocks) - (last_block in self.blocks)
+        return full_blocks * (self.block_bytes(0) if full_blocks else 0) + (
+            self.block_bytes(last_block) if last_block in self.blocks else 0
+        )
 
-    def of(self, shard: int) -> list[int]:
+    def blocks_of_shard(self, shard: int) -> list[int]:
         """The blocks of a shard that are here, in order."""
-        return sorted(block for block in self.held if self.shard[block] == shard)
+        return sorted(block for block in self.blocks if self.shard_of_block[block] == shard)
 
-    def need(self, blocks: np.ndarray) -> int:
+    def bytes_needed(self, blocks: np.ndarray) -> int:
         """Bytes that blocks not yet here would take."""
-        return sum(self.cost(int(block)) for block in set(blocks.tolist()) - set(self.held))
+        return sum(self.block_bytes(int(block)) for block in set(blocks.tolist()) - set(self.blocks))
 
-    def initial(self, block: int) -> np.ndarray:
+    def initial_values(self, block: int) -> np.ndarray:
         """The values of a block that nobody has set."""
-        out = np.empty(self.spec.length(block), self._float)
-        kind, scalars = init_of(self.spec.init)
-        k.initial(kind, scalars[0], scalars[1], seed_of(self.spec.name, self.spec.init), block, out)
-        return out
+        values = np.empty(self.spec.block_length(block), self._dtype)
+        kind, init_params = encode_init(self.spec.init)
+        k.init_row(kind, init_params[0], init_params[1], derive_seed(self.spec.name, self.spec.init), block, values)
+        return values
 
     def read(self, block: int) -> np.ndarray:
         """The values of a block, read-only; they stay as they are for as long as somebody holds them."""
-        held = self.held.get(block)
-        view = self.initial(block) if held is None else held.values.view()
+        stored = self.blocks.get(block)
+        view = self.initial_values(block) if stored is None else stored.values.view()
         view.flags.writeable = False
         return view
 
-    def set(self, block: int, values: np.ndarray, lsn: int) -> None:
+    def set_block(self, block: int, values: np.ndarray, lsn: int) -> None:
         """First values; the state starts anew."""
-        self.held[block] = Block(values.copy(), self._state(block), lsn)
+        self.blocks[block] = DenseBlock(values.copy(), self._initial_state(block), lsn)
 
-    def check(self, blocks: list[int], step: int | None) -> None:
+    def check_push(self, blocks: list[int], step: int | None) -> None:
         """Whether a push to these blocks can be applied."""
-        switches_of(self.spec.rule, -1, sparse=False, step=step, name=self.spec.name)
-        if self.spec.whole and sorted(blocks) != list(range(self.spec.blocks)):
+        encode_rule_options(self.spec.rule, -1, is_sparse=False, step=step, name=self.spec.name)
+        if self.spec.in_one_shard and sorted(blocks) != list(range(self.spec.blocks)):
             raise StoreError(
                 f"{self.spec.name}: {len(blocks)} of its {self.spec.blocks} blocks pushed; LAMB's norm needs all of them at once"
             )
@@ -84,45 +92,74 @@ class Blocks:
     ) -> None:
         """Updates blocks, each named once."""
         rule = self.spec.rule
-        p = scalars_of(rule, lr, self.spec.size)
-        c = p.astype(self._float)
+        rule_params_f64 = encode_rule_params(rule, lr, self.spec.size)
+        rule_params = rule_params_f64.astype(self._dtype)
         for block in blocks:
-            if block not in self.held:
-                self.held[block] = Block(self.initial(block), self._state(block), 0)
-            held = self.held[block]
-            held.lsn = int(lsn[self.shard[block]])
+            if block not in self.blocks:
+                self.blocks[block] = DenseBlock(self.initial_values(block), self._initial_state(block), 0)
+            stored = self.blocks[block]
+            stored.lsn = int(lsn[self.shard_of_block[block]])
             # One reference is the block's own, one the argument's: any more is a reader's.
-            if sys.getrefcount(held.values) > 2:
-                held.values = held.values.copy()
+            if sys.getrefcount(stored.values) > 2:
+                stored.values = stored.values.copy()
         if rule.kind == "lamb":
-            self._lamb(blocks, grads, c, p, step)
+            self._apply_lamb(blocks, grads, rule_params, rule_params_f64, step)
             return
         for block, grad in zip(blocks, grads, strict=True):
-            held = self.held[block]
-            k.dense_step(c, p, self._switches(block, step), held.values, grad, held.state, self._scratch)
-
-    def _lamb(self, blocks: list[int], grads: list[np.ndarray], c: np.ndarray, p: np.ndarray, step: int | None) -> None:
-        order = sorted(range(len(blocks)), key=blocks.__getitem__)
-        ways = [np.empty_like(grads[i]) for i in order]
-        weights = total = 0.0
-        for i, way in zip(order, ways, strict=True):
-            held = self.held[blocks[i]]
-            a, b = k.dense_lamb(
-                c, p, self._switches(blocks[i], step), held.values, grads[i], held.state, way, self._scratch
+            stored = self.blocks[block]
+            k.update_block(
+                rule_params,
+                rule_params_f64,
+                self._encode_rule_options(block, step),
+                stored.values,
+                grad,
+                stored.state,
+                self._scratch,
             )
-            weights, total = weights + a, total + b
-        rate = p[k.LR] * (math.sqrt(weights) / math.sqrt(total) if weights > 0 and total > 0 else 1.0)
-        for i, way in zip(order, ways, strict=True):
-            way *= self._float.type(rate)
-            self.held[blocks[i]].values -= way
 
-    def _switches(self, block: int, step: int | None) -> np.ndarray:
-        count = state_of(self.spec.rule, self.spec.length(block))[1]
-        return switches_of(self.spec.rule, count, sparse=False, step=step, name=self.spec.name)
+    def _apply_lamb(
+        self,
+        blocks: list[int],
+        grads: list[np.ndarray],
+        rule_params: np.ndarray,
+        rule_params_f64: np.ndarray,
+        step: int | None,
+    ) -> None:
+        order = sorted(range(len(blocks)), key=blocks.__getitem__)
+        directions = [np.empty_like(grads[index]) for index in order]
+        weight_square_sum = direction_square_sum = 0.0
+        for index, direction in zip(order, directions, strict=True):
+            stored = self.blocks[blocks[index]]
+            weight_square, direction_square = k.lamb_block_direction(
+                rule_params,
+                rule_params_f64,
+                self._encode_rule_options(blocks[index], step),
+                stored.values,
+                grads[index],
+                stored.state,
+                direction,
+                self._scratch,
+            )
+            weight_square_sum, direction_square_sum = (
+                weight_square_sum + weight_square,
+                direction_square_sum + direction_square,
+            )
+        rate = rule_params_f64[k.LR] * (
+            math.sqrt(weight_square_sum) / math.sqrt(direction_square_sum)
+            if weight_square_sum > 0 and direction_square_sum > 0
+            else 1.0
+        )
+        for index, direction in zip(order, directions, strict=True):
+            direction *= self._dtype.type(rate)
+            self.blocks[blocks[index]].values -= direction
 
-    def _state(self, block: int) -> np.ndarray:
-        states, count = state_of(self.spec.rule, self.spec.length(block))
-        state = np.full(states, scalars_of(self.spec.rule, None, 1)[k.FIRST], self._float)
-        if count >= 0:
-            state[count] = 0
+    def _encode_rule_options(self, block: int, step: int | None) -> np.ndarray:
+        count_index = state_layout(self.spec.rule, self.spec.block_length(block))[1]
+        return encode_rule_options(self.spec.rule, count_index, is_sparse=False, step=step, name=self.spec.name)
+
+    def _initial_state(self, block: int) -> np.ndarray:
+        state_size, count_index = state_layout(self.spec.rule, self.spec.block_length(block))
+        state = np.full(state_size, encode_rule_params(self.spec.rule, None, 1)[k.STATE_INIT], self._dtype)
+        if count_index >= 0:
+            state[count_index] = 0
         return state

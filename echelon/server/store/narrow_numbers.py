@@ -11,34 +11,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.protocol.specs import SIZES, StoreError
+from echelon.server.protocol.specs import DTYPE_BYTES, StoreError
 
 
-def narrow(rows: np.ndarray, wire: str) -> list[np.ndarray]:
-    """Rows (n, dim) of f4 or f8 as `wire`: [rows], and for i2 and i1 [rows, scales]."""
-    if wire in ("f4", "f8"):
-        return [rows.astype(wire, copy=False)]
-    if wire == "f2":
+def quantize(rows: np.ndarray, wire_dtype: str) -> list[np.ndarray]:
+    """Rows (n, dim) of f4 or f8 as `wire_dtype`: [rows], and for i2 and i1 [rows, scales]."""
+    if wire_dtype in ("f4", "f8"):
+        return [rows.astype(wire_dtype, copy=False)]
+    if wire_dtype == "f2":
         with np.errstate(over="ignore"):
             return [rows.astype(np.float16)]
-    if wire not in SIZES:
-        raise StoreError(f"wire: {wire!r} is no kind of number; use one of {', '.join(SIZES)}")
-    out = np.empty(rows.shape, wire)
+    if wire_dtype not in DTYPE_BYTES:
+        raise StoreError(f"wire: {wire_dtype!r} is no kind of number; use one of {', '.join(DTYPE_BYTES)}")
+    quantized = np.empty(rows.shape, wire_dtype)
     scales = np.empty(len(rows), np.float32)
     rows = np.ascontiguousarray(rows)
-    k.narrow_integers(rows, np.float32(np.iinfo(wire).max), np.full(rows.shape[1], 1 << 15, np.uint16), out, scales)
-    return [out, scales]
+    k.quantize_rows(
+        rows, np.float32(np.iinfo(wire_dtype).max), np.full(rows.shape[1], 1 << 15, np.uint16), quantized, scales
+    )
+    return [quantized, scales]
 
 
-def widen(arrays: Sequence[np.ndarray], dtype: str = "f4") -> np.ndarray:
-    """What `narrow` gave, as f4 or f8; not a copy where it is that already."""
+def dequantize(arrays: Sequence[np.ndarray], dtype: str = "f4") -> np.ndarray:
+    """What `quantize` gave, as f4 or f8; not a copy where it is that already."""
     rows = arrays[0]
     if rows.dtype.kind == "f":
         return rows.astype(dtype, copy=False)
-    out = np.empty(rows.shape, dtype)
+    weights = np.empty(rows.shape, dtype)
     if rows.dtype not in (np.int16, np.int8) or len(arrays) != 2 or arrays[1].shape != rows.shape[:1]:
         raise StoreError(
             f"rows of {rows.dtype} with {len(arrays) - 1} further arrays; i2 and i1 come with one scale per row"
         )
-    k.widen_integers(rows, arrays[1], out)
-    return out
+    k.dequantize_rows(rows, arrays[1], weights)
+    return weights

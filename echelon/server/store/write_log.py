@@ -10,58 +10,58 @@ from collections import deque
 import numpy as np
 
 #: Numbers (of 8 bytes) that are kept at least; beyond, as many as a quarter of the table's rows.
-LEAST = 65536
+MIN_CAPACITY = 65536
 #: With more shards than this a log number for each of them is more than the ids themselves.
-MOST_SHARDS = 4096
+MAX_LOGGED_SHARDS = 4096
 #: What an array takes besides its numbers, in numbers.
-_OBJECT = 16
+_ARRAY_OVERHEAD = 16
 
 
-class Recent:
+class WriteLog:
     """The ids of the last writes, with the log number that each shard had then."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, num_shards: int) -> None:
         #: Ids of one write, or of several small ones; log numbers at the last of them, which are as many as they need to be for all.
         self._entries: deque[tuple[list[np.ndarray], np.ndarray]] = deque()
         #: Ids of the newest entry, and numbers in sum.
-        self._newest = self._size = 0
+        self._newest_id_count = self._size = 0
         #: Writes of each shard after this log number are all here.
-        self._whole = np.full(shards, np.iinfo(np.int64).min, np.int64)
+        self._complete_since = np.full(num_shards, np.iinfo(np.int64).min, np.int64)
 
-    def add(self, ids: np.ndarray, lsn: np.ndarray, rows: int) -> None:
+    def add(self, ids: np.ndarray, lsn: np.ndarray, row_count: int) -> None:
         """A write to ids of a table that has so many rows."""
         if not len(ids):
             return
-        self._size += len(ids) + _OBJECT
-        if self._entries and self._newest < len(lsn):
+        self._size += len(ids) + _ARRAY_OVERHEAD
+        if self._entries and self._newest_id_count < len(lsn):
             # Log numbers of their own would be more than the ids of a small write, and most of its work.
-            parts, last = self._entries[-1]
-            parts.append(ids.copy())
-            last[:] = lsn
-            self._newest += len(ids)
+            id_arrays, last_lsn = self._entries[-1]
+            id_arrays.append(ids.copy())
+            last_lsn[:] = lsn
+            self._newest_id_count += len(ids)
             return
         self._entries.append(([ids.copy()], lsn.copy()))
-        self._newest = len(ids)
+        self._newest_id_count = len(ids)
         self._size += len(lsn)
-        most = max(LEAST, rows // 4)
-        if self._size > most + most // 4:
+        capacity = max(MIN_CAPACITY, row_count // 4)
+        if self._size > capacity + capacity // 4:
             # Many at a time: one with each write costs more than to keep what it wrote.
-            while self._size > most:
-                parts, last = self._entries.popleft()
-                self._size -= sum(len(part) + _OBJECT for part in parts) + len(last)
-                np.maximum(self._whole, last, out=self._whole)
+            while self._size > capacity:
+                id_arrays, last_lsn = self._entries.popleft()
+                self._size -= sum(len(ids_part) + _ARRAY_OVERHEAD for ids_part in id_arrays) + len(last_lsn)
+                np.maximum(self._complete_since, last_lsn, out=self._complete_since)
 
-    def replaced(self, shard: int, lsn: int) -> None:
+    def reset_shard(self, shard: int, lsn: int) -> None:
         """Rows of a shard came from elsewhere, written up to this log number."""
-        self._whole[shard] = max(self._whole[shard], lsn)
+        self._complete_since[shard] = max(self._complete_since[shard], lsn)
 
-    def since(self, shards: np.ndarray, lsns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def ids_since(self, shards: np.ndarray, lsns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whether the log reaches back to each log number; ids among which are all that were written to those shards since."""
-        whole = lsns >= self._whole[shards]
-        shards, lsns = shards[whole], lsns[whole]
-        found = []
-        for parts, last in reversed(self._entries):
-            if not (last[shards] > lsns).any():
+        is_complete = lsns >= self._complete_since[shards]
+        shards, lsns = shards[is_complete], lsns[is_complete]
+        id_arrays = []
+        for entry_ids, last_lsn in reversed(self._entries):
+            if not (last_lsn[shards] > lsns).any():
                 break
-            found += parts
-        return whole, np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+            id_arrays += entry_ids
+        return is_complete, np.unique(np.concatenate(id_arrays)) if id_arrays else np.empty(0, np.int64)

@@ -22,7 +22,7 @@ def settle(world: World) -> None:
             world.act(name, world.run(name, "server tick"))
             server = world.nodes[name]
             if server.joined and server.replica is not None:
-                world.put((name, "controller"), False, wire.BEAT, 0, {"version": server.replica.map.version})
+                world.put((name, "controller"), False, wire.HEARTBEAT, 0, {"version": server.replica.map.version})
         world.reconnect()
     finished(world)
 

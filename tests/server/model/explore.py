@@ -45,8 +45,11 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, ends: int 
 
     Of a part: at least so many states and so many ends, unless the time is over.
     """
-    waits, members.CALM = members.CALM, 0.0
-    together, rebalance.TOGETHER = rebalance.TOGETHER, 0.0 if case.single else rebalance.TOGETHER
+    waits, members.REBALANCE_DELAY = members.REBALANCE_DELAY, 0.0
+    together, rebalance.LEARNER_BATCH_DELAY = (
+        rebalance.LEARNER_BATCH_DELAY,
+        0.0 if case.single else rebalance.LEARNER_BATCH_DELAY,
+    )
     began = time.monotonic()
     drawn = random.Random(seed)
     try:
@@ -86,4 +89,4 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, ends: int 
                     stack.append(other)
         return Found(states=len(seen), ends=ended, seconds=time.monotonic() - began, whole=True)
     finally:
-        members.CALM, rebalance.TOGETHER = waits, together
+        members.REBALANCE_DELAY, rebalance.LEARNER_BATCH_DELAY = waits, together

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from echelon.server.protocol.actions import Send
-from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from tests.server.model.world import World
@@ -36,7 +36,7 @@ def check(world: World) -> None:
                 )
     if world.disk is None:
         return
-    known = Map.from_document(world.disk["map"])
+    known = ShardMap.from_document(world.disk["map"])
     for (worker, shard), seq in world.acked.items():
         for name in known.chains[shard]:
             node = world.nodes.get(name)
@@ -52,7 +52,7 @@ def check(world: World) -> None:
 
 def acknowledged(world: World, head: str, worker: str, action: Send) -> None:
     """A head acknowledges a push: it may, and from now on nobody may lose it."""
-    section = world.nodes[worker].flying.get(action.request)
+    section = world.nodes[worker].flying.get(action.request_id)
     if section is None:
         return
     replica = world.nodes[head].replica
@@ -69,7 +69,7 @@ def acknowledged(world: World, head: str, worker: str, action: Send) -> None:
 def _known(world: World, worker: str, shard: int, seq: int) -> bool:
     """Whether the shard's present head has a push."""
     assert world.disk is not None
-    known = Map.from_document(world.disk["map"])
+    known = ShardMap.from_document(world.disk["map"])
     node = world.nodes.get(known.heads[shard] or "")
     if node is None or node.replica is None:
         return True

@@ -13,7 +13,7 @@ from tests.server.model.world import Ends, World
 
 #: A watch or a report of an installed map that comes late is a tick of the controller that comes late; a greeting that comes late is a
 #: connection that is made late.
-_EAGER = {wire.WATCH, wire.INSTALLED, wire.HAIL, wire.BEHIND}
+_EAGER = {wire.WATCH, wire.MAP_INSTALLED, wire.HELLO, wire.MAP_REQUEST}
 
 
 def _kind(message: bytes) -> int:
@@ -32,17 +32,17 @@ def steps(world: World) -> Iterator[tuple[str, Callable[[World], None]]]:
     """What may happen next. Messages that change nothing but what the receiver may do later go first, alone."""
     for ends, each in world.wires.items():
         if each.there and _kind(each.there[0]) in _EAGER:
-            yield wire.NAMES[_kind(each.there[0])], lambda world, ends=ends: world.deliver(ends, False)
+            yield wire.KIND_NAMES[_kind(each.there[0])], lambda world, ends=ends: world.deliver(ends, False)
             return
     for ends, each in world.wires.items():
         if each.there:
             yield (
-                f"{wire.NAMES[_kind(each.there[0])]} {ends[0]}>{ends[1]}",
+                f"{wire.KIND_NAMES[_kind(each.there[0])]} {ends[0]}>{ends[1]}",
                 lambda world, ends=ends: world.deliver(ends, False),
             )
         if each.back:
             yield (
-                f"{wire.NAMES[_kind(each.back[0])]} {ends[1]}>{ends[0]}",
+                f"{wire.KIND_NAMES[_kind(each.back[0])]} {ends[1]}>{ends[0]}",
                 lambda world, ends=ends: world.deliver(ends, True),
             )
     for name, node in world.nodes.items():
@@ -147,7 +147,7 @@ def start(world: World) -> None:
 def controller(world: World, document: dict[str, Any] | None) -> Controller:
     """The controller as its disk has it."""
     case = world.case
-    return Controller(document, shards=case.shards, replicas=case.replicas, expect=case.servers, now=world.now)
+    return Controller(document, num_shards=case.shards, replicas=case.replicas, expect=case.servers, now=world.now)
 
 
 def join(world: World) -> None:

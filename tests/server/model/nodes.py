@@ -10,7 +10,7 @@ from echelon.server.client.outbox import Outbox, Section
 from echelon.server.controller import Controller
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
-from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.replica import Replica
 from tests.server.fake_store import TinyStore
 
@@ -61,25 +61,27 @@ def _controlled(server: Server, now: float, frame: wire.Frame) -> list[Any]:
     out: list[Any] = []
     if frame.kind == wire.MAP:
         server.incarnation, server.joined = frame.meta["incarnation"], True
-        new = Map.from_document(frame.meta["map"])
+        new = ShardMap.from_document(frame.meta["map"])
         if server.replica is None:
-            store = TinyStore(new.shards)
-            server.replica = Replica(name=server.name, incarnation=server.incarnation, store=store, shards=new.shards)
-            server.replica.parts = 1  # of a snapshot under way at once: pushes come between them
+            store = TinyStore(new.num_shards)
+            server.replica = Replica(
+                name=server.name, incarnation=server.incarnation, store=store, num_shards=new.num_shards
+            )
+            server.replica.max_parts_in_flight = 1  # of a snapshot under way at once: pushes come between them
         out += server.replica.on_map(now, new, frame.meta["specs"])
-        out += server.replica.on_controller(now)
+        out += server.replica.on_controller_connected(now)
     elif frame.kind == wire.REFUSED:
         out.append("anew")
-    elif frame.kind == wire.GRANT:
+    elif frame.kind == wire.MAP_UPDATE:
         if server.replica is not None and server.joined:
-            new = Map.from_document(frame.meta["map"])
+            new = ShardMap.from_document(frame.meta["map"])
             seat = new.servers.get(server.name)
             if seat is None or seat.incarnation != server.incarnation:
                 out.append("anew")
             else:
                 out += server.replica.on_map(now, new, frame.meta["specs"])
     elif server.replica is not None:
-        out += server.replica.on_control(now, frame)
+        out += server.replica.on_controller_frame(now, frame)
     if "anew" in out:
         server.replica, server.incarnation, server.joined = None, 0, False
     return out
@@ -87,28 +89,28 @@ def _controlled(server: Server, now: float, frame: wire.Frame) -> list[Any]:
 
 def _ticked(core: Controller, now: float, dead: str | None) -> list[Action]:
     """The controller's tick, when everyone who has a connection has just been heard."""
-    core._ticked = now
+    core._last_tick = now
     for session in core.sessions.values():
-        session.heard = now
+        session.last_heard = now
     if dead is not None:
-        core.absent["server", dead] = now
+        core.disconnect_deadlines["server", dead] = now
     return core.on_tick(now)
 
 
 def _mapped(worker: Worker, now: float, frame: wire.Frame) -> list[Any]:
     if frame.kind != wire.MAP:
         return []
-    new = Map.from_document(frame.meta["map"])
+    new = ShardMap.from_document(frame.meta["map"])
     if "incarnation" in frame.meta:
         worker.incarnation = frame.meta["incarnation"]
     if worker.outbox is None:
         worker.outbox = Outbox(new)
         return [new.version]
-    return [new.version, *worker.outbox.install(new)]
+    return [new.version, *worker.outbox.install_map(new)]
 
 
 def _answered(worker: Worker, now: float, frame: wire.Frame) -> list[Any]:
-    section = worker.flying.pop(frame.request, None)
+    section = worker.flying.pop(frame.request_id, None)
     if frame.kind == wire.ACK and section is not None and worker.outbox is not None:
         worker.outbox.acknowledge(section)
     return []
@@ -116,7 +118,7 @@ def _answered(worker: Worker, now: float, frame: wire.Frame) -> list[Any]:
 
 def _lost_head(worker: Worker, now: float, head: str) -> list[Any]:
     if worker.outbox is not None:
-        worker.outbox.lose(head)
+        worker.outbox.mark_unreachable(head)
         worker.flying = {number: each for number, each in worker.flying.items() if each.head != head}
     return []
 

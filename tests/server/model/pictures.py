@@ -10,12 +10,25 @@ import numpy as np
 
 from echelon.server.client.outbox import Section
 from echelon.server.protocol import wire
-from echelon.server.protocol.shard_map import Map
-from echelon.server.protocol.shard_sets import Cover, Covers
-from echelon.server.replica.replica_link import Sent
+from echelon.server.protocol.shard_map import ShardMap
+from echelon.server.protocol.shard_sets import ShardSet, ShardSetCache
+from echelon.server.replica.replica_link import UnackedMessage
 from tests.server.model.nodes import EVENTS
 
-_SHARED = (int, str, float, bytes, bool, type(None), wire.Frame, Map, Section, Sent, Cover, Covers)
+_SHARED = (
+    int,
+    str,
+    float,
+    bytes,
+    bool,
+    type(None),
+    wire.Frame,
+    ShardMap,
+    Section,
+    UnackedMessage,
+    ShardSet,
+    ShardSetCache,
+)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -55,13 +68,13 @@ def frozen(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, Cover):
-        return value.wire.tobytes()
+    if isinstance(value, ShardSet):
+        return value.wire_shards.tobytes()
     if isinstance(value, wire.Frame):
         return value.raw.tobytes()
-    if isinstance(value, Map):
+    if isinstance(value, ShardMap):
         if "_frozen" not in value.__dict__:
-            value.__dict__["_frozen"] = repr(value.document())
+            value.__dict__["_frozen"] = repr(value.to_document())
         return value.__dict__["_frozen"]
     if isinstance(value, dict):
         return frozenset(

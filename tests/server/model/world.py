@@ -159,29 +159,31 @@ class World:
                 return
             if isinstance(action, Send):
                 if name == "controller":
-                    who, number = action.whom  # type: ignore[misc]
+                    who, number = action.peer  # type: ignore[misc]
                     if (who, name) in self.wires and self.wires[who, name].number == number:
-                        self.put((who, name), True, action.kind, action.request, action.meta, action.arrays)
-                elif action.to == PEER:
-                    who, number = action.whom  # type: ignore[misc]
+                        self.put((who, name), True, action.kind, action.request_id, action.meta, action.arrays)
+                elif action.channel == PEER:
+                    who, number = action.peer  # type: ignore[misc]
                     if (who, name) in self.wires and self.wires[who, name].number == number:
                         if action.kind == wire.ACK:
                             acknowledged(self, name, who, action)
-                        self.put((who, name), True, action.kind, action.request, action.meta, action.arrays)
-                elif action.to == LINK:
-                    self.put((name, str(action.whom)), False, action.kind, action.request, action.meta, action.arrays)
+                        self.put((who, name), True, action.kind, action.request_id, action.meta, action.arrays)
+                elif action.channel == LINK:
+                    self.put(
+                        (name, str(action.peer)), False, action.kind, action.request_id, action.meta, action.arrays
+                    )
                 elif self.nodes[name].joined:
-                    assert action.to == CONTROL
-                    self.put((name, "controller"), False, action.kind, action.request, action.meta, action.arrays)
+                    assert action.channel == CONTROL
+                    self.put((name, "controller"), False, action.kind, action.request_id, action.meta, action.arrays)
             elif isinstance(action, Persist):
                 self.disk = action.document
             elif isinstance(action, Close):
-                if name == "controller" or action.to == PEER:
-                    who, number = action.whom  # type: ignore[misc]
+                if name == "controller" or action.channel == PEER:
+                    who, number = action.peer  # type: ignore[misc]
                     if (who, name) in self.wires and self.wires[who, name].number == number:
                         self.disconnect((who, name))
                 else:
-                    self.disconnect((name, str(action.whom)))
+                    self.disconnect((name, str(action.peer)))
 
     def fail(self, what: str) -> None:
         """An invariant is broken."""
@@ -224,10 +226,10 @@ class World:
                 self.run(name, "lose", section.head)
                 continue
             [request] = self.run(name, "posted", section)
-            ids = section.cover.astype(np.int64)
+            ids = section.shards.astype(np.int64)
             grads = np.full((len(ids), 1), section.payload, np.int64)
             meta = {
-                "version": section.version,
+                "version": section.map_version,
                 "worker": name,
                 "incarnation": self.nodes[name].incarnation,
                 "seq": section.seq,
@@ -237,4 +239,4 @@ class World:
             }
             if self.case.aggregate:
                 meta["aggregate"] = True
-            self.put((name, section.head), False, wire.PUSH, request, meta, [section.cover, ids, grads])
+            self.put((name, section.head), False, wire.PUSH, request, meta, [section.shards, ids, grads])
