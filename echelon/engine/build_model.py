@@ -88,7 +88,7 @@ class RankModel:
         self.tp_partial = [parameter for name, parameter in trained if name in partial_names]
         #: Changed by forward itself, on the ranks whose samples use them.
         self.max_norm_weights = [parameter for parameter in max_norm_weights(self.model) if not parameter.is_meta]
-        allreduced = self.parameters if self.sharding is None else self.sharding.loose
+        allreduced = self.parameters if self.sharding is None else self.sharding.unsharded_parameters
         if self._data_parallel.size > 1 and allreduced and plan.dense == "allreduce":
             self.gradient_allreduce = GradientAllReduce(
                 allreduced, plan.bucket_megabytes, self._data_parallel.process_group

@@ -186,15 +186,15 @@ def _skip_norms() -> Sequence[AbstractContextManager[object]]:
 )
 def _keep_local_norm_gradients() -> Sequence[AbstractContextManager[object]]:
     norm_tensors: dict[int, Tensor] = {}  # held, as a proof has two runs at once
-    add_up = engine.sum_gradients
+    sum_gradients = engine.sum_gradients
 
     def record_norms(model: nn.Module) -> None:
         norm_tensors.update({id(parameter): parameter for parameter in norm_parameters(model)})
 
-    def add_up_others(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
-        add_up([parameter for parameter in parameters if id(parameter) not in norm_tensors], ranks)
+    def sum_other_gradients(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
+        sum_gradients([parameter for parameter in parameters if id(parameter) not in norm_tensors], ranks)
 
-    return [patch_model(record_norms), patch.object(engine, "add_up", add_up_others)]
+    return [patch_model(record_norms), patch.object(engine, "sum_gradients", sum_other_gradients)]
 
 
 @_register_fault(
@@ -283,7 +283,7 @@ def _untie_weights() -> Sequence[AbstractContextManager[object]]:
     "tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1"
 )
 def _untie_stage_weights() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(engine, "add_up", lambda parameters, ranks: None)]
+    return [patch.object(engine, "sum_gradients", lambda parameters, ranks: None)]
 
 
 @_register_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")

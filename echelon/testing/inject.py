@@ -73,4 +73,4 @@ def skip_gradient_reduction(
     def exchange_others(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
         return original_exchange([parameter for parameter in parameters if id(parameter) not in skipped], *rest)
 
-    return [patch_model(record_skipped), patch.object(build_model, "Exchange", exchange_others)]
+    return [patch_model(record_skipped), patch.object(build_model, "GradientAllReduce", exchange_others)]

@@ -124,7 +124,7 @@ def test_an_output_that_is_not_a_number_in_either_run_does_not_pass() -> None:
 
 def test_logits_that_are_looked_at_stay_cut() -> None:
     part = torch.randn(2, 3)
-    axis: Any = SimpleNamespace(gathered=lambda local, dim, sizes: torch.cat([local, local], dim))
+    axis: Any = SimpleNamespace(gather_from_region=lambda local, dim, sizes: torch.cat([local, local], dim))
     logits = ShardedLogits(part, 1, [3, 3], axis)
     assert torch.equal(logits.gather_detached(), torch.cat([part, part], 1))
     assert logits._full_tensor is None

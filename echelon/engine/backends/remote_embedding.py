@@ -48,7 +48,7 @@ class EmptyTable(nn.Parameter):
                 if not isinstance(result, Tensor):  # `.T` and `.data` are asked for in order to compute with them
                     return result
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, EmptyTable) and getattr(leaf, "inside", _never_in_forward)():
+                if isinstance(leaf, EmptyTable) and getattr(leaf, "is_in_forward", _never_in_forward)():
                     raise PlanError(
                         f"exchange=server: forward computes with {leaf.parameter_name} itself, of which a rank has only the rows of its batch; read it by "
                         "calling its module, or keep it with the ranks (a larger rows=)"

@@ -111,27 +111,27 @@ class ReadHistory:
         name = type_name(job.data)
         if trial is None:
             return
-        if not trial.reproducible:
+        if not trial.is_reproducible:
             run.warn(
                 f"{name}: the first step's samples are not those that the interrupted run read: it draws random numbers that no seed fixes, or files or "
                 "libraries have changed; the resumed run reads other samples than an unbroken one"
             )
             return
         if run.workers:
-            if trial.differs or trial.drifts:
+            if trial.depends_on_history or trial.changes_between_reads:
                 run.warn(
                     f"{name}: samples depend on those before, as the worker processes of the run before kept them: the resumed run starts with it as it "
                     "was made; use workers=0 to have it as it was"
                 )
             return
-        if not (trial.differs or trial.drifts or trial.changes):
+        if not (trial.depends_on_history or trial.changes_between_reads or trial.changes_state):
             return
-        expected_seconds = trial.seconds * finished_steps
-        if expected_seconds > _MAX_REPLAY_SECONDS and not (trial.differs and trial.drifts):
+        expected_seconds = trial.step_seconds * finished_steps
+        if expected_seconds > _MAX_REPLAY_SECONDS and not (trial.depends_on_history and trial.changes_between_reads):
             run.warn(
                 f"{name}: step {self._last.step + 1 if self._last else finished_steps}'s samples are not those that the interrupted run read, and do not depend on "
                 "what is read before: files or libraries have changed"
-                if trial.differs
+                if trial.depends_on_history
                 else f"{name} keeps what it reads; to read {finished_steps:,} steps again takes about {format_seconds(expected_seconds)}, and no trial shows that samples depend "
                 "on earlier ones: the resumed run starts with it as it was made"
             )
@@ -140,7 +140,7 @@ class ReadHistory:
             run.warn(
                 f"{name}: samples depend on those before: {finished_steps:,} steps are read again, about {format_seconds(expected_seconds)}"
             )
-        self._replay_steps(finished_steps, depends_on_history=trial.differs)
+        self._replay_steps(finished_steps, depends_on_history=trial.depends_on_history)
 
     def _replay_steps(self, finished_steps: int, *, depends_on_history: bool) -> None:
         run, last = self._run, self._last

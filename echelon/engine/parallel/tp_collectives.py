@@ -79,7 +79,7 @@ class _CollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.given = inputs[1:]
+        ctx.saved_inputs = inputs[1:]
 
 
 class _CopyToRegion(_CollectiveFunction):
@@ -89,8 +89,8 @@ class _CopyToRegion(_CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (tp,) = ctx.given
-        tp._copied = None  # the last one of forward would else be kept until the next step
+        (tp,) = ctx.saved_inputs
+        tp._last_copy = None  # the last one of forward would else be kept until the next step
         return _ReduceFromRegion.apply(grads[0].clone(memory_format=torch.contiguous_format), tp), None
 
 
@@ -103,13 +103,13 @@ class _ReduceFromRegion(_CollectiveFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.given = inputs[1:]
+        ctx.saved_inputs = inputs[1:]
         if output is inputs[0]:
             ctx.mark_dirty(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _CopyToRegion.apply(grads[0], *ctx.given), None
+        return _CopyToRegion.apply(grads[0], *ctx.saved_inputs), None
 
 
 class _GatherFromRegion(_CollectiveFunction):
@@ -119,7 +119,7 @@ class _GatherFromRegion(_CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _SliceToRegion.apply(grads[0], *ctx.given), None, None, None
+        return _SliceToRegion.apply(grads[0], *ctx.saved_inputs), None, None, None
 
 
 class _SliceToRegion(_CollectiveFunction):
@@ -131,7 +131,7 @@ class _SliceToRegion(_CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _GatherFromRegion.apply(grads[0], *ctx.given), None, None, None
+        return _GatherFromRegion.apply(grads[0], *ctx.saved_inputs), None, None, None
 
 
 class _AllGather(_CollectiveFunction):
@@ -141,11 +141,11 @@ class _AllGather(_CollectiveFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.given = inputs[1:4]
+        ctx.saved_inputs = inputs[1:4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _ReduceScatter.apply(grads[0], *ctx.given), None, None, None, None
+        return _ReduceScatter.apply(grads[0], *ctx.saved_inputs), None, None, None, None
 
 
 class _ReduceScatter(_CollectiveFunction):
@@ -159,7 +159,7 @@ class _ReduceScatter(_CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _AllGather.apply(grads[0], *ctx.given, None), None, None, None
+        return _AllGather.apply(grads[0], *ctx.saved_inputs, None), None, None, None
 
 
 def _all_gather_uneven(x: Tensor, dim: int, shard_sizes: Sequence[int], tp: TPCommunicator) -> Tensor:

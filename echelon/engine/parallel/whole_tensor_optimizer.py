@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,12 +99,16 @@ class FullTensorOptimizer:
             communicator.rank for axis, communicator in axes.items() if axis not in (*self.gathered_axes, "pp")
         )
         self._tp_shards = tp_shards
-        trained = {n: v for n, v in model.named_parameters() if v.requires_grad and n in optimizer_class.parameters}
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name in optimizer_class.parameters
+        }
         self._live_parameters = {name: parameter for name, parameter in trained.items() if not parameter.is_meta}
         rank_blocks = self._communicator.all_gather_object([self._local_blocks(name) for name in self._live_parameters])
         held_blocks: list[dict[str, list[_TensorBlock]]] = [{} for _ in rank_blocks]
         for blocks_by_name, tensor_blocks in zip(held_blocks, rank_blocks, strict=True):
-            for block in (one for each in tensor_blocks for one in each):
+            for block in chain.from_iterable(tensor_blocks):
                 blocks_by_name.setdefault(block.name, []).append(block)
         bytes_by_name = {
             name: math.prod(shapes[name]) * parameter.element_size()
