@@ -62,7 +62,7 @@ def pack(
     with Progress(*columns_shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
         token_task = bar.add_task("tokens", total=None, visible=False)
         packing_source = _open_source(
-            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=token_cache, processes=processes,
+            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, work_folder=token_cache, processes=processes,
             progress=lambda done, total: bar.update(token_task, completed=done, total=total, visible=True),
         )  # fmt: skip
         pack_task = bar.add_task("packing", total=None)

@@ -20,8 +20,8 @@ from echelon.cli.common import (
 from echelon.launchers.rank_ipc import format_error
 
 if TYPE_CHECKING:
-    from echelon.flow.resolve_plan import JobSource
-    from echelon.flow.settings import Setting
+    from echelon.flow.resolve_plan import JobSource, ResolvedPlan
+    from echelon.flow.settings import Setting, Settings
     from echelon.plan.plan import Plan
 
 

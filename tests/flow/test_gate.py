@@ -179,7 +179,7 @@ def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, mo
     monkeypatch.setattr(sample_coupling, "MAX_LATER_CALLS", 0)
     job = make(model=lambda: Late(20), epochs=12)
     texts = ("dp=1 micro=4", "dp=1")
-    monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_, **__: plans(*texts))
+    monkeypatch.setattr(sys.modules["echelon.flow.train"], "candidate_plans", lambda *_, **__: plans(*texts))
     events = train(tmp_path / "run", job, "auto", every=2)
     starts = [(event.data["plan"], event.step) for event in events if event.kind == "start"]
     assert [plan for plan, _ in starts] == list(texts)
@@ -436,7 +436,7 @@ def plans(*texts: str) -> Iterator[ResolvedPlan]:
 
 
 def test_auto_takes_the_first_plan_that_is_not_disproved() -> None:
-    taken = gate.run_first_proved(plans("dp=4", "dp=2", "dp=1"), failing("UnprovedPlan", "DivergenceError"))
+    taken = gate.run_first_proved(plans("dp=4", "dp=2", "dp=1"), failing("UnverifiedPlanError", "DivergenceError"))
     assert taken.plan == Plan()
     assert 'auto left "dp=4": dp=4 is wrong' in taken.fallback
     assert 'auto left "dp=2": dp=2 is wrong' in taken.warnings
@@ -463,7 +463,7 @@ def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
     assert [str(each.plan) for each in asked()] == [
         "dp=2 tp=2 micro=4 recompute=block", "dp=2 tp=2 micro=4", "dp=1 tp=2 recompute=block", "dp=1"
     ]  # fmt: skip
-    taken = gate.run_first_proved(asked(), failing("UnprovedPlan", "UnpartedState", "DivergenceError"))
+    taken = gate.run_first_proved(asked(), failing("UnverifiedPlanError", "UnshardableStateError", "DivergenceError"))
     assert taken.plan == Plan()
     assert '"dp=1 tp=2 recompute=block" runs as "dp=1"' in taken.fallback
     for kind, started in (("WorldError", False), ("DivergenceError", True)):
@@ -473,9 +473,9 @@ def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
 
 def test_auto_stops_looking_when_its_time_is_over() -> None:
     asked = ("dp=4", "dp=3", "dp=2", "dp=1")
-    kinds = ("UnprovedPlan", "UnprovedPlan")
+    kinds = ("UnverifiedPlanError", "UnverifiedPlanError")
     assert str(gate.run_first_proved(plans(*asked), failing(*kinds), lambda _: 30.0).plan) == "dp=2"
-    assert str(gate.run_first_proved(plans(*asked), failing("UnprovedPlan"), lambda _: 0.0).plan) == "dp=1"
+    assert str(gate.run_first_proved(plans(*asked), failing("UnverifiedPlanError"), lambda _: 0.0).plan) == "dp=1"
     # A plan that trained before it was disproved costs nothing of that time.
     assert (
         str(gate.run_first_proved(plans(*asked), failing("DivergenceError", started=True), lambda _: 0.0).plan)
@@ -487,14 +487,14 @@ def test_errors_of_a_running_training_end_it() -> None:
     with pytest.raises(LaunchError, match="dp=4 is wrong"):
         gate.run_first_proved(plans("dp=4", "dp=1"), failing("TrainingError", started=True))
     with pytest.raises(LaunchError, match="dp=2 is wrong"):  # nothing left to try
-        gate.run_first_proved(plans("dp=2"), failing("UnprovedPlan"))
+        gate.run_first_proved(plans("dp=2"), failing("UnverifiedPlanError"))
 
 
 def test_auto_ends_at_one_process_where_nothing_can_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> ResolvedPlan:
         raise PlanError("no plan can be executed")
 
-    monkeypatch.setattr(gate, "prepare", refuse)
+    monkeypatch.setattr(gate, "resolve_plan", refuse)
     (only,) = gate.candidate_plans(JobSource(make()), "auto")
     assert only.plan == Plan()
     assert "no plan can be executed" in only.fallback

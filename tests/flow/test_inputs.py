@@ -120,7 +120,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
 @pytest.mark.slow
 def test_other_processes_find_the_same_identity(tmp_path: Path) -> None:
     file = write_reading(tmp_path)
-    code = f"from echelon.flow.resolve_plan import Subject; print(Subject({str(file)!r}).identity.digest)"
+    code = f"from echelon.flow.resolve_plan import JobSource; print(JobSource({str(file)!r}).identity.digest)"
     found = set()
     for rank in ("0", "1"):
         environment = os.environ | {"PYTHONHASHSEED": rank, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}

@@ -234,14 +234,14 @@ def test_data_counts_whole(values: Any) -> None:
 @pytest.mark.slow
 def test_a_new_process_finds_the_same_digests(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(
-        "import random, torch\nfrom torch import nn\nfrom echelon.flow.job_code import describe\n"
+        "import random, torch\nfrom torch import nn\nfrom echelon.flow.job_code import digest_value\n"
         "torch.manual_seed(1)\nmodel = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))\nscale = 2.0\n"
         "model.register_forward_hook(lambda module, args, output: output * scale)\n"
         "texts = [f'{i} text' for i in range(1000)] + ['scale']\n"
         "class Held:\n    def __init__(self): self.words = {str(i) for i in range(2000)}; self.by = {w: len(w) for w in self.words}\n"
         "    def __call__(self, samples): return samples\n"
         "held = Held()\nfunction = lambda p: torch.optim.SGD(p, lr=scale)\n"
-        "print([describe(each, model=True) for each in (model, texts, held, function)])\n"
+        "print([digest_value(each, is_model=True) for each in (model, texts, held, function)])\n"
     )
     found = set()
     for seed in ("1", "2", "3"):

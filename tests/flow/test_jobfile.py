@@ -127,7 +127,7 @@ def test_random_data_of_a_job_is_the_same_in_every_process(tmp_path: Path) -> No
 
 
 def test_a_job_file_that_is_read_can_be_told(tmp_path: Path) -> None:
-    text = FILE.format(steps=1) + "from echelon.flow.job_source import reading\nseen = reading()\n"
+    text = FILE.format(steps=1) + "from echelon.flow.job_source import file_being_read\nseen = file_being_read()\n"
     spec = written(tmp_path / "echelon_reading_job.py", text)
     load_job(spec)
     assert sys.modules["echelon_reading_job"].seen == Path(spec).resolve()

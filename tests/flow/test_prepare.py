@@ -88,7 +88,7 @@ def test_where_nothing_can_be_cut_the_ranks_share_the_memory_and_it_is_said(
     subject = JobSource(make(model=model, batch_size=16))
     if profiled:
         known = subject.profile()
-        monkeypatch.setattr(subject, "known_profile", lambda: known)
+        monkeypatch.setattr(subject, "cached_profile", lambda: known)
     prepared = resolve_plan(subject, plan)
     assert str(prepared.plan) == instead
     assert f'"{from_text(plan)}" falls back to "{instead}" on the same ranks' in prepared.fallback

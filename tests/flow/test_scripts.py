@@ -133,9 +133,9 @@ def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
     """Its model may follow from a loop or from its arguments, of which the file's text knows nothing."""
     text = """
 from dataclasses import replace
-from echelon.flow.resolve_plan import Subject
+from echelon.flow.resolve_plan import JobSource
 for width in (3, 5):
-    print(Subject(replace(job(), model=lambda: nn.Linear(8, width))).profile().elements)
+    print(JobSource(replace(job(), model=lambda: nn.Linear(8, width))).profile().elements)
 """
     done = script(tmp_path, text)
     assert done.returncode == 0, done.stderr
