@@ -330,7 +330,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _infer_label_counting(term: Any, batch: Any) -> str:
     labels = _class_labels(batch)
-    if term.by_shape or labels is None:
+    if term.counted_by_shape or labels is None:
         return "none"
     count = float(term.count)
     if labels.dim() > 1 and count == float((labels[..., 1:] != -100).sum()):

@@ -169,7 +169,7 @@ class WorldCommunicator(Communicator):
         model_axes = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
         if len(model_axes) == 2:
             with _record_connections():
-                model_mesh = device_mesh["pp", "tp"]._flatten("core")
+                model_mesh = device_mesh["pp", "tp"]._flatten("model_parallel")
             self.model_parallel = Communicator(model_mesh.get_local_rank(), model_mesh.size(), self.device, model_mesh)
         elif model_axes:
             self.model_parallel = communicators[model_axes[0]]

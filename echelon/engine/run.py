@@ -156,7 +156,7 @@ class Run:
         self.warmup_steps = run_data.warmup_steps
         #: How samples are ordered and what they hold, each as a short text where it is known: a checkpoint goes on with these only.
         self.sample_order, self.data_fingerprint = run_data.order_rule, run_data.fingerprint
-        #: How each metric is added up (metrics.py), once the first evaluation has told.
+        #: How each metric is reduced (metrics.py); known after the first evaluation.
         self.metric_kinds: dict[str, MetricKind] = {}
         #: Whether evaluations weigh the loss by samples, because no other weight joins its batches.
         self.weighs_loss_by_samples = False
@@ -263,7 +263,7 @@ class Run:
         #: Batches that a pipeline has evaluated.
         self._evaluated_batches = 0
         self._last_step: Step | None = None
-        #: Set it on any rank (a signal handler may): every rank then learns of it in the same step, by `Step.asked`.
+        #: Set it on any rank (a signal handler may): every rank then reads it from the same `Step`.
         self.stop_requested = False
         self._one = torch.ones((), device=self.device)
         self._stop_flag = self._one

@@ -83,9 +83,12 @@ class ScheduleReadCheck:
     def _require_full_tensors(self, tensors: Sequence[Tensor]) -> None:
         if not self._partial_tensors:
             settings = [
-                setting for each in self._optimizers for group in each.param_groups for setting in group.values()
+                setting
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for setting in group.values()
             ]
-            if all(any(tensor is each for each in settings) for tensor in tensors):  # a rate that is a tensor
+            if all(any(tensor is setting for setting in settings) for tensor in tensors):  # a rate that is a tensor
                 return
             self._partial_tensors = {id(setting): (name, setting) for name, setting in self._named_partial_tensors()}
         for tensor in tensors:
@@ -106,8 +109,10 @@ class ScheduleReadCheck:
             for name, parameter in named_parameters.items()
             if self._all_partial or name in self._tp_shards
         }
-        for each in self._full_tensor_optimizers.values():
-            partial |= {id(parameter): (name, parameter) for name, parameter in each.parameters.items()}
+        for full_tensor_optimizer in self._full_tensor_optimizers.values():
+            partial |= {
+                id(parameter): (name, parameter) for name, parameter in full_tensor_optimizer.parameters.items()
+            }
         if self._all_partial:  # also what stands in an optimizer for a stage without parameters
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
             partial = {
@@ -119,9 +124,9 @@ class ScheduleReadCheck:
                 yield f"the gradient of {name}", parameter.grad
             states = [optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state]
             for state in (state for state in states if isinstance(state, dict)):
-                for key, each in state.items():
-                    if isinstance(each, Tensor) and each.ndim:  # a count of steps is the same everywhere
-                        yield f"{key} of {name}", each
+                for key, state_value in state.items():
+                    if isinstance(state_value, Tensor) and state_value.ndim:  # a count of steps is the same everywhere
+                        yield f"{key} of {name}", state_value
 
 
 class _ReadMode(TorchFunctionMode):

@@ -1,7 +1,7 @@
 """Refuse schedules and optimizers that read Python state which the loss or `inputs` changes, where these see parts of a batch.
 
 A loss that keeps a running mean of its values updates it once per call: one device calls it once a step with the whole batch, a plan with micro-batches,
-data ranks or stages calls it on parts, or on some ranks only. A schedule that reads that mean would set another rate. So what both reach (reach.py) is
+data ranks or stages calls it on parts, or on some ranks only. A schedule that reads that mean would set another rate. So what both reach (reachable.py) is
 compared before and after the calls of steps 1, 2, 4, 8, ... of a run, and a change raises DivergenceError before the update. What both only read, and what a
 schedule changes for the loss to read, is fine.
 

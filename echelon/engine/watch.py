@@ -3,7 +3,7 @@
     every step     samples that the ranks of one data group read     strided digest       with the loss, over tp x pp
     every step     modules whose calls start collectives, in order   running hash         with the loss, over tp x pp and dp
     step 1, then   parameters, buffers, optimizer state, settings,   sums of their bits   one small message along each
-    every N        random states (replicas.py)                                            replicated axis
+    every N        random states (replica_check.py)                                            replicated axis
     the same       what the loss keeps, in runs without a proof      digests              over dp; a warning
 
 N follows from what a comparison was measured to cost. A difference raises DivergenceError on every rank that sees it, before the optimizer steps

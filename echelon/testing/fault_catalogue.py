@@ -90,7 +90,7 @@ def _multiply_by_micro_batches() -> Sequence[AbstractContextManager[object]]:
     weigh_loss = Run._weigh_loss
 
     def undivided(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
-        return weigh_loss(self, loss, micro_batch, batch, sums) * len(batch.micros)
+        return weigh_loss(self, loss, micro_batch, batch, sums) * len(batch.micro_batches)
 
     return [patch.object(Run, "_weigh_loss", undivided)]
 
@@ -120,7 +120,7 @@ def _weigh_micro_batches_equally() -> Sequence[AbstractContextManager[object]]:
     weigh_loss = Run._weigh_loss
 
     def weigh_equally(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
-        mean_samples = batch.samples / len(batch.micros) / self.data_parallel.size
+        mean_samples = batch.samples / len(batch.micro_batches) / self.data_parallel.size
         return weigh_loss(self, loss, micro_batch, batch, sums) * (mean_samples / micro_batch.samples)
 
     return [patch.object(Run, "_weigh_loss", weigh_equally)]
@@ -147,7 +147,7 @@ def _shuffle_per_rank() -> Sequence[AbstractContextManager[object]]:
     def open_shuffled(job: Job, ranks: WorldCommunicator, data: Communicator, **options: Any) -> RunData:
         return open_run_data(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **options)
 
-    return [patch.object(engine, "open_intake", open_shuffled)]
+    return [patch.object(engine, "open_run_data", open_shuffled)]
 
 
 # Reductions that are left out
@@ -222,9 +222,9 @@ def _report_local_loss() -> Sequence[AbstractContextManager[object]]:
     send, receive = step_metrics.StepMetrics.send, step_metrics.StepMetrics.receive
     local_loss: list[Tensor] = []
 
-    def send_and_keep(self: step_metrics.StepMetrics, *shares: Tensor, rest: Tensor) -> None:
+    def send_and_keep(self: step_metrics.StepMetrics, *shares: Tensor, extra: Tensor) -> None:
         local_loss[:] = [shares[0].detach().double()]
-        send(self, *shares, extra=rest)
+        send(self, *shares, extra=extra)
 
     def receive_local(self: step_metrics.StepMetrics) -> tuple[tuple[Tensor, ...], Tensor]:
         values, rest = receive(self)
@@ -294,8 +294,8 @@ def _seed_weights_per_rank() -> Sequence[AbstractContextManager[object]]:
         return original_build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
 
     return [
-        patch.object(build_model, "build", build_seeded),
-        patch.object(build_model, "equalise", lambda model, ranks: None),
+        patch.object(build_model, "initialize_model", build_seeded),
+        patch.object(build_model, "broadcast_model", lambda model, ranks: None),
     ]
 
 
