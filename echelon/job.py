@@ -69,7 +69,9 @@ class Job:
             )
         for name in arguments:
             if name not in job_fields:
-                close_matches = difflib.get_close_matches(name, job_fields, 1)
+                close_matches = (
+                    [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, job_fields, 1)
+                )
                 hint = (
                     f"did you mean {close_matches[0]}=?" if close_matches else f"its fields are {', '.join(job_fields)}"
                 )

@@ -179,7 +179,7 @@ class MeasureWorker:
             with torch.autograd.set_multithreading_enabled(False), OpRecorder(1) as recorder:
                 benchmark()
             # A call may copy or reshape on the side: what it is named after is its main operator.
-            op_call = max(recorder.trace.calls, key=lambda candidate: (candidate.flops, candidate.moved))
+            op_call = max(recorder.trace.calls, key=lambda candidate: (candidate.flops, candidate.moved_bytes))
             if self.device == "cuda":
                 self._measure_workspace(benchmark, op_call, dtype)
             seconds = self.time_call(benchmark, is_warm=True)
@@ -190,10 +190,10 @@ class MeasureWorker:
         ) as error:  # an operator or type that this build does not have
             self.report(kind="skipped", reason=str(error).splitlines()[0][:120])
             return
-        dims = (op_call.moved,) if op_call.kind == "stream" else rate_dims(op_call.kind, op_call.dims)
+        dims = (op_call.moved_bytes,) if op_call.kind == "stream" else rate_dims(op_call.kind, op_call.dims)
         if op_call.kind == "stream" and self.device == "cuda":
             dims = op_call.dims or dims  # a CPU's cores take what comes, however it is laid out
-        work = op_call.flops if op_call.kind != "stream" else op_call.moved
+        work = op_call.flops if op_call.kind != "stream" else op_call.moved_bytes
         self.report(kind="rate", operation=op_call.name, dtype=dtype or op_call.dtype, dims=dims, rate=work / seconds)
 
     def _measure_workspace(self, benchmark: BenchmarkCall, op_call: OpCall, dtype: str) -> None:

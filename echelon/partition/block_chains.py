@@ -105,7 +105,7 @@ def find_block_chains(
     for call_index in range(len(tracer.unit_calls) + 1):
         can_join = call_index < len(tracer.unit_calls) and is_block_call(call_index)
         if chain and not (can_join and extends_chain(call_index)):
-            yield BlockChain(tuple(tracer.unit_calls[placement].path for placement in chain), hidden_argument(chain[0]))
+            yield BlockChain(tuple(tracer.unit_calls[index].path for index in chain), hidden_argument(chain[0]))
             chain.clear()
         if can_join:
             chain.append(call_index)

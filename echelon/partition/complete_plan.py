@@ -31,7 +31,7 @@ from echelon.trials.random_state import preserve_random_states
 from echelon.trials.shape_model import build_fake_model, make_model
 from echelon.trials.trial_context import trial_context
 
-Found = TypeVar("Found")
+SearchResult = TypeVar("SearchResult")
 
 
 @trial_context()
@@ -75,9 +75,9 @@ def compute_fingerprint(job: Job) -> str:
 def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     """With the tables that the servers hold."""
     if profile is None:
-        from echelon.profiler.profile_model import profile as made
+        from echelon.profiler.profile_model import profile as make_profile
 
-        profile = made(job)
+        profile = make_profile(job)
     raise_on_errors(plan, tuple(check_server_tables(plan, profile)))
     return dataclasses.replace(plan, tables=choose_served_tables(plan, profile), model=plan.model or profile.model)
 
@@ -159,7 +159,7 @@ def find_job_cuts(job: Job, tp_size: int) -> TensorCuts:
     return _search_model(job, lambda model, run_step: find_tensor_cuts(model, run_step, tp_size))
 
 
-def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], SearchResult]) -> SearchResult:
     """What `search(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
     with preserve_random_states():
         try:
@@ -171,8 +171,8 @@ def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], Fou
 
 
 def _search_in_dtype(
-    job: Job, search: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None
-) -> Found:
+    job: Job, search: Callable[[nn.Module, Callable[[], Any]], SearchResult], dtype: torch.dtype | None
+) -> SearchResult:
     torch.manual_seed(job.seed)
     original_model = make_model(job)
     model, batch = original_model, ExampleBatches(job).batch(2)

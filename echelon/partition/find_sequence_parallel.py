@@ -213,10 +213,10 @@ class _ChainTrial:
         gather_records = tuple(
             SequenceGather(
                 path=path,
-                arguments=tuple(sorted(placements_by_parameter)),
+                arguments=tuple(sorted(arguments)),
                 returns_sequence=module_kind(path) in self.regathered_kinds,
             )
-            for path, placements_by_parameter in gathers.items()
+            for path, arguments in gathers.items()
         )
         segment = SequenceSegment(
             blocks=self.chain.units,

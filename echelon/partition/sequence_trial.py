@@ -181,11 +181,13 @@ class _TakeShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        reference_gradient = ctx.rank.rehearsal.record.slopes.get(ctx.path)
+        reference_gradient = ctx.rank.chain_trial.reference.output_gradients.get(ctx.path)
         if reference_gradient is None:
             return grads[0].new_zeros(ctx.shape), None, None
-        if not are_tensors_close(grads[0], ctx.rank.part(reference_gradient), float(reference_gradient.abs().max())):
-            ctx.rank.off.append(ctx.path)
+        if not are_tensors_close(
+            grads[0], ctx.rank.local_shard(reference_gradient), float(reference_gradient.abs().max())
+        ):
+            ctx.rank.wrong_gradient_paths.append(ctx.path)
         return reference_gradient, None, None
 
 
@@ -199,4 +201,4 @@ class _SubstituteFullSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.rank.part(grads[0]).clone(), None, None
+        return ctx.rank.local_shard(grads[0]).clone(), None, None

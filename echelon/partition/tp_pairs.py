@@ -80,8 +80,8 @@ def _analyze(
     traced_runs = [training_reads]
     with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
         traced_runs.append(_trace_reads(model, run_step))
-    parameters_read = frozenset(parameter_id for candidate in traced_runs for parameter_id in candidate.glue_reads)
-    sizes_read = frozenset(parameter_id for candidate in traced_runs for parameter_id in candidate.glue_size_reads)
+    parameters_read = frozenset(parameter_id for run in traced_runs for parameter_id in run.glue_reads)
+    sizes_read = frozenset(parameter_id for run in traced_runs for parameter_id in run.glue_size_reads)
     read_outside = parameters_read | sizes_read
     calls = Counter(call.path for call in training_reads.unit_calls)
     hinted_candidates = [candidate for candidate in hints if all(calls[path] == 1 for path in candidate.paths)]
@@ -114,8 +114,8 @@ def _analyze(
         parameters_read_outside=parameters_read,
         sizes_read_outside=sizes_read,
         cross_entropy_inputs=frozenset(
-            training_reads.unit_calls[candidate].path
-            for candidate in training_reads.cross_entropy_calls - read_calls - training_reads.mutated_calls
+            training_reads.unit_calls[index].path
+            for index in training_reads.cross_entropy_calls - read_calls - training_reads.mutated_calls
         ),
     )
     return analysis, recorded_calls
@@ -140,7 +140,7 @@ def _try_candidates(
             recorded_runs = [
                 record_calls(
                     model,
-                    [candidate.candidate for candidate in pairs.values()] if first_calls else candidates,
+                    [pair.candidate for pair in pairs.values()] if first_calls else candidates,
                     run_step,
                 )
             ]

@@ -26,7 +26,7 @@ MAX_RANKS_PER_CORE = 8
 #: So many reasons are told where no module can be cut.
 _MAX_REASONS = 3
 #: Every rank has the whole model.
-UNSHARDED_CHANGES = (("zero", 0), ("whole", False), ("keep_gradients", False))
+UNSHARDED_CHANGES = (("zero", 0), ("shard_as_one", False), ("keep_gradients", False))
 #: A tensor axis that cuts less of the parameters than this is hardly one.
 _MIN_CUT_FRACTION = 0.1
 
@@ -158,7 +158,7 @@ def check_stored_weights(plan: Plan, units: Sequence[str], pipeline_calls: Seque
             yield Problem(
                 path="zero", value=plan.zero, rule=f"{placement.path} is used all over {placement.gathered_in or 'the model'}, and zero={plan.zero} shards {unit} by itself",
                 remedy=f"{'use' if plan.mesh.pp > 1 else 'add `whole`, or use'} zero=0, or {alternative}; or have its weight read by calling it",
-                plan_changes=UNSHARDED_CHANGES if plan.mesh.pp > 1 else (("whole", True),),
+                plan_changes=UNSHARDED_CHANGES if plan.mesh.pp > 1 else (("shard_as_one", True),),
             )  # fmt: skip
     if plan.recompute != "none":
         for placement, unit in _find_ungathered_unit(plan, units):
@@ -282,7 +282,7 @@ def _check_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     elif plan.zero and dp > 1 and not plan.shard_as_one and profile.varying_blocks_reason:
         yield Problem(
             path="zero", value=plan.zero, rule=f"{profile.varying_blocks_reason}, block by block sharding would fail or deadlock",
-            remedy="add `whole`, or use zero=0", plan_changes=(("whole", True),),
+            remedy="add `whole`, or use zero=0", plan_changes=(("shard_as_one", True),),
         )  # fmt: skip
     if plan.recompute != "none" and not profile.fsdp_units:
         yield Problem(

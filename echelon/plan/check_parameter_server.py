@@ -61,12 +61,12 @@ def check_server_settings(plan: Plan) -> Iterator[Problem]:
 def _check_unused_server_fields(plan: Plan) -> Iterator[Problem]:
     """What only a server would read."""
     default_plan = Plan()
-    for name in ("dense", "staleness", "servers", "replicas", "rows", "tables"):
+    for name in ("dense", "staleness", "servers", "replicas", "min_table_rows", "tables"):
         value = getattr(plan, name)
         if value != getattr(default_plan, name):
             displayed = "none" if value is None else len(value) if isinstance(value, tuple) else value
             yield Problem(
-                path=name, value=displayed, rule="it is of plans with a parameter server", remedy=f"add exchange=server, or leave `{name}` out"
+                path=name.replace("min_table_rows", "rows"), value=displayed, rule="it is of plans with a parameter server", remedy=f"add exchange=server, or leave `{name}` out"
             )  # fmt: skip
 
 

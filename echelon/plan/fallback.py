@@ -60,6 +60,6 @@ def apply_problem_changes(plan: Plan, problems: Iterable[Any]) -> tuple[Plan, st
         sorted((change for each in errors for change in each.plan_changes), key=lambda each: each[0] == "zero")
     )
     if changes.get("zero") == 0:
-        changes |= {"whole": False, "keep_gradients": False}
+        changes |= {"shard_as_one": False, "keep_gradients": False}
     adapted = replace(plan, **changes)
     return adapted, "; ".join(f"{each.path}={each.value}: {each.rule}" for each in errors)

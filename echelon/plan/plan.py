@@ -97,8 +97,7 @@ class Plan(Document):
             raise ValueError(
                 f"staleness={self.staleness!r}: a whole number of steps, 0 for synchronous, or none for no bound"
             )
-        for name in ("servers", "rows"):
-            value = getattr(self, name)
+        for name, value in (("servers", self.servers), ("rows", self.min_table_rows)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: a whole number of at least 1")
         if type(self.replicas) is not int or not 1 <= self.replicas <= MAX_REPLICAS:

@@ -30,11 +30,13 @@ _CHOICE_FIELDS = {
 #: word in the text -> (field, value): a switch away from the default.
 _FLAGS = {
     "keep": ("keep_gradients", True),
-    "whole": ("whole", True),
+    "whole": ("shard_as_one", True),
     "sequence": ("sequence", True),
     "compile": ("compile", True),
     "unfused": ("fused", False),
 }
+#: word in the text -> field, where they differ.
+_FIELDS = {"bucket": "bucket_megabytes", "rows": "min_table_rows", "shares": "batch_shares"}
 
 
 def to_text(plan: Plan) -> str:
@@ -42,8 +44,9 @@ def to_text(plan: Plan) -> str:
     default_plan = Plan()
     parts = [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis == "dp" or getattr(plan.mesh, axis) != 1]
     for name in (*_INT_FIELDS, *_CHOICE_FIELDS):
-        if getattr(plan, name) != getattr(default_plan, name):
-            parts.append(f"{name}={getattr(plan, name)}")
+        field = _FIELDS.get(name, name)
+        if getattr(plan, field) != getattr(default_plan, field):
+            parts.append(f"{name}={getattr(plan, field)}")
     if plan.staleness != default_plan.staleness:
         parts.append(f"staleness={'none' if plan.staleness is None else plan.staleness}")
     parts += [f"shares={':'.join(map(str, plan.batch_shares))}"] if plan.batch_shares else []
@@ -85,7 +88,7 @@ def from_text(text: str) -> Plan:
         else:
             raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_suggestion(name)}")
     try:
-        return Plan(mesh=Mesh(**mesh_sizes), **plan_values)
+        return Plan(mesh=Mesh(**mesh_sizes), **{_FIELDS.get(name, name): value for name, value in plan_values.items()})
     except ValueError as error:
         raise PlanError(f"plan {text!r}: {error}") from error
 

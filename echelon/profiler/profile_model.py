@@ -376,7 +376,7 @@ def _record_step(
         with _autocast(job, device), _DoubleBackwardDetector() as derivatives:
             output = call_model(job, model if uses_own_tensors else _ModelWithTensors(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
-        recorder.trace.has_double_backward = derivatives.twice
+        recorder.trace.has_double_backward = derivatives.has_double_backward
         recorder.trace.draws_host_random = read_host_random_state() != rng_state
         replaced_parameters = (
             name for name, value in tensors.items() if name in watched_names and _storage_id(value) != storage_ids[name]

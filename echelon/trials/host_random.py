@@ -167,10 +167,12 @@ def _as_method(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FixedGenerator = type(
-    "_HeldGenerator", (np.random.Generator,), {name: _as_method(held) for name, held in _GENERATOR_DRAWS.items()}
+    "_FixedGenerator", (np.random.Generator,), {name: _as_method(held) for name, held in _GENERATOR_DRAWS.items()}
 )
 _FixedRandomState = type(
-    "_HeldState", (np.random.RandomState,), {name: _as_method(held) for name, held in _LEGACY_NUMPY_DRAWS.items()}
+    "_FixedRandomState",
+    (np.random.RandomState,),
+    {name: _as_method(held) for name, held in _LEGACY_NUMPY_DRAWS.items()},
 )
 
 

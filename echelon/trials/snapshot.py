@@ -252,7 +252,7 @@ def is_same_content(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Generator):
         return torch.equal(first.get_state(), second.get_state())
     if isinstance(first, ReplayableIterator):
-        return first.num_drawn == second.count
+        return first.num_drawn == second.num_drawn
     if isinstance(first, list | dict):
         same_keys = list(first) == list(second) if isinstance(first, dict) else len(first) == len(second)
         return same_keys and all(

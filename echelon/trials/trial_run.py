@@ -31,7 +31,7 @@ def deterministic_training(model: nn.Module) -> Iterator[None]:
             randomness_disabled(model),
             training_mode(model, training=True),
             _ModuleCallRewriter() as rewriter,
-            rewriter.watching(model),
+            rewriter.track_running(model),
         ):
             yield
     finally:
@@ -166,7 +166,7 @@ def find_data_dependent_modules(model: nn.Module, run_step: Callable[[], Any]) -
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.found
+    return recorder.reading_paths
 
 
 class _ValueReadRecorder(TorchFunctionMode):

@@ -46,7 +46,7 @@ def test_measuring_processes_have_their_threads_and_find_echelon(
     monkeypatch.setattr(measure.sys, "executable", str(probe))
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with measure._processes("cpu", 1, 3, tmp_path) as (process,):
+    with measure._worker_processes("cpu", 1, 3, tmp_path) as (process,):
         assert process.stdout is not None
         said = [json.loads(line) for line in process.stdout]
     assert said == ["3", "lo", "lo", f"{ROOT.parent}:/elsewhere", "ignore"]

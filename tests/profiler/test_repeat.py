@@ -110,7 +110,7 @@ def gpt(**options: object) -> Callable[[], nn.Module]:
 def whole(job: Job, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """With every block traced."""
     with monkeypatch.context() as patched:
-        patched.setattr(tracing, "find", lambda model: None)
+        patched.setattr(tracing, "find_repeated_blocks", lambda model: None)
         return profile(job, device="cpu")
 
 

@@ -96,7 +96,7 @@ def test_user_files_are_the_users_own(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_looking_things_up_needs_no_torch() -> None:
     code = (
-        "import sys; from echelon.profiler import known_cluster; from echelon.planner import search; known_cluster(); "
+        "import sys; from echelon.hardware import known_cluster; from echelon.planner import search; known_cluster(); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
