@@ -3,23 +3,23 @@
 EchelonError                 what, where, what instead; never a traceback on the command line
 ├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
 ├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
-│   └── NothingToCut         its tp or pp finds nothing of the model to cut: zero=3 over the same ranks would do
+│   └── UnsplittableModelError  tp or pp finds nothing in the model to split: use zero=3 over the same ranks
 ├── JobError                 a job file or a Job that does not describe a training
 ├── DataError                a data set that cannot give the samples it promised
-│   ├── LostError            a file of it is gone, or not as it was packed: to try again would not help
-│   ├── DamagedError         a block of it is not as it was packed: another copy of the file may be
-│   └── CacheFullError       no room for copies of remote files, until one that is in use is let go
+│   ├── MissingDataError     a file is gone or differs from the one that was packed: a retry would not help
+│   ├── CorruptDataError     a block fails its checksum: another copy of the file may be intact
+│   └── CacheFullError       the cache of remote files is full until one in use is released
 ├── WorldError               ranks that are started wrongly or do not agree with each other
 ├── LaunchError              ranks that could not be started, or one that died
 ├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
-│   └── ForeignCheckpoint    a whole one, but of another job or format: an older one would not fit either
+│   └── IncompatibleCheckpointError  complete, but of another job or format: an older one would not fit either
 ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
 │   └── DivergenceError      ranks that must compute the same do not, or compute something else than one device (.tensor, .rank)
-│       └── UnpartedState    the model keeps state that parts of a batch cannot keep as the whole does
+│       └── UnshardableStateError  the model keeps state that split batches cannot keep as the whole batch does
 ├── ServerError              parameter servers that cannot be reached, refuse, or cannot go on
-│   └── ShardsLost           all replicas of some shards are gone (.shards names them)
+│   └── ShardsLostError      all replicas of some shards are gone (.shards names them)
 └── VerificationError        the answer of a proof is no
-    └── UnprovedPlan         a plan that may not train: its proof failed or could not be made
+    └── UnverifiedPlanError  a plan that may not train: its proof failed or could not be made
 """
 
 from __future__ import annotations

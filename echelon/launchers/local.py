@@ -145,7 +145,7 @@ def _failure_of_ranks(failed_rank: int, processes: list[subprocess.Popen[bytes]]
     """The rank that noticed an error of its own first. One that was killed or left cannot tell, so its exit code must; that others
     lost their connection to it is only what follows."""
     reports = read_failures(folder)
-    original_reports = [report for report in reports if not report["follows"]]
+    original_reports = [report for report in reports if not report["is_lost_connection"]]
     reporting_ranks = {report["rank"] for report in reports}
     silent_ranks = [
         rank for rank, process in enumerate(processes) if process.returncode and rank not in reporting_ranks
@@ -156,7 +156,7 @@ def _failure_of_ranks(failed_rank: int, processes: list[subprocess.Popen[bytes]]
         code = processes[failed_rank].returncode
     elif reports and not (code is not None and code < 0):
         first = (original_reports or reports)[0]
-        error = LaunchError(first["message"] if first["ours"] else f"rank {first['rank']} failed: {first['message']}")
+        error = LaunchError(first["message"] if first["is_echelon_error"] else f"rank {first['rank']} failed: {first['message']}")
         error.exit_code, error.error_class = int(first["code"]), str(first["kind"])
         return error
     ending = (

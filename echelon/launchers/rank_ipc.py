@@ -75,8 +75,8 @@ def report_failure(error: BaseException, rank: int, *, with_traceback: bool = Fa
         "rank": rank,
         "kind": type(error).__name__,
         "time": time.time(),
-        "ours": isinstance(error, EchelonError),
-        "follows": _is_lost_connection(error),
+        "is_echelon_error": isinstance(error, EchelonError),
+        "is_lost_connection": _is_lost_connection(error),
         "code": getattr(error, "exit_code", 1),
         "message": format_error(error, with_traceback=with_traceback),
     }

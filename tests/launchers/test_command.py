@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SHOW = "import json\nfrom echelon.launchers.command import given_command\nprint(json.dumps(given_command()))\n"
+SHOW = "import json\nfrom echelon.launchers.command import user_command\nprint(json.dumps(user_command()))\n"
 
 
 def told(folder: Path, *command: str, **environment: str) -> list[str]:

@@ -47,7 +47,7 @@ def test_ranks_hash_strings_alike_at_every_launch(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("seed", [None, "random"])
 def test_ranks_of_other_launchers_hash_strings_alike(tmp_path: Path, seed: str | None) -> None:
     """torchrun, Slurm and MPI leave each rank a random hash seed: it runs its script again with a fixed one."""
-    (tmp_path / "script.py").write_text("from echelon.flow.spawn import begin\nbegin('train')\nprint(hash('alpha'))")
+    (tmp_path / "script.py").write_text("from echelon.flow.spawn import prepare_process\nprepare_process('train')\nprint(hash('alpha'))")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PYTHONPATH": str(Path.cwd())}
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
@@ -109,9 +109,9 @@ time.sleep(60)
 def test_a_rank_tells_its_error_in_one_message(tmp_path: Path) -> None:
     text = """
 from echelon.errors import VerificationError
-from echelon.launchers.rank_ipc import leave_word
+from echelon.launchers.rank_ipc import report_failure
 if rank == 1:
-    leave_word(VerificationError("it is off by a factor of 2"), rank)
+    report_failure(VerificationError("it is off by a factor of 2"), rank)
     sys.exit(1)
 time.sleep(60)
 """
@@ -220,15 +220,15 @@ LOST = "RuntimeError('[pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
 @pytest.mark.parametrize(
     ("culprit", "blamed"),
     [
-        ("leave_word(ValueError('rank one says no'), 1); sys.exit(1)", "rank 1 failed: .*rank one says no"),
+        ("report_failure(ValueError('rank one says no'), 1); sys.exit(1)", "rank 1 failed: .*rank one says no"),
         ("os._exit(9)", "rank 1 of 2 ended with exit code 9"),
     ],
 )
 def test_a_lost_connection_is_not_the_cause(tmp_path: Path, culprit: str, blamed: str) -> None:
     """Rank 0 tells first that rank 1 is gone; what rank 1 died of counts, told late or not at all."""
-    victim = f"leave_word({LOST}, 0); sys.exit(1)"
+    victim = f"report_failure({LOST}, 0); sys.exit(1)"
     text = (
-        f"from echelon.launchers.rank_ipc import leave_word\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
+        f"from echelon.launchers.rank_ipc import report_failure\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
     )
     with pytest.raises(LaunchError, match=blamed):
         launch(script(tmp_path, text), 2)

@@ -80,9 +80,9 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     """A file that may not grow refuses as a full disk does; the writer's own thread meets that, not us."""
     code = (
         "import resource, sys\n"
-        "from echelon.observer.tensorboard import Board\n"
+        "from echelon.observer.tensorboard import TensorBoardWriter\n"
         "from tests.observer.runs import step, training\n"
-        "board = Board(sys.argv[1])\n"
+        "board = TensorBoardWriter(sys.argv[1])\n"
         "board(step(1))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))\n"
         "for event in training(first=2, last=9, total=9): board(event)\n"

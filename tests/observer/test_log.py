@@ -57,9 +57,9 @@ def test_a_last_line_cut_short_costs_only_itself(tmp_path: Path, cut: int) -> No
 def test_every_event_before_a_kill_is_there(tmp_path: Path) -> None:
     code = (
         "import os, sys, signal\n"
-        "from echelon.observer.event_log import Log\n"
+        "from echelon.observer.event_log import EventLog\n"
         "from echelon.events import Event\n"
-        "log = Log(sys.argv[1])\n"
+        "log = EventLog(sys.argv[1])\n"
         "for n in range(1, 301): log(Event(kind='step', step=n, data={'loss': 1.0}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -179,10 +179,10 @@ def test_a_screen_that_has_gone_is_left_alone(terminal: bool) -> None:
 
 def test_a_pipe_that_nobody_reads_does_not_end_the_process() -> None:
     code = (
-        "from echelon.observer.progress import Progress, Warnings\n"
+        "from echelon.observer.progress import Progress, WarningPrinter\n"
         "from tests.observer.runs import training\n"
         "from echelon.events import Event\n"
-        "for listener in (Progress(), Warnings()):\n"
+        "for listener in (Progress(), WarningPrinter()):\n"
         "    for event in training(last=60, total=60): listener(event)\n"
         "    listener(Event(kind='warning', data={'message': 'late'}))\n"
         "print('alive')\n"
@@ -204,10 +204,10 @@ def test_who_speaks() -> None:
         assert isinstance(relay, EventBatcher)
         return [type(listener).__name__ for listener in relay.listeners]
 
-    assert names("x", World()) == ["Log", "Board", "Progress"]
-    assert names("x", World(), quiet=True) == ["Log", "Board", "Warnings"]
+    assert names("x", World()) == ["EventLog", "TensorBoardWriter", "Progress"]
+    assert names("x", World(), quiet=True) == ["EventLog", "TensorBoardWriter", "WarningPrinter"]
     assert names(None, World()) == ["Progress"]
-    assert names("x", other) == ["Log", "Warnings"]
+    assert names("x", other) == ["EventLog", "WarningPrinter"]
 
 
 def test_steps_are_handed_on_in_handfuls_and_in_order() -> None:

@@ -44,7 +44,7 @@ def told(
     worst = find_first_divergence(made, Bounds(), ORDER)
     assert worst is not None
     plan = Plan(mesh=mesh or Mesh(dp=2), micro=1, zero=zero)
-    given: dict[str, Any] = {"turns": 4, "order": ORDER, "mine": mine, "true": true, "plan": plan, "bounds": Bounds()}
+    given: dict[str, Any] = {"micro_batch_count": 4, "forward_order": ORDER, "actual": mine, "expected": true, "plan": plan, "bounds": Bounds()}
     return explain(Evidence(divergence=worst, differences=made, **given | known))
 
 
@@ -95,22 +95,22 @@ def test_what_the_tensors_have_in_common_is_told(names: tuple[str, ...], words: 
     true = {name: value for name, value in true.items() if name in GRADIENTS or name in names}
     mine = {name: value for name, value in mine.items() if name in true}
     kinds = {"norm.weight": "LayerNorm", "a.norm": "LayerNorm"}
-    assert words in told(record(gradients=mine), true=record(gradients=true), kinds=kinds)
+    assert words in told(record(gradients=mine), true=record(gradients=true), module_classes=kinds)
 
 
 def test_a_suspect_that_gives_the_same_numbers_is_named_and_no_other() -> None:
     mine = record(gradients=GRADIENTS | {"a.weight": TRUE + 1})
     suspects = [KnownBug(description="not this", value=TRUE), KnownBug(description="this one", value=TRUE + 1)]
-    assert told(mine, suspects=suspects).endswith("this one")
-    assert "this" not in told(mine, suspects=suspects[:1])
+    assert told(mine, known_bugs=suspects).endswith("this one")
+    assert "this" not in told(mine, known_bugs=suspects[:1])
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_a_gradient_that_is_left_from_the_step_before_is_named(share: float) -> None:
     previous = torch.tensor([0.3, 0.1, -7.0]).double()
     mine = record(gradients=GRADIENTS | {"a.weight": TRUE + share * previous})
-    assert "the gradient of the step before is still in it" in told(mine, previous={"a.weight": previous})
-    assert "step before" not in told(mine, previous={"a.weight": previous.flip(0)})
+    assert "the gradient of the step before is still in it" in told(mine, previous_gradients={"a.weight": previous})
+    assert "step before" not in told(mine, previous_gradients={"a.weight": previous.flip(0)})
 
 
 def test_a_weight_that_came_apart_is_named() -> None:
@@ -131,7 +131,7 @@ def test_where_backward_goes_wrong_is_told_if_it_is_right_at_the_end() -> None:
 def test_a_forward_that_is_wrong_is_not_called_a_wrong_weight() -> None:
     mine = record(gradients=dict.fromkeys(GRADIENTS, TRUE + 1), loss=torch.tensor(5.0).double())
     assert "weighed wrongly" in told(mine)
-    assert "weighed wrongly" not in told(mine, forward=False)
+    assert "weighed wrongly" not in told(mine, forward_agrees=False)
 
 
 def test_norms_are_told_apart() -> None:
@@ -142,34 +142,34 @@ def test_norms_are_told_apart() -> None:
     copied = sum(square * held[name][0] for name, square in squares.items())
     mesh = Mesh(tp=2)
     assert "counts every rank's copy" in told(
-        record(norm=torch.tensor(copied).double().sqrt()), true=true, mesh=mesh, held=held
+        record(norm=torch.tensor(copied).double().sqrt()), true=true, mesh=mesh, replication=held
     )
-    alone = record(norm=torch.tensor(1.25).double(), own=torch.tensor(1.25).double())
-    assert "what rank 0 holds alone" in told(alone, true=true, mesh=mesh, held=held)
+    alone = record(norm=torch.tensor(1.25).double(), local_norm=torch.tensor(1.25).double())
+    assert "what rank 0 holds alone" in told(alone, true=true, mesh=mesh, replication=held)
     assert "sqrt(tp) = 1.41421 times the reference" in told(record(norm=true.norm * 2**0.5), true=true, mesh=mesh)
-    odd = told(record(norm=true.norm * 1.3), true=true, mesh=mesh, held=held)
+    odd = told(record(norm=true.norm * 1.3), true=true, mesh=mesh, replication=held)
     assert "times the reference" not in odd, "a number is a multiple of any other"
     assert "looks like a norm over some of them" in odd
 
 
 def test_a_stale_buffer_is_told_from_one_that_differs() -> None:
     mine = record(buffers={"mean": TRUE + 1})
-    assert "a stale buffer" in told(mine, before={"buffer": {"mean": TRUE + 1}})
-    assert "stale" not in told(mine, before={"buffer": {"mean": TRUE - 1}})
+    assert "a stale buffer" in told(mine, tensors_before={"buffer": {"mean": TRUE + 1}})
+    assert "stale" not in told(mine, tensors_before={"buffer": {"mean": TRUE - 1}})
 
 
 def test_parameters_are_told_by_rate_by_shard_and_by_length_of_the_step() -> None:
     old = {"parameter": {"a.weight": TRUE - 0.5}}
-    slower = record(parameters={"a.weight": TRUE - 0.25}, rates=(0.05,))
-    true = record(rates=(0.1,))
-    assert "looks like a schedule that is stepped another number of times" in told(slower, true=true, before=old)
-    assert "after 4 steps: it is stepped once per micro-batch" in told(slower, true=true, before=old, later={0.05: 4})
-    assert "the step is 0.5 times the reference's" in told(record(parameters=slower.parameters), before=old)
+    slower = record(parameters={"a.weight": TRUE - 0.25}, learning_rates=(0.05,))
+    true = record(learning_rates=(0.1,))
+    assert "looks like a schedule that is stepped another number of times" in told(slower, true=true, tensors_before=old)
+    assert "after 4 steps: it is stepped once per micro-batch" in told(slower, true=true, tensors_before=old, steps_by_rate={0.05: 4})
+    assert "the step is 0.5 times the reference's" in told(record(parameters=slower.parameters), tensors_before=old)
     kept = record(parameters={"a.weight": torch.cat([TRUE[:2], TRUE[2:] - 0.5])})
-    text = told(kept, before=old, zero=2)
+    text = told(kept, tensors_before=old, zero=2)
     assert "what rank 1 of dp holds (2 to 2 of 3 along dim 0) is off" in text
     assert "it was not updated" in text
-    assert "not updated" not in told(kept, before={"parameter": {"a.weight": TRUE - 0.7}}, zero=2)
+    assert "not updated" not in told(kept, tensors_before={"parameter": {"a.weight": TRUE - 0.7}}, zero=2)
 
 
 def test_optimizer_state_of_another_rank_is_named() -> None:
@@ -198,10 +198,10 @@ def test_what_has_no_number_is_not_explained() -> None:
     made = compare_tensors("buffer", {}, {"mean": TRUE}, step=1)
     plan, mine = Plan(), record(buffers={})
     known: dict[str, Any] = {
-        "turns": 1,
-        "order": ORDER,
-        "mine": mine,
-        "true": record(),
+        "micro_batch_count": 1,
+        "forward_order": ORDER,
+        "actual": mine,
+        "expected": record(),
         "plan": plan,
         "bounds": Bounds(),
     }

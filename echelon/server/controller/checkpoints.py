@@ -31,7 +31,7 @@ class Checkpoints(ControllerState):
             self._refuse(
                 peer,
                 request_id,
-                "ShardsLost",
+                "ShardsLostError",
                 f"shards {sorted(self.map.lost_shards)[:8]} are lost: a checkpoint would lack them",
             )
             return
@@ -105,7 +105,7 @@ class Checkpoints(ControllerState):
         """Shards are lost, which a checkpoint that is being written would wait for."""
         if self._running_checkpoint is not None:
             message = f"{self._running_checkpoint.path}: shards {lost_shards[:8]} were lost while it was written; write one when they are back"
-            self._abort_checkpoint("ShardsLost", message)
+            self._abort_checkpoint("ShardsLostError", message)
 
     def _begin_expiry(self, peer: Hashable, request_id: int, meta: dict[str, Any]) -> None:
         table, older = str(meta["table"]), int(meta["older"])
