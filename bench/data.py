@@ -205,9 +205,9 @@ def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 before = anonymous()
 source = open_source(sys.argv[1])
-order = source.order(batch=64, seed=0)
+order = source.make_order(batch=64, seed=0)
 most, seen = 0, 0
-for step in Loader(source, order, rank=0, ranks=1, micro=None).steps(0, int(sys.argv[2])):
+for step in Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=None).steps(0, int(sys.argv[2])):
     seen += step.samples
     if step.step % 20 == 0:
         most = max(most, anonymous())
@@ -245,7 +245,7 @@ def parts() -> list[Row]:
     blocks = content.reshape(-1, 2**18)
     places, order = np.arange(2**16), Order(samples=100_000, batch=16)
     source = open_source(torch.zeros(100_000, 1))
-    steps = Loader(source, order, rank=0, ranks=1, micro=None)
+    steps = Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=None)
     each: dict[str, tuple[Callable[[], object], float, str]] = {
         "order as a table": (lambda: random_permutation(10**6, 0), 1e-3, "ms per million samples"),
         "order as a formula": (lambda: FeistelPermutation(10**9, 0).at(places), len(places) * 1e-9, "ns per sample"),

@@ -21,10 +21,10 @@ _PACK = """
 import sys
 from pathlib import Path
 import numpy as np
-from echelon.data.packed.from_arrays import Arrays
+from echelon.data.packed.from_arrays import ArrayPackingSource
 from echelon.data.packed.pack import pack
 
-class Slow(Arrays):
+class Slow(ArrayPackingSource):
     def read(self, start, stop):
         import time
         time.sleep(0.002)
@@ -112,14 +112,14 @@ import pickle, sys, time
 import numpy as np
 from bench.sample_dataset import plain
 from echelon.data import Packed
-from echelon.data.packed import store
+from echelon.data.packed import remote_store
 
-def slowly(self, *what, quickly=store.Store._pieces):
+def slowly(self, *what, quickly=remote_store.RemoteStore._read_chunks):
     for piece in quickly(self, *what):
         time.sleep(0.001)
         yield piece
 
-store._PIECE, store.Store._pieces = 2**14, slowly
+remote_store._CHUNK_BYTES, remote_store.RemoteStore._read_chunks = 2**14, slowly
 right = pickle.load(open(sys.argv[5], "rb"))
 data = Packed(sys.argv[1], cache=sys.argv[2], cache_bytes=int(sys.argv[3]), timeout=30)
 draw = np.random.default_rng(int(sys.argv[4]))

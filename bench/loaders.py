@@ -163,10 +163,10 @@ class Echelon(Reader):
         self._source = open_source(str(folder))
 
     def epoch(self, number: int) -> Iterator[Any]:
-        order = self._source.order(batch=self.batch * self._ranks, seed=0)
-        loader = Loader(self._source, order, rank=self._rank, ranks=self._ranks, micro=None)
+        order = self._source.make_order(batch=self.batch * self._ranks, seed=0)
+        loader = Loader(self._source, order, dp_rank=self._rank, dp_size=self._ranks, micro_batch_size=None)
         for step in loader.steps(number * order.steps_per_epoch, (number + 1) * order.steps_per_epoch):
-            yield step.micros[0].batch
+            yield step.micro_batches[0].batch
 
 
 class EchelonShards(Echelon):

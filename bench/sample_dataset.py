@@ -58,10 +58,10 @@ def everything(folder: str | Path, right: list[Plain], **how: Any) -> bool:
 def batches(folder: str | Path, right: list[Plain], **how: Any) -> bool:
     """An epoch of a training, which pads the tokens."""
     source = open_source(Packed(folder, pad=0, **how))
-    order = source.order(batch=12, seed=3)
+    order = source.make_order(batch=12, seed=3)
     seen = []
-    for step in Loader(source, order, rank=0, ranks=1, micro=5).steps(0, order.steps_per_epoch):
-        for micro in step.micros:
+    for step in Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=5).steps(0, order.steps_per_epoch):
+        for micro in step.micro_batches:
             for place in range(micro.samples):
                 pixels, tokens, name, label = (micro.batch[key][place] for key in ("pixels", "tokens", "name", "label"))
                 wanted = right[int(label)] if 0 <= int(label) < len(right) else None

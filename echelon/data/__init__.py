@@ -7,7 +7,7 @@ from typing import Any
 
 _EXPORTS = {
     "Loader": "loader",
-    "Micro": "loader",
+    "MicroBatch": "loader",
     "Order": "order",
     "Packed": "packed.reader",
     "Source": "source",
@@ -18,7 +18,7 @@ _EXPORTS = {
     "evaluation_stream": "stream",
     "is_stream": "source",
     "open_source": "source",
-    "prepared": "packed.prepare",
+    "prepare_dataset": "packed.prepare",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -103,9 +103,9 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     source = SampleSource(data, collate=collate, padding_collate=packed.packed_collate, seed=seed)
     if rows is None:
         source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
-    lengths = packed.bucketed()
+    lengths = packed.bucket_lengths()
     source.lengths = lengths if lengths is None or rows is None else lengths[rows]
-    source.identity = packed.identified(rows)
+    source.identity = packed.subset_identity(rows)
     return source
 
 

@@ -55,7 +55,7 @@ def test_a_file_that_is_cut_off_is_named(whole: Path) -> None:
 
 def damage(folder: Path, shard: int, row: int) -> None:
     found = Packed(folder).manifests[0]
-    place = found.shards[shard].buffers[0][0] + row * found.columns[0].item
+    place = found.shards[shard].buffers[0][0] + row * found.columns[0].item_bytes
     with (folder / found.shards[shard].file).open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
@@ -66,13 +66,13 @@ def damage(folder: Path, shard: int, row: int) -> None:
 def test_a_damaged_block_is_named_when_it_is_first_touched(whole: Path) -> None:
     damage(whole, 3, 5)
     data = Packed(whole)
-    data.batch(np.arange(300))
+    data.read_batch(np.arange(300))
     with pytest.raises(
         DataError,
         match=r"shard-00003.arrow, block 0 \(samples 300 to 399\) is damaged: its checksum is [0-9a-f]{8}, not",
     ):
-        data.batch(np.array([3, 307]))
-    assert Packed(whole, check=False).batch(np.array([306]))[1].item() == 306
+        data.read_batch(np.array([3, 307]))
+    assert Packed(whole, check=False).read_batch(np.array([306]))[1].item() == 306
 
 
 def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
@@ -89,14 +89,14 @@ def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
         return real(*arguments)
 
     monkeypatch.setattr(row_reader, "find_block_damage", together)
-    threads = [threading.Thread(target=data.batch, args=(np.arange(50),)) for _ in range(2)]
+    threads = [threading.Thread(target=data.read_batch, args=(np.arange(50),)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     damage(tmp_path / "set", 1, 5)
     with pytest.raises(DataError, match=r"shard-00001.arrow, block 0"):
-        data.batch(np.array([105]))
+        data.read_batch(np.array([105]))
 
 
 def test_damaged_parts_are_skipped_and_counted_if_asked(whole: Path) -> None:
@@ -107,8 +107,8 @@ def test_damaged_parts_are_skipped_and_counted_if_asked(whole: Path) -> None:
     ):
         data = Packed(whole, damaged="skip")
     assert (len(data), data.skipped) == (200, 200)
-    assert data.batch(np.arange(200))[1].tolist() == list(range(100, 300))
-    assert open_source(data).order(batch=10, seed=0).lanes == 1
+    assert data.read_batch(np.arange(200))[1].tolist() == list(range(100, 300))
+    assert open_source(data).make_order(batch=10, seed=0).lanes == 1
 
 
 def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_same(
@@ -123,10 +123,10 @@ def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_s
             (whole / "gone").rename(whole / "shard-00001.arrow")
         return row_reader.find_file_problem(file)
 
-    monkeypatch.setattr(reader, "wrong", wrong)
+    monkeypatch.setattr(reader, "find_file_problem", wrong)
     with pytest.warns(UserWarning, match="100 of 400 samples are skipped in 1 damaged part, "):
         data = Packed(whole, damaged="skip")
-    assert data.batch(np.arange(300))[1].tolist() == [*range(100), *range(200, 400)]
+    assert data.read_batch(np.arange(300))[1].tolist() == [*range(100), *range(200, 400)]
 
 
 def test_nothing_left_is_an_error(whole: Path) -> None:
@@ -189,7 +189,7 @@ def test_offsets_that_were_made_to_lead_astray_are_refused(tmp_path: Path) -> No
         found = zlib.crc32(content[values : values + 8 * count], found)
     rewritten(tmp_path, lambda told: told["shards"][0].update(checksums=[found]))
     with pytest.raises(DataError, match=r"shard-00000.arrow, block 0 .* is damaged: its offsets"):
-        Packed(tmp_path, pad=0).batch(np.arange(8))
+        Packed(tmp_path, pad=0).read_batch(np.arange(8))
 
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:

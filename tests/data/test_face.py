@@ -10,7 +10,7 @@ import echelon.data
 def test_public_names() -> None:
     assert echelon.data.__all__ == [
         "Loader",
-        "Micro",
+        "MicroBatch",
         "Order",
         "Packed",
         "Source",
@@ -21,7 +21,7 @@ def test_public_names() -> None:
         "evaluation_stream",
         "is_stream",
         "open_source",
-        "prepared",
+        "prepare_dataset",
     ]
     assert all(getattr(echelon.data, name).__name__ == name for name in echelon.data.__all__)
 

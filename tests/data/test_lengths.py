@@ -98,8 +98,8 @@ def texts(tmp_path: Path) -> Path:
 def test_a_bucketed_training_pads_little(texts: Path) -> None:
     def padded(**how: str) -> int:
         source = open_source(Packed(texts, pad=0, **how))
-        loader = Loader(source, source.order(batch=5, seed=0), rank=0, ranks=1, micro=None)
-        batches = [step.micros[0].batch for step in loader.steps(0, 20)]
+        loader = Loader(source, source.make_order(batch=5, seed=0), dp_rank=0, dp_size=1, micro_batch_size=None)
+        batches = [step.micro_batches[0].batch for step in loader.steps(0, 20)]
         assert sorted(label for batch in batches for label in batch["label"].tolist()) == list(range(100))
         return sum(int((batch["tokens"] == 0).sum()) for batch in batches)
 
@@ -108,14 +108,14 @@ def test_a_bucketed_training_pads_little(texts: Path) -> None:
 
 def test_a_transform_of_rows_that_differ_in_length_is_padded_too(texts: Path) -> None:
     source = open_source(Packed(texts, pad=-1, transform=lambda sample: (sample["tokens"] * 2, {"y": sample["label"]})))
-    assert not source.gathers
-    tokens, rest = source.take(np.array([2, 0, 3]), 0)
+    assert not source.supports_gather
+    tokens, rest = source.read_batch(np.array([2, 0, 3]), 0)
     assert tokens.tolist() == [[2, 4, -1], [-1, -1, -1], [2, 4, 6]]
     assert rest["y"].tolist() == [2, 0, 3]
 
 
 def test_filled_rows_come_back_as_they_were(texts: Path) -> None:
-    rows = Packed(texts).filled(16)
+    rows = Packed(texts).pack_sequences(16)
     found = [rows[number] for number in range(len(rows))]
     assert len(rows) == -(-sum(number % 13 for number in range(100)) // 16)  # not one row more than needed
     lengths = []
@@ -125,7 +125,7 @@ def test_filled_rows_come_back_as_they_were(texts: Path) -> None:
             assert torch.equal(row["tokens"][here], row["positions"][here] + 1)
             lengths.append(int(here.sum()))
     assert sorted(lengths) == sorted(number % 13 for number in range(100) if number % 13)
-    batch = open_source(rows).take(np.array([2, 0]), 0)
+    batch = open_source(rows).read_batch(np.array([2, 0]), 0)
     assert torch.equal(batch["tokens"][0], found[2]["tokens"])
 
 
@@ -145,7 +145,7 @@ def test_lengths_are_read_without_the_content(texts: Path, far: bool) -> None:
 
     flip(content)
     assert Packed(where, bucket="tokens", **how).lengths("tokens").tolist() == right
-    assert len(Packed(where, **how).filled(16)) > 1
+    assert len(Packed(where, **how).pack_sequences(16)) > 1
     assert not list((texts.parent / "cache").glob("*.arrow"))
     flip(content)
     flip(offsets + 8 * 7)
@@ -157,19 +157,22 @@ def test_a_column_that_is_not_ragged_has_no_lengths(texts: Path) -> None:
     with pytest.raises(
         DataError, match=r"'label' is no column of rows that differ in length; the columns are tokens: int64\[any\]"
     ):
-        Packed(texts).filled(8, "label")
+        Packed(texts).pack_sequences(8, "label")
 
 
 def test_which_of_several_columns_is_laid_out_must_be_said(tmp_path: Path) -> None:
     pack(SamplePackingSource([{"x": [1] * n, "y": [2] * n} for n in range(1, 5)], {}), tmp_path)
     with pytest.raises(DataError, match=r"filled\(8\) lays out one of x, y: say which, as filled\(8, 'x'\)"):
-        Packed(tmp_path).filled(8)
-    assert Packed(tmp_path).filled(8, "y")[0]["tokens"].max() == 2
+        Packed(tmp_path).pack_sequences(8)
+    assert Packed(tmp_path).pack_sequences(8, "y")[0]["tokens"].max() == 2
 
 
 def test_filled_rows_of_other_data_or_another_length_have_another_identity(texts: Path, tmp_path: Path) -> None:
     pack(SamplePackingSource([{"x": [1] * n} for n in range(1, 5)], {}), tmp_path / "other")
     data, other = Packed(texts), Packed(tmp_path / "other")
-    held = [open_source(rows).identity for rows in (data.filled(16), data.filled(8), other.filled(16), data.filled(16))]
+    held = [
+        open_source(rows).identity
+        for rows in (data.pack_sequences(16), data.pack_sequences(8), other.pack_sequences(16), data.pack_sequences(16))
+    ]
     assert len({*held}) == 3
     assert held[0] == held[3] == f"{data.identity}, {data.columns[0].name!r} in rows of 16"

@@ -49,9 +49,9 @@ def run(
     ]
     steps = []
     for batches in zip(*loaders, strict=True):
-        assert len({(batch.step, batch.epoch, batch.samples, len(batch.micros)) for batch in batches}) == 1
-        assert sum(micro.samples for batch in batches for micro in batch.micros) == batches[0].samples
-        steps.append([value for batch in batches for value in values(batch.micros)])
+        assert len({(batch.step, batch.epoch, batch.samples, len(batch.micro_batches)) for batch in batches}) == 1
+        assert sum(micro.samples for batch in batches for micro in batch.micro_batches) == batches[0].samples
+        steps.append([value for batch in batches for value in values(batch.micro_batches)])
     return steps
 
 
@@ -218,7 +218,7 @@ class Deadly(list):
         return index
 
 try:
-    list(Loader(open_source(Deadly(range(23))), Order(samples=23, batch=5), rank=0, ranks=1, micro=None, workers=1).steps(0, 5))
+    list(Loader(open_source(Deadly(range(23))), Order(samples=23, batch=5), dp_rank=0, dp_size=1, micro_batch_size=None, workers=1).steps(0, 5))
 except DataError as error:
     print(error)
 """

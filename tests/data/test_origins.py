@@ -55,7 +55,7 @@ def test_idx_files(tmp_path: Path) -> None:
     idx(folder / "t10k-images-idx3-ubyte", pixels[:3])
     idx(folder / "t10k-labels-idx1-ubyte", np.arange(3, dtype=np.uint8))
     data = packed(tmp_path, folder)
-    assert np.array_equal(data.batch(np.arange(10))[0].numpy(), pixels)
+    assert np.array_equal(data.read_batch(np.arange(10))[0].numpy(), pixels)
     assert data[4][1].item() == 4
     echelon("pack", folder, tmp_path / "test", "--split", "t10k")
     assert len(Packed(tmp_path / "test")) == 3
@@ -75,10 +75,10 @@ def test_numpy(tmp_path: Path, ending: str) -> None:
     rows = np.random.default_rng(0).normal(size=(30, 2, 3)).astype(">f4")
     if ending == "npy":
         np.save(tmp_path / "x.npy", rows)
-        batch = packed(tmp_path, tmp_path / "x.npy").batch(np.array([3, 1]))
+        batch = packed(tmp_path, tmp_path / "x.npy").read_batch(np.array([3, 1]))
     else:
         np.savez(tmp_path / "x.npz", rows=rows, flag=np.arange(30) > 3)
-        found = packed(tmp_path, tmp_path / "x.npz").batch(np.array([3, 1]))
+        found = packed(tmp_path, tmp_path / "x.npz").read_batch(np.array([3, 1]))
         batch = found["rows"]
         assert found["flag"].tolist() == [False, False]
     assert np.array_equal(batch.numpy(), rows[[3, 1]])
@@ -109,7 +109,7 @@ def test_tables(tmp_path: Path, kind: str) -> None:
         for part in range(3):
             pq.write_table(table.slice(part, 1), tmp_path / f"t.folder/{part}.parquet")
     data = packed(tmp_path, tmp_path / f"t.{kind}", "--shards", 2)
-    batch = data.batch(np.array([2, 0, 1]))
+    batch = data.read_batch(np.array([2, 0, 1]))
     assert batch["number"].tolist() == [3, 1, 2]
     assert batch["name"] == ["ccc", "a", ""]
     assert batch["weight"].tolist() == [-1.0, 0.5, 1.5]
@@ -152,7 +152,7 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     (tmp_path / "t/a.txt").write_text("hello ")
     (tmp_path / "t/b.txt").write_text("world!!")
-    rows = packed(tmp_path, tmp_path / "t", "--tokens", "byte", "--length", 4).batch(np.arange(3))
+    rows = packed(tmp_path, tmp_path / "t", "--tokens", "byte", "--length", 4).read_batch(np.arange(3))
     assert bytes(rows.reshape(-1).tolist()) == b"hello world!"
     echelon("pack", tmp_path / "t", tmp_path / "whole", "--tokens", "byte", "--dtype", "uint8")
     assert bytes(Packed(tmp_path / "whole")[1].tolist()) == b"world!!"
@@ -186,11 +186,11 @@ def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: P
 def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.data.packed.from_tables._CSV_BLOCK_BYTES", 1000)
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
-    batch = packed(tmp_path, tmp_path / "x.csv").batch(np.array([5, 950]))
+    batch = packed(tmp_path, tmp_path / "x.csv").read_batch(np.array([5, 950]))
     assert (batch["a"].tolist(), batch["b"].tolist()) == ([5, 950], [5.0, 950.5])
     (tmp_path / "y.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(1000)))
     echelon("pack", tmp_path / "y.csv", tmp_path / "y", "--shards", 4, "--processes", 2)
-    assert Packed(tmp_path / "y").batch(np.arange(1000))["a"].tolist() == list(range(1000))
+    assert Packed(tmp_path / "y").read_batch(np.arange(1000))["a"].tolist() == list(range(1000))
 
 
 def test_csv_that_is_packed_already_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> No
     lines = [{"score": n if n % 3 else n + 0.5, "ids": [n]} for n in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
     packed(tmp_path, tmp_path / "x.jsonl")
-    assert Packed(tmp_path / "packed", pad=0).batch(np.arange(5))["score"].tolist() == [0.5, 1.0, 2.0, 3.5, 4.0]
+    assert Packed(tmp_path / "packed", pad=0).read_batch(np.arange(5))["score"].tolist() == [0.5, 1.0, 2.0, 3.5, 4.0]
 
 
 def test_parquet_in_many_row_groups(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b c a b")
     data = packed(tmp_path, tmp_path / "a.txt", "--tokens", tmp_path / "tokenizer.json", "--length", 2)
-    assert data.batch(np.arange(2)).tolist() == [[0, 1], [2, 0]]
+    assert data.read_batch(np.arange(2)).tolist() == [[0, 1], [2, 0]]
     assert data.manifests[0].provenance["left out"] == "1"
 
 
@@ -279,7 +279,7 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
             if len(said) == stop:
                 raise KeyboardInterrupt
 
-        how = {"tokens": str(tmp_path / "tokenizer.json"), "kept": tmp_path / "kept", "progress": told}
+        how = {"tokens": str(tmp_path / "tokenizer.json"), "work_folder": tmp_path / "kept", "progress": told}
         origin = open_packing_source(tmp_path / "t", **how, processes=2)
         origin.prepare()
         return origin
@@ -297,7 +297,7 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
     ]
     data = packed(tmp_path, tmp_path / "t", "--tokens", tmp_path / "tokenizer.json", "--length", 7, "--shards", 3)
     whole = [token for number in range(count) for token in range(number * 17 % 23)]
-    assert data.batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
+    assert data.read_batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
     assert not (tmp_path / ".packed.tokens").exists()
 
 
@@ -375,7 +375,7 @@ def test_pictures_by_class(tmp_path: Path) -> None:
     assert raw[4][0].shape == (3, 5, 7)
     assert (raw[4][0][:, 0, 0].tolist(), raw[4][1].item()) == ([200, 1, 0], 1)
     echelon("pack", tmp_path / "in", tmp_path / "sized", "--size", "4x3")
-    assert Packed(tmp_path / "sized").batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
+    assert Packed(tmp_path / "sized").read_batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
     (tmp_path / "in/dog/1.png").write_bytes(b"no picture")
     assert "dog/1.png is no picture that can be read" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
 
@@ -387,18 +387,18 @@ def test_pictures_by_class_are_packed_in_random_order(tmp_path: Path) -> None:
         for number in range(16):
             Image.new("RGB", (4, 4), (label, number, 0)).save(tmp_path / "in" / f"class {label}" / f"{number:02}.png")
     data = packed(tmp_path, tmp_path / "in", "--size", "4x4", "--shards", 4)
-    pixels, labels = data.batch(np.arange(64))
+    pixels, labels = data.read_batch(np.arange(64))
     assert sorted(zip(pixels[:, 0, 0, 0].tolist(), pixels[:, 1, 0, 0].tolist(), strict=True)) == [
         (label, number) for label in range(4) for number in range(16)
     ]
     assert pixels[:, 0, 0, 0].tolist() == labels.tolist()
     source = open_source(str(tmp_path / "packed"))
-    order = source.order(batch=16, seed=0)
+    order = source.make_order(batch=16, seed=0)
     assert order.rule == "shuffled in lanes=4"
     micros = [
         len(set(micro.batch[1].tolist()))
-        for step in Loader(source, order, rank=0, ranks=1, micro=4).steps(0, 40)
-        for micro in step.micros
+        for step in Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=4).steps(0, 40)
+        for micro in step.micro_batches
     ]
     assert np.mean(micros) > 2  # of 4 samples drawn from 4 classes 2.7 classes are expected, of a sorted file 1
     assert data.manifests[0].provenance["shuffled"] == "seed 0"
@@ -415,7 +415,7 @@ def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
         (tmp_path / "x.txt").write_bytes(bytes(range(50)))
         how += ["--tokens", "byte", "--length", 1]
     source = next(path for path in tmp_path.iterdir())
-    found = packed(tmp_path, source, *how).batch(np.arange(50)).reshape(-1).tolist()
+    found = packed(tmp_path, source, *how).read_batch(np.arange(50)).reshape(-1).tolist()
     assert sorted(found) == list(range(50))
     assert found != list(range(50))
     echelon("pack", source, tmp_path / "packed", *how)  # the same again is nothing to do
@@ -469,7 +469,7 @@ def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:
         "def squares():\n    return TensorDataset(torch.arange(50.0), torch.arange(50) ** 2)\n"
     )
     data = packed(tmp_path, f"{tmp_path / 'numbers_set.py'}:squares", "--shards", 4)
-    assert data.batch(np.array([7, 49]))[1].tolist() == [49, 2401]
+    assert data.read_batch(np.array([7, 49]))[1].tolist() == [49, 2401]
     assert "no `cubes` in it" in echelon("pack", f"{tmp_path / 'numbers_set.py'}:cubes", tmp_path / "p", code=2)
 
 
@@ -519,7 +519,7 @@ def test_verify_answers_no_to_a_damaged_manifest(tmp_path: Path) -> None:
 def test_mnist(tmp_path: Path) -> None:
     data = packed(tmp_path, MNIST, "--split", "t10k")
     assert len(data) == 10_000
-    assert data.batch(np.arange(10_000))[1].bincount().tolist() == [
+    assert data.read_batch(np.arange(10_000))[1].bincount().tolist() == [
         980,
         1135,
         1032,

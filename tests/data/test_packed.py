@@ -61,16 +61,16 @@ def test_batches_are_what_torch_would_collate(tmp_path: Path, shards: int) -> No
     images(tmp_path / "set", shards)
     data = Packed(tmp_path / "set")
     ids = np.random.default_rng(1).permutation(500)[:64]
-    pixels, labels = data.batch(ids)
+    pixels, labels = data.read_batch(ids)
     assert torch.equal(pixels, torch.from_numpy(PIXELS[ids]))
     assert labels.tolist() == ids.tolist()
-    assert same(data.batch(ids), default_collate([data[number] for number in ids.tolist()]))
+    assert same(data.read_batch(ids), default_collate([data[number] for number in ids.tolist()]))
     assert data[-1][1].item() == 499
     with pytest.raises(IndexError):
         data[500]
     for outside in ([-1, 3], [3, 500]):
         with pytest.raises(IndexError, match="of 500: they count from 0"):
-            data.batch(np.array(outside))
+            data.read_batch(np.array(outside))
 
 
 NESTED = [
@@ -99,7 +99,7 @@ def test_nested_samples_of_any_length_come_back(tmp_path: Path, shards: int) -> 
         assert got["half"].equal(want["half"])
         assert np.array_equal(got["boxes"].numpy(), want["boxes"])
         assert got["score"].item() == want["score"]
-    batch = data.batch(np.array([3, 9, 1]))
+    batch = data.read_batch(np.array([3, 9, 1]))
     assert batch["ids"].tolist() == [[0, 1, 2, -1], [0, 1, 2, 3], [0, -1, -1, -1]]
     assert batch["words"] == ["", "", "grün"]
     assert batch["boxes"].shape == (3, 2, 4)
@@ -118,11 +118,11 @@ def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Pa
     )
     data = Packed(tmp_path / "set")
     ids = np.random.default_rng(0).permutation(100)
-    batch = data.batch(ids)
+    batch = data.read_batch(ids)
     assert np.array_equal(batch["image"].numpy(), rows["image"][ids])
     assert batch["label"].tolist() == ids.tolist()
     kinds = {type(gather).__name__ for gather in data._rows._gathers}  # type: ignore[attr-defined]
-    assert kinds == ({"_Even"} if first == "image" else {"_Even", "_Scattered"})
+    assert kinds == ({"_ContiguousGather"} if first == "image" else {"_ContiguousGather", "_AddressGather"})
 
 
 @given(
@@ -155,7 +155,7 @@ def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_mem
         shards=3,
     )
     data, ids = Packed(tmp_path / "set"), np.random.default_rng(1).permutation(3001)
-    image, label = data.batch(ids)
+    image, label = data.read_batch(ids)
     assert np.array_equal(image.numpy(), values[ids])
     assert label.tolist() == ids.tolist()
     mapped = [mapping.starts for mapping in data._rows._maps]  # type: ignore[attr-defined]
@@ -171,13 +171,17 @@ def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> 
     where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
     source = open_source(Packed(where, pad=-1, cache=tmp_path / "cache"))
     loaders = [
-        Loader(source, source.order(batch=6, seed=0), rank=0, ranks=1, micro=4, pin=pin).steps(0, 12)
+        Loader(source, source.make_order(batch=6, seed=0), dp_rank=0, dp_size=1, micro_batch_size=4, pin=pin).steps(
+            0, 12
+        )
         for pin in (False, True)
     ]
     for plain, pinned in zip(*loaders, strict=True):
-        assert same([micro.batch for micro in plain.micros], [micro.batch for micro in pinned.micros])
+        assert same([micro.batch for micro in plain.micro_batches], [micro.batch for micro in pinned.micro_batches])
         assert all(
-            micro.batch[name].is_pinned() for micro in pinned.micros for name in ("half", "ids", "boxes", "score")
+            micro.batch[name].is_pinned()
+            for micro in pinned.micro_batches
+            for name in ("half", "ids", "boxes", "score")
         )
 
 
@@ -213,8 +217,8 @@ def test_rows_that_differ_in_length_need_a_way_to_make_a_batch(tmp_path: Path) -
     pack(SamplePackingSource([{"ids": [1] * number} for number in range(1, 9)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set")
     with pytest.raises(DataError, match=r"'ids' differs in length from sample to sample: give Packed\(..., pad=0\)"):
-        data.batch(np.array([1, 2]))
-    batch = open_source(data, collate=lambda samples: [len(sample["ids"]) for sample in samples]).take(
+        data.read_batch(np.array([1, 2]))
+    batch = open_source(data, collate=lambda samples: [len(sample["ids"]) for sample in samples]).read_batch(
         np.array([2, 5]), 0
     )
     assert batch == [3, 6]
@@ -228,16 +232,19 @@ def test_ranks_together_read_each_sample_once_and_resume_is_the_tail(
     folder = tmp_path_factory.mktemp("packed") / "set"
     images(folder, min(shards, samples), samples)
     source = open_source(str(folder))
-    order = source.order(batch=batch, seed=3)
+    order = source.make_order(batch=batch, seed=3)
     assert order.lanes == min(shards, samples)
-    least = min(order.size(0), order.size(order.steps_per_epoch - 1))
+    least = min(order.batch_size(0), order.batch_size(order.steps_per_epoch - 1))
     total = 2 * order.steps_per_epoch
 
     def read(ranks: int, start: int) -> list[list[int]]:
         ranks = min(ranks, least)
-        loaders = [Loader(source, order, rank=rank, ranks=ranks, micro=3).steps(start, total) for rank in range(ranks)]
+        loaders = [
+            Loader(source, order, dp_rank=rank, dp_size=ranks, micro_batch_size=3).steps(start, total)
+            for rank in range(ranks)
+        ]
         return [
-            [label for each in together for micro in each.micros for label in micro.batch[1].tolist()]
+            [label for each in together for micro in each.micro_batches for label in micro.batch[1].tolist()]
             for together in zip(*loaders, strict=True)
         ]
 
@@ -252,7 +259,7 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
     source = open_source(tmp_path / "set")
     seen: list[int] = []
     for rank in range(4):
-        for micro in evaluation_batches(source, rank=rank, ranks=4, size=10):
+        for micro in evaluation_batches(source, dp_rank=rank, dp_size=4, batch_size=10):
             seen += micro.batch[1].tolist()[: micro.samples]
     assert sorted(seen) == list(range(103))
 
@@ -263,7 +270,7 @@ def test_ranks_evaluate_their_own_files(tmp_path: Path) -> None:
     source = open_source(tmp_path / "set")
     bounds = [file * 103 // 4 for file in range(5)]
     for rank in range(4):
-        batches = list(evaluation_batches(source, rank=rank, ranks=4, size=5))
+        batches = list(evaluation_batches(source, dp_rank=rank, dp_size=4, batch_size=5))
         read = {label for micro in batches for label in micro.batch[1].tolist()}
         assert read == set(range(bounds[rank], bounds[rank + 1]))
         assert (batches[-1].samples == 0) == (bounds[rank + 1] - bounds[rank] == 25)
@@ -282,7 +289,7 @@ def test_padded_batches_are_what_torch_pads(tmp_path: Path, dtype: str, far: boo
     where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
     data = Packed(where, pad=1, cache=tmp_path / "cache")
     for ids in (np.array([7, 0, 39, 13]), np.array([5]), np.array([0, 5])):  # the last two hold nothing
-        batch = data.batch(ids)
+        batch = data.read_batch(ids)
         wanted = torch.nn.utils.rnn.pad_sequence([rows[n] for n in ids], batch_first=True, padding_value=1)
         assert batch["x"].dtype == wanted.dtype
         assert torch.equal(batch["x"], wanted)
@@ -304,10 +311,10 @@ def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
     data = Packed(tmp_path / "a", tmp_path / "b")
     assert len(data) == 150
     source = open_source(data)
-    loader = Loader(source, source.order(batch=10, seed=0), rank=1, ranks=5, micro=None)
-    labels = [label for step in loader.steps(0, 15) for label in step.micros[0].batch[1].tolist()]
+    loader = Loader(source, source.make_order(batch=10, seed=0), dp_rank=1, dp_size=5, micro_batch_size=None)
+    labels = [label for step in loader.steps(0, 15) for label in step.micro_batches[0].batch[1].tolist()]
     assert sorted(labels) == list(range(30, 60))  # its part of all, though the files hold 50, 50, 16, 17 and 17
-    assert data.batch(np.array([99, 100, 149, 0]))[1].tolist() == [99, 0, 49, 0]
+    assert data.read_batch(np.array([99, 100, 149, 0]))[1].tolist() == [99, 0, 49, 0]
     pack(SamplePackingSource([1, 2], {}), tmp_path / "c")
     with pytest.raises(
         DataError, match=r"c holds value: int64 and .*a image: uint8\[3, 8, 8\], label: int64: pack them alike"
@@ -318,8 +325,8 @@ def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
 def test_a_subset_is_gathered_too(tmp_path: Path) -> None:
     images(tmp_path / "set", 2)
     source = open_source(Subset(Packed(tmp_path / "set"), [5, -1, 300]))
-    assert source.gathers
-    assert source.take(np.array([2, 1, 0]), 0)[1].tolist() == [300, 499, 5]
+    assert source.supports_gather
+    assert source.read_batch(np.array([2, 1, 0]), 0)[1].tolist() == [300, 499, 5]
 
 
 @pytest.mark.parametrize("transform", [None, lambda sample: sample])
@@ -327,7 +334,7 @@ def test_a_subset_is_padded_and_put_together_by_length_as_the_whole_is(tmp_path:
     pack(SamplePackingSource([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set", pad=7, bucket="tokens", transform=transform)
     source = open_source(Subset(data, [3, 1, 6]))
-    assert source.take(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
+    assert source.read_batch(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
     assert source.lengths is not None
     assert source.lengths.tolist() == [3, 1, 2]
     example = ExampleBatches(make(data=Subset(data, [3, 1]), batch_size=2))
@@ -338,18 +345,18 @@ def test_padding_that_fails_is_not_blamed_on_a_collate_that_the_job_has_not(tmp_
     pack(SamplePackingSource([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
     data = Packed(tmp_path / "set", pad=7, transform=lambda sample: object())
     with pytest.raises(DataError, match=r"cannot be put into one batch as torch does .* or give the job collate="):
-        open_source(data).take(np.arange(4), 0)
+        open_source(data).read_batch(np.arange(4), 0)
 
 
 def test_a_transform_draws_the_same_at_any_number_of_workers(tmp_path: Path) -> None:
     images(tmp_path / "set", 2, 64)
     source = open_source(Packed(tmp_path / "set", transform=_noisy))
-    order = source.order(batch=16, seed=5)
-    assert (source.gathers, order.lanes) == (False, 2)
+    order = source.make_order(batch=16, seed=5)
+    assert (source.supports_gather, order.lanes) == (False, 2)
 
     def read(workers: int) -> list[float]:
-        loader = Loader(source, order, rank=0, ranks=1, micro=None, workers=workers)
-        return [value for step in loader.steps(0, 4) for micro in step.micros for value in micro.batch.tolist()]
+        loader = Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=None, workers=workers)
+        return [value for step in loader.steps(0, 4) for micro in step.micro_batches for value in micro.batch.tolist()]
 
     alone = read(0)
     assert read(2) == alone
@@ -613,5 +620,5 @@ def test_reading_needs_no_pyarrow(tmp_path: Path) -> None:
     import sys
 
     images(tmp_path / "set", 2)
-    code = f"import sys; from echelon.data import open_source; open_source({str(tmp_path / 'set')!r}).sample(3); sys.exit('pyarrow' in sys.modules)"
+    code = f"import sys; from echelon.data import open_source; open_source({str(tmp_path / 'set')!r}).read_sample(3); sys.exit('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

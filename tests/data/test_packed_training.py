@@ -52,10 +52,10 @@ def job():
 def test_resumed_on_other_ranks_it_sees_the_rest_of_the_order(tmp_path: Path, known_machine: Path) -> None:
     images(tmp_path / "set", 4, SAMPLES)
     (tmp_path / "job.py").write_text(JOB)
-    order = open_source(str(tmp_path / "set")).order(batch=BATCH, seed=0)
+    order = open_source(str(tmp_path / "set")).make_order(batch=BATCH, seed=0)
 
     def share(step: int, rank: int, ranks: int) -> str:
-        size = order.size(step) // ranks  # even: no batch here is odd
+        size = order.batch_size(step) // ranks  # even: no batch here is odd
         return " ".join(map(str, order.ids(step, rank * size, (rank + 1) * size).tolist()))
 
     def train(name: str, ranks: int, **more: str) -> int:

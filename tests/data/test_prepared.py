@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.data import prepared
+from echelon.data import prepare_dataset
 from echelon.data.packed.fingerprint import fingerprint
 from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.pack import pack
@@ -50,33 +50,33 @@ def calls(folder: Path) -> int:
 
 def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
     pack(SamplePackingSource(DATA, {}), tmp_path / "raw")
-    made = prepared(str(tmp_path / "raw"), tmp_path / "set", lambda sample: sample[0] * 2)
+    made = prepare_dataset(str(tmp_path / "raw"), tmp_path / "set", lambda sample: sample[0] * 2)
     assert [value.item() for value in made.__getitems__(range(40))] == [2.0 * number for number in range(40)]
     with pytest.raises(DataError, match="nowhere"):
-        prepared(str(tmp_path / "nowhere"), tmp_path / "other")
+        prepare_dataset(str(tmp_path / "nowhere"), tmp_path / "other")
 
 
 def test_files_are_so_many_that_none_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.data.packed.pack.SHARD_BYTES", 256)
-    assert len(prepared(torch.zeros(100, 64), tmp_path / "large").manifests[0].shards) == 100
-    assert len(prepared(torch.zeros(100, 8), tmp_path / "middle").manifests[0].shards) == 16
-    assert len(prepared(torch.zeros(100, 16), tmp_path / "more").manifests[0].shards) == 32
+    assert len(prepare_dataset(torch.zeros(100, 64), tmp_path / "large").manifests[0].shards) == 100
+    assert len(prepare_dataset(torch.zeros(100, 8), tmp_path / "middle").manifests[0].shards) == 16
+    assert len(prepare_dataset(torch.zeros(100, 16), tmp_path / "more").manifests[0].shards) == 32
 
 
 def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
-    assert prepared(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
+    assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
     first = calls(tmp_path)
-    assert prepared(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
+    assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
     assert calls(tmp_path) - first <= 40  # the few that are looked at to learn the columns, none that is stored
 
 
 def test_another_function_or_other_data_make_it_anew(tmp_path: Path) -> None:
-    prepared(DATA, tmp_path / "set", counting(tmp_path))
+    prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))
     with pytest.warns(UserWarning, match=r"set is made anew: transform [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
-        assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
+        assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
     other = TensorDataset(torch.arange(40.0) + 1, torch.arange(40))
     with pytest.warns(UserWarning, match=r"set is made anew: data [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
-        assert prepared(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
+        assert prepare_dataset(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
 
 
 def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> N
         DataError,
         match=r"holds another packed data set: .*source hours of work there, TensorDataset here.*; choose another folder",
     ):
-        prepared(DATA, tmp_path / "set", counting(tmp_path))
+        prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))
     assert (tmp_path / "set/manifest.json").read_bytes() == before
     told = {"identity": "x", "kind": "text", "shards": 4, "block": 1, "version": 1, "from": {"source": "hours of work"}}
     (tmp_path / "set/packing.json").write_text(json.dumps(told))
@@ -94,43 +94,45 @@ def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> N
     with pytest.raises(
         DataError, match=r"holds a part of another packing: .*source hours of work there, TensorDataset here"
     ):
-        prepared(DATA, tmp_path / "set", counting(tmp_path))
+        prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))
     assert len(list((tmp_path / "set").glob("shard-*.arrow"))) == 4
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/shard-00000.arrow").write_text("mine")
     with pytest.raises(DataError, match="is not empty and not a packed data set"):
-        prepared(DATA, tmp_path / "mine", counting(tmp_path))
+        prepare_dataset(DATA, tmp_path / "mine", counting(tmp_path))
     assert (tmp_path / "mine/shard-00000.arrow").read_text() == "mine"
 
 
 def test_one_that_was_killed_while_it_cleared_the_folder_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(DATA, tmp_path / "set", counting(tmp_path))
+    prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("echelon.data.packed.pack._remove_work_files", lambda folder: os._exit(9))
         helper = multiprocessing.get_context("fork").Process(
-            target=prepared, args=(DATA, tmp_path / "set", counting(tmp_path, 3.0))
+            target=prepare_dataset, args=(DATA, tmp_path / "set", counting(tmp_path, 3.0))
         )
         with warnings.catch_warnings(action="ignore"):
             helper.start()
         helper.join()
         assert helper.exitcode == 9
     with pytest.warns(UserWarning, match="is made anew"):
-        assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
+        assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
 
 
 def test_those_who_prepare_together_share_the_work(tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(1000.0), torch.arange(1000))
     context = multiprocessing.get_context("fork")
-    helpers = [context.Process(target=prepared, args=(data, tmp_path / "set", counting(tmp_path))) for _ in range(3)]
+    helpers = [
+        context.Process(target=prepare_dataset, args=(data, tmp_path / "set", counting(tmp_path))) for _ in range(3)
+    ]
     for helper in helpers:
         helper.start()
     for helper in helpers:
         helper.join()
         assert helper.exitcode == 0
     assert calls(tmp_path) < 1500  # each once, and by each process the few that are looked at
-    samples = prepared(data, tmp_path / "set", counting(tmp_path)).__getitems__(range(1000))
+    samples = prepare_dataset(data, tmp_path / "set", counting(tmp_path)).__getitems__(range(1000))
     assert [int(sample[1]) for sample in samples] == list(range(1000))
 
 
@@ -299,10 +301,10 @@ class Hidden:
 
 def test_samples_that_come_out_differently_make_it_anew(tmp_path: Path) -> None:
     (tmp_path / "nnn.txt").write_text("1")
-    assert prepared(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 4
+    assert prepare_dataset(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 4
     (tmp_path / "nnn.txt").write_text("5")
     with pytest.warns(UserWarning, match="is made anew: content"):
-        assert prepared(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 8
+        assert prepare_dataset(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 8
 
 
 def test_a_data_set_in_python_whose_helper_has_changed_is_not_taken_for_packed(
@@ -327,7 +329,7 @@ def test_a_data_set_in_python_whose_helper_has_changed_is_not_taken_for_packed(
 
 def test_any_sample_that_changes_makes_it_anew(tmp_path: Path) -> None:
     values = list(range(1000))
-    prepared(values, tmp_path / "set")
+    prepare_dataset(values, tmp_path / "set")
     values[333] = -1  # none of those that are looked at
     with pytest.warns(UserWarning, match="is made anew: data"):
-        assert prepared(values, tmp_path / "set")[333].item() == -1
+        assert prepare_dataset(values, tmp_path / "set")[333].item() == -1

@@ -189,7 +189,7 @@ def cached(folder: Path) -> int:
 def test_remote_batches_are_the_same(store: str, tmp_path: Path) -> None:
     data = Packed(store, cache=tmp_path / "cache")
     ids = np.random.default_rng(0).permutation(400)[:100]
-    pixels, labels = data.batch(ids)
+    pixels, labels = data.read_batch(ids)
     assert np.array_equal(pixels.numpy(), PIXELS[ids])
     assert labels.tolist() == ids.tolist()
     assert (len(data), data.lanes) == (400, 8)
@@ -197,24 +197,24 @@ def test_remote_batches_are_the_same(store: str, tmp_path: Path) -> None:
 
 def test_a_rank_fetches_only_its_own_files(store: str, tmp_path: Path) -> None:
     source = open_source(Packed(store, cache=tmp_path / "cache"))
-    list(Loader(source, source.order(batch=16, seed=0), rank=1, ranks=4, micro=None).steps(0, 25))
+    list(Loader(source, source.make_order(batch=16, seed=0), dp_rank=1, dp_size=4, micro_batch_size=None).steps(0, 25))
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
 
 
 def test_the_cache_stays_within_its_bound(store: str, tmp_path: Path) -> None:
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     data = Packed(store, cache=tmp_path / "cache", cache_bytes=3 * size + 100, window=1)
-    order = open_source(data).order(batch=8, seed=0)
+    order = open_source(data).make_order(batch=8, seed=0)
     assert order.window == 1
     for first in (0, 350, 60, 200, 120, 399, 0):
-        assert data.batch(np.array([first]))[1].item() == first
+        assert data.read_batch(np.array([first]))[1].item() == first
         assert cached(tmp_path / "cache") <= 3 * size + 100
 
 
 def test_the_cache_stays_within_its_bound_while_files_come_together(store: str, tmp_path: Path) -> None:
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     data = Packed(store.replace("file://", "dripping://"), cache=tmp_path / "cache", cache_bytes=3 * size + 100)
-    data.expect(np.arange(0, 400, 50))  # all eight files
+    data.prefetch(np.arange(0, 400, 50))  # all eight files
     most = 0
     until = time.monotonic() + 20
     while cached(tmp_path / "cache") < 3 * size and time.monotonic() < until:
@@ -233,11 +233,11 @@ def _size(path: Path) -> int:
 
 def test_a_cache_that_is_too_small_says_so(store: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a cache of 1.00 kB cannot hold one file of"):
-        Packed(store, cache=tmp_path / "cache", cache_bytes=1000).batch(np.array([0]))
+        Packed(store, cache=tmp_path / "cache", cache_bytes=1000).read_batch(np.array([0]))
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     small = Packed(store, cache=tmp_path / "cache", cache_bytes=2 * size + 50, timeout=0.1)
     with pytest.raises(DataError, match=r"of the cache are in use, .* more are needed"):
-        small.batch(np.array([0, 100, 200, 300]))
+        small.read_batch(np.array([0, 100, 200, 300]))
 
 
 def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
@@ -341,12 +341,12 @@ def test_a_store_that_fails_leaves_no_copy(store: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     data = Packed(store, cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"file://.*/far/shard-00003.arrow, block 0 \(samples 150 to 199\) is damaged"):
-        data.batch(np.array([160]))
+        data.read_batch(np.array([160]))
     assert not list((tmp_path / "cache").glob("*.arrow"))
     path.unlink()
     with pytest.raises(DataError, match=r"file://.*/far/shard-00003.arrow cannot be read: FileNotFoundError"):
-        data.batch(np.array([160]))
-    assert data.batch(np.array([10]))[1].item() == 10
+        data.read_batch(np.array([160]))
+    assert data.read_batch(np.array([10]))[1].item() == 10
 
 
 @pytest.mark.parametrize(("kind", "came"), [("stalling", "0"), ("halting", "4,000")])
@@ -357,7 +357,7 @@ def test_a_read_that_stalls_ends_with_a_message(store: str, tmp_path: Path, kind
     with pytest.raises(
         DataError, match=rf"{kind}://.*shard-00000.arrow: no byte came for 0.2 s \(after {came}\); try again"
     ):
-        data.batch(np.array([0]))
+        data.read_batch(np.array([0]))
     assert time.monotonic() - began < 10
     GO.set()
 
@@ -366,10 +366,10 @@ def test_a_read_that_comes_to_life_after_it_was_given_up_spoils_nothing(store: s
     GO.clear()
     url = store.replace("file://", "stalling://")
     with pytest.raises(DataError, match="no byte came"):
-        Packed(url, cache=tmp_path / "cache", timeout=0.1).batch(np.array([0]))
+        Packed(url, cache=tmp_path / "cache", timeout=0.1).read_batch(np.array([0]))
     data = Packed(url, cache=tmp_path / "cache", timeout=20)
     with ThreadPoolExecutor(1) as other:
-        again = other.submit(data.batch, np.arange(50))
+        again = other.submit(data.read_batch, np.arange(50))
         time.sleep(0.1)  # a second attempt waits at the same place as the first; then both go on
         GO.set()
         assert again.result()[1].tolist() == list(range(50))
@@ -388,7 +388,7 @@ def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, h
         place = data.manifests[0].shards[1].buffers[0][0] + 700
         copy.write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
     again = Packed(store, cache=tmp_path / "cache")
-    assert np.array_equal(again.batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
+    assert np.array_equal(again.read_batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
     assert copy.read_bytes() == right
 
 
@@ -411,9 +411,9 @@ def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store:
         data = Packed(store, cache=tmp_path / "cache", damaged="skip")
     assert (len(data), data.skipped) == (300, 100)
     left = [*range(150), *range(200, 250), *range(300, 400)]
-    assert data.batch(np.arange(300))[1].tolist() == left
+    assert data.read_batch(np.arange(300))[1].tolist() == left
     with pytest.raises(DataError, match=r"shard-00003.arrow cannot be read"):
-        Packed(store, cache=tmp_path / "cache").batch(np.array([160]))
+        Packed(store, cache=tmp_path / "cache").read_batch(np.array([160]))
 
 
 def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
@@ -436,16 +436,16 @@ def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
 def test_files_come_together_and_ahead_of_their_batch(store: str, tmp_path: Path) -> None:
     url = store.replace("file://", "slow://")
     data = Packed(url, cache=tmp_path / "cache")
-    data.batch(np.array([0, 60, 110, 160]))
+    data.read_batch(np.array([0, 60, 110, 160]))
     assert Slow.most == 4  # at once, not one after the other
     source = open_source(Packed(url, cache=tmp_path / "other", lanes=2, window=1))
-    order = source.order(batch=2, seed=0)
-    steps = Loader(source, order, rank=0, ranks=1, micro=None).steps(0, 100)
+    order = source.make_order(batch=2, seed=0)
+    steps = Loader(source, order, dp_rank=0, dp_size=1, micro_batch_size=None).steps(0, 100)
     next(steps)
     time.sleep(1.5)
     # The first two files last for fifty steps, and the next ones are there already.
     assert len(list((tmp_path / "other").glob("*.arrow"))) >= 4
-    labels = [label for step in steps for label in step.micros[0].batch[1].tolist()]
+    labels = [label for step in steps for label in step.micro_batches[0].batch[1].tolist()]
     assert len({*labels}) == 198
 
 
@@ -456,10 +456,15 @@ def test_a_rank_that_copies_ahead_never_fills_a_cache_that_another_needs(store: 
         for _ in range(2)
     ]
     loaders = [
-        Loader(source, source.order(batch=4, seed=0), rank=rank, ranks=2, micro=None).steps(0, 100)
+        Loader(source, source.make_order(batch=4, seed=0), dp_rank=rank, dp_size=2, micro_batch_size=None).steps(0, 100)
         for rank, source in enumerate(both)
     ]
-    seen = [label for pair in zip(*loaders, strict=True) for step in pair for label in step.micros[0].batch[1].tolist()]
+    seen = [
+        label
+        for pair in zip(*loaders, strict=True)
+        for step in pair
+        for label in step.micro_batches[0].batch[1].tolist()
+    ]
     assert sorted(seen) == list(range(400))
     assert cached(tmp_path / "cache") <= 4 * size + 50
 
@@ -469,8 +474,8 @@ def test_workers_read_remote_files_for_a_transform(store: str, tmp_path: Path) -
     data = Packed(store, cache=tmp_path / "cache", transform=lambda sample: sample[1] * 2)
     assert data[3].item() == 6  # the store was used before the workers are born
     source = open_source(data)
-    loader = Loader(source, source.order(batch=40, seed=0), rank=0, ranks=1, micro=None, workers=2)
-    seen = [label for step in loader.steps(0, 10) for label in step.micros[0].batch.tolist()]
+    loader = Loader(source, source.make_order(batch=40, seed=0), dp_rank=0, dp_size=1, micro_batch_size=None, workers=2)
+    seen = [label for step in loader.steps(0, 10) for label in step.micro_batches[0].batch.tolist()]
     assert sorted(seen) == list(range(0, 800, 2))
 
 
@@ -480,8 +485,8 @@ def test_what_was_read_before_the_workers_were_born_keeps_no_room_from_them(stor
     data = Packed(store, cache=tmp_path / "cache", cache_bytes=3 * size + 100, transform=_label, timeout=2)
     assert [data[number] for number in (3, 60, 110)] == [3, 60, 110]
     source = open_source(data)
-    loader = Loader(source, source.order(batch=8, seed=0), rank=0, ranks=1, micro=1, workers=2)
-    seen = [micro.batch.item() for step in loader.steps(0, 5) for micro in step.micros]
+    loader = Loader(source, source.make_order(batch=8, seed=0), dp_rank=0, dp_size=1, micro_batch_size=1, workers=2)
+    seen = [micro.batch.item() for step in loader.steps(0, 5) for micro in step.micro_batches]
     assert len({*seen}) == 40
 
 
@@ -494,17 +499,19 @@ def test_an_evaluation_takes_the_room_that_the_training_needs_later(store: str, 
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     how: dict[str, Any] = {"cache": tmp_path / "cache", "cache_bytes": 8 * size + 100, "timeout": 1}
     source = open_source(Packed(store, **how))
-    steps = Loader(source, source.order(batch=16, seed=0), rank=0, ranks=1, micro=None).steps(0, 50)
-    seen = next(steps).micros[0].batch[1].tolist()
+    steps = Loader(source, source.make_order(batch=16, seed=0), dp_rank=0, dp_size=1, micro_batch_size=None).steps(
+        0, 50
+    )
+    seen = next(steps).micro_batches[0].batch[1].tolist()
     for _ in range(2):
         other = open_source(Packed(f"file://{tmp_path / 'other'}", **how))
-        batches = list(evaluation_batches(other, rank=0, ranks=1, size=40))
+        batches = list(evaluation_batches(other, dp_rank=0, dp_size=1, batch_size=40))
         assert [label for micro in batches for label in micro.batch[1].tolist()] == list(range(400))
-        seen += next(steps).micros[0].batch[1].tolist()
+        seen += next(steps).micro_batches[0].batch[1].tolist()
     assert len({*seen}) == 48
     # A process that reads through the same cache finds room: between two batches nothing is held that no batch to come needs.
     steps.close()
-    assert Packed(store, **how).batch(np.arange(400))[1].tolist() == list(range(400))
+    assert Packed(store, **how).read_batch(np.arange(400))[1].tolist() == list(range(400))
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -512,8 +519,8 @@ def test_a_forked_process_leaves_the_holds_of_its_parent_alone(store: str, tmp_p
     images(tmp_path / "other", 8, 400)
     data = Packed(store, cache=tmp_path / "cache")
     for ids in (np.arange(10), np.arange(10, 20)):
-        data.expect(ids)
-    data.batch(np.arange(10))  # the next batch needs the same file: its copy stays held
+        data.prefetch(ids)
+    data.read_batch(np.arange(10))  # the next batch needs the same file: its copy stays held
     other = Packed(f"file://{tmp_path / 'other'}", cache=tmp_path / "cache")
     helper = multiprocessing.get_context("fork").Process(target=read_as_a_worker, args=(other,))
     before = held(tmp_path / "cache")
@@ -526,7 +533,7 @@ def test_a_forked_process_leaves_the_holds_of_its_parent_alone(store: str, tmp_p
 
 def read_as_a_worker(data: Packed) -> None:
     torch.set_num_threads(1)  # as torch's own workers do: threads of OpenMP do not outlive a fork
-    data.batch(np.arange(400))
+    data.read_batch(np.arange(400))
 
 
 def held(folder: Path) -> list[str]:
@@ -546,10 +553,12 @@ def test_batches_that_were_told_of_and_given_up_hold_nothing(store: str, tmp_pat
     data = Packed(store, cache=tmp_path / "cache", cache_bytes=8 * size + 100)
     source = open_source(data)
     for _ in range(2):
-        steps = Loader(source, source.order(batch=16, seed=0), rank=0, ranks=1, micro=None).steps(0, 25)
+        steps = Loader(source, source.make_order(batch=16, seed=0), dp_rank=0, dp_size=1, micro_batch_size=None).steps(
+            0, 25
+        )
         next(steps)
         steps.close()
-    assert len(list(evaluation_batches(source, rank=0, ranks=1, size=40))) == 10
+    assert len(list(evaluation_batches(source, dp_rank=0, dp_size=1, batch_size=40))) == 10
     for path in (tmp_path / "cache").glob("*.arrow"):
         with path.open() as copy:
             fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
@@ -633,7 +642,7 @@ def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> No
     def read(seed: int) -> bool:
         draw = np.random.default_rng(seed)
         batches = [draw.integers(0, 100, 8) + 100 * draw.integers(0, 4) for _ in range(60)]
-        return all(data.batch(ids)[1].tolist() == ids.tolist() for ids in batches)
+        return all(data.read_batch(ids)[1].tolist() == ids.tolist() for ids in batches)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(4)))
@@ -650,11 +659,11 @@ def test_a_password_in_an_address_is_in_no_message(store: str, tmp_path: Path) -
     content = (tmp_path / "far/shard-00003.arrow").read_bytes()
     (tmp_path / "far/shard-00003.arrow").write_bytes(bytes(len(content)))
     with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow, block 0 .* is damaged") as caught:
-        Packed(f"{far}/far", **how).batch(np.array([160]))
+        Packed(f"{far}/far", **how).read_batch(np.array([160]))
     told.append(caught.value)
     (tmp_path / "far/shard-00003.arrow").unlink()
     with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow cannot be read") as caught:
-        Packed(f"{far}/far", **how).batch(np.array([160]))
+        Packed(f"{far}/far", **how).read_batch(np.array([160]))
     told.append(caught.value)
     images(tmp_path / "far", 4, 400, overwrite=True)
     with pytest.raises(DataError, match=r"^private://\*\*\*@host/.* holds other samples") as caught:

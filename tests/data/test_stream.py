@@ -79,7 +79,11 @@ def steps(
     ]
     by_rank = [list(loader.steps(start, stop)) for loader in loaders]
     return [
-        (parts[0].epoch, parts[0].samples, [value for part in parts for micro in part.micros for value in read(micro)])
+        (
+            parts[0].epoch,
+            parts[0].samples,
+            [value for part in parts for micro in part.micro_batches for value in read(micro)],
+        )
         for parts in zip(*by_rank, strict=True)
     ]
 
@@ -253,7 +257,7 @@ def test_a_stream_that_fails_on_one_rank_stops_all() -> None:
 def test_equal_streams_agree() -> None:
     results = train(lambda rank: Numbers(20), ranks=3, batch=8, stop=7)
     values = [
-        [value for micro in batch.micros for value in read(micro)]
+        [value for micro in batch.micro_batches for value in read(micro)]
         for batch in itertools.chain(*zip(*results, strict=True))
     ]
     assert list(itertools.chain(*values)) == [*range(20), *range(20), *range(8)]

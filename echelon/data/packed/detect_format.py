@@ -6,13 +6,10 @@ import re
 from pathlib import Path
 
 from echelon.data.packed.from_arrays import find_idx_pairs, open_idx_folder, open_numpy_file
-from echelon.data.packed.from_images import IMAGE_SUFFIXES as PICTURES
-from echelon.data.packed.from_images import ImagePackingSource
+from echelon.data.packed.from_images import IMAGE_SUFFIXES, ImagePackingSource
 from echelon.data.packed.from_samples import open_json_lines
-from echelon.data.packed.from_tables import TABLE_FORMATS as TABLES
-from echelon.data.packed.from_tables import TablePackingSource
-from echelon.data.packed.from_text import TEXT_SUFFIXES as TEXTS
-from echelon.data.packed.from_text import TokenPackingSource
+from echelon.data.packed.from_tables import TABLE_FORMATS, TablePackingSource
+from echelon.data.packed.from_text import TEXT_SUFFIXES, TokenPackingSource
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback
 from echelon.errors import DataError
 
@@ -53,11 +50,11 @@ def _open_file(path: Path, temp_folder: Path) -> PackingSource:
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
         return open_numpy_file(path)
-    if suffix in TABLES:
+    if suffix in TABLE_FORMATS:
         return TablePackingSource([path], temp_folder)
     if suffix in _JSON_LINES_SUFFIXES:
         return open_json_lines(path)
-    if suffix in TEXTS:
+    if suffix in TEXT_SUFFIXES:
         raise DataError(f"{path} is text: say how it becomes tokens, --tokens byte or --tokens tokenizer.json")
     raise DataError(f"{path}: it does not show what it is; packed can be {SUPPORTED_FORMATS}")
 
@@ -65,9 +62,9 @@ def _open_file(path: Path, temp_folder: Path) -> PackingSource:
 def _open_folder(path: Path, split: str | None, size: str | None, temp_folder: Path) -> PackingSource:
     if find_idx_pairs(path):
         return open_idx_folder(path, split)
-    tables = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in TABLES)
+    tables = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in TABLE_FORMATS)
     if tables:
-        if len({TABLES[entry.suffix.lower()] for entry in tables}) > 1:
+        if len({TABLE_FORMATS[entry.suffix.lower()] for entry in tables}) > 1:
             raise DataError(f"{path} holds tables of several kinds: give one kind, or one file")
         other_file = next(
             (
@@ -82,7 +79,7 @@ def _open_folder(path: Path, split: str | None, size: str | None, temp_folder: P
                 f"{path} holds tables, and {other_file.name} as well: give a folder of one kind, or one file"
             )
         return TablePackingSource(tables, temp_folder)
-    if any(entry.suffix.lower() in PICTURES for entry in path.glob("*/**/*")):
+    if any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in path.glob("*/**/*")):
         return ImagePackingSource(path, None if size is None else _parse_size(size))
     raise DataError(f"{path} holds nothing that is known; packed can be {SUPPORTED_FORMATS}")
 
@@ -90,9 +87,9 @@ def _open_folder(path: Path, split: str | None, size: str | None, temp_folder: P
 def _find_text_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    text_files = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in TEXTS and entry.is_file())
+    text_files = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in TEXT_SUFFIXES and entry.is_file())
     if not text_files:
-        raise DataError(f"{path} holds no text ({', '.join(sorted(TEXTS))})")
+        raise DataError(f"{path} holds no text ({', '.join(sorted(TEXT_SUFFIXES))})")
     return text_files
 
 

@@ -18,8 +18,8 @@ class ShuffledPackingSource(PackingSource):
     def __init__(self, source: PackingSource, seed: int) -> None:
         if not source.has_random_access:
             raise DataError(
-                f"--shuffle: rows of a {type(source).__name__.lower().removesuffix('s')} are read many at a time, and one by one it would "
-                "take days; shuffle the file itself before it is packed"
+                "--shuffle: rows of a table are read many at a time, and one by one it would take days; shuffle the file "
+                "itself before it is packed"
             )
         self._source, self._seed = source, seed
         self.columns, self.sample = source.columns, source.sample
