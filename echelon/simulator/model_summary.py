@@ -127,5 +127,5 @@ def convert_precision(model: ModelSummary, precision: Precision | None) -> Model
         saved=replace(saved, tp_sharded=saved.tp_sharded * ratio, replicated=saved.replicated * ratio, attention_core=saved.attention_core * ratio, products=saved.products * ratio),
         saved_outside_blocks=(model.saved_outside_blocks[0] * ratio, model.saved_outside_blocks[1] * ratio),
         pipeline_units=tuple(replace(unit, crossing=unit.crossing * ratio) for unit in model.pipeline_units),
-        **{name: getattr(model, name) * ratio for name in ("given", "keys", "loss", "working", "routed")},
+        **{name: getattr(model, name) * ratio for name in ("block_output_bytes", "key_value_bytes", "loss_bytes", "largest_operator_bytes", "routed_bytes")},
     )  # fmt: skip
