@@ -8,8 +8,7 @@ from echelon.errors import PlanError
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
-from echelon.plan.format_units import format_bytes as _bytes
-from echelon.plan.format_units import format_seconds as _seconds
+from echelon.plan.format_units import format_bytes, format_seconds
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner.candidate import Candidate
@@ -24,14 +23,14 @@ _MAX_CAUSES = 4
 def explain(candidates: Sequence[Candidate]) -> str:
     """Why the first of what `search` found is the best: its time and memory by cause, and what the next one would cost."""
     best = candidates[0].forecast
-    lines = [f'"{best.plan}": {_seconds(best.time.step)} a step, {best.samples_per_second:,.0f} samples/s']
+    lines = [f'"{best.plan}": {format_seconds(best.time.step)} a step, {best.samples_per_second:,.0f} samples/s']
     lines += [f"  {line}" for line in (_describe_time(best), _describe_memory(best))]
     if best.plan.ranks == 1:
         rivals = [other.forecast for other in candidates[1:] if other.forecast.plan.ranks > 1]
         if rivals:
             split_cost = rivals[0].time.exchange + rivals[0].time.optimizer - best.time.optimizer
             lines += [
-                f"  one process: splitting over {rivals[0].plan.ranks} would cost {_seconds(split_cost)} of exchange and repeated work a step"
+                f"  one process: splitting over {rivals[0].plan.ranks} would cost {format_seconds(split_cost)} of exchange and repeated work a step"
             ] * (split_cost > 0)
         else:
             lines.append("  one process: nothing is exchanged")
@@ -69,16 +68,16 @@ def _compare_forecasts(best: Forecast, other: Forecast) -> str:
         required = other.memory.required
         largest = max(_MEMORY_PARTS, key=lambda part: getattr(other.memory, part))
         return (
-            f"does not fit: up to {_bytes(required)} per rank of {_bytes(other.capacity)}, {_bytes(required - other.capacity)} too much; most of it "
-            f"{largest} ({_bytes(getattr(other.memory, largest))}), most at {other.peak_at}"
+            f"does not fit: up to {format_bytes(required)} per rank of {format_bytes(other.capacity)}, {format_bytes(required - other.capacity)} too much; most of it "
+            f"{largest} ({format_bytes(getattr(other.memory, largest))}), most at {other.peak_at}"
         )
     extra_seconds = other.time.step - best.time.step
     extra_bytes = other.memory.total - best.memory.total
-    time_text = f"{_seconds(abs(extra_seconds))} {'slower' if extra_seconds > 0 else 'faster'} ({abs(extra_seconds) / best.time.step:.0%})"
-    memory_text = f"{_bytes(abs(extra_bytes))} {'more' if extra_bytes > 0 else 'less'} memory per rank"
+    time_text = f"{format_seconds(abs(extra_seconds))} {'slower' if extra_seconds > 0 else 'faster'} ({abs(extra_seconds) / best.time.step:.0%})"
+    memory_text = f"{format_bytes(abs(extra_bytes))} {'more' if extra_bytes > 0 else 'less'} memory per rank"
     return (
-        f"{time_text if extra_seconds else 'as fast'}{_describe_changes(best.time, other.time, _CAUSES, _seconds, best.time.step)}; "
-        f"{memory_text if abs(extra_bytes) >= 1 else 'as much memory per rank'}{_describe_changes(best.memory, other.memory, _MEMORY_PARTS, _bytes, best.memory.total)}"
+        f"{time_text if extra_seconds else 'as fast'}{_describe_changes(best.time, other.time, _CAUSES, format_seconds, best.time.step)}; "
+        f"{memory_text if abs(extra_bytes) >= 1 else 'as much memory per rank'}{_describe_changes(best.memory, other.memory, _MEMORY_PARTS, format_bytes, best.memory.total)}"
     )
 
 
@@ -100,15 +99,17 @@ def _describe_changes(
 def _describe_time(forecast: Forecast) -> str:
     time = forecast.time
     causes = ", ".join(
-        f"{name} {_seconds(getattr(time, name))}" for name in _CAUSES if getattr(time, name) > time.step / 200
+        f"{name} {format_seconds(getattr(time, name))}" for name in _CAUSES if getattr(time, name) > time.step / 200
     )
-    hidden = f"; {_seconds(time.hidden)} of exchange hide behind backward" if time.hidden else ""
+    hidden = f"; {format_seconds(time.hidden)} of exchange hide behind backward" if time.hidden else ""
     return f"time: {causes}{hidden}"
 
 
 def _describe_memory(forecast: Forecast) -> str:
     memory = forecast.memory
     parts = ", ".join(
-        f"{name} {_bytes(getattr(memory, name))}" for name in _MEMORY_PARTS if getattr(memory, name) > memory.peak / 200
+        f"{name} {format_bytes(getattr(memory, name))}"
+        for name in _MEMORY_PARTS
+        if getattr(memory, name) > memory.peak / 200
     )
-    return f"memory per rank: {_bytes(memory.total)} of {_bytes(forecast.capacity)} ({parts}); the peak is at {forecast.peak_at}"
+    return f"memory per rank: {format_bytes(memory.total)} of {format_bytes(forecast.capacity)} ({parts}); the peak is at {forecast.peak_at}"

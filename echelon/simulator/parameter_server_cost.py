@@ -41,7 +41,7 @@ def fill_served_tables(plan: Plan, profile: Profile) -> Plan:
 def without_servers(plan: Plan) -> Plan:
     """What is left of a plan when its servers are taken away."""
     default_plan = Plan()
-    server_fields = ("exchange", "dense", "staleness", "servers", "replicas", "rows", "tables")
+    server_fields = ("exchange", "dense", "staleness", "servers", "replicas", "min_table_rows", "tables")
     return replace(plan, **{name: getattr(default_plan, name) for name in server_fields})
 
 

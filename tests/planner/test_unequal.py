@@ -57,7 +57,7 @@ def test_slow_devices_get_fewer_blocks(turned: bool) -> None:
     cluster = mixed(SLOW, FAST) if turned else mixed(FAST, SLOW)
     best = search(profile, cluster, ranks=4)[0]
     assert best.plan.mesh.pp >= 2
-    counts = [len(each) for each in stage_ranges(best.plan, len(profile.visits))]
+    counts = [len(each) for each in stage_ranges(best.plan, len(profile.pipeline_units))]
     by_rank = [sum(counts[rank :: best.plan.mesh.pp]) for rank in range(best.plan.mesh.pp)]
     half = best.plan.mesh.pp // 2
     first, second = sum(by_rank[:half]), sum(by_rank[half:])

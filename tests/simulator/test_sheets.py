@@ -384,5 +384,5 @@ def test_sums_over_many_nodes_take_a_tree_and_gathers_a_ring() -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    assert simulator.__all__ == ["Stack", "simulate"]
+    assert simulator.__all__ == ["TrainingStack", "simulate"]
     assert planner.__all__ == ["Candidate", "Goal", "explain", "search", "why_not"]

@@ -131,13 +131,13 @@ def test_an_optimizer_without_a_kernel_for_shards_is_priced_unfused_under_zero()
 
 def test_a_model_sharded_whole_is_one_message_each_way() -> None:
     profile, cluster = make_profile(blocks=12, width=64), make_cluster()
-    parts, whole = (simulate(profile, cluster, plan(dp=2, zero=3, whole=each)).time for each in (False, True))
+    parts, whole = (simulate(profile, cluster, plan(dp=2, zero=3, shard_as_one=each)).time for each in (False, True))
     assert whole.exchange < parts.exchange
 
 
 def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
     profile = make_profile(blocks=12, width=1024)  # 4 MB each
-    sizes = gradient_bucket_bytes(profile, plan(bucket=8))
+    sizes = gradient_bucket_bytes(profile, plan(bucket_megabytes=8))
     assert sum(sizes) == profile.gradient_bytes
     assert sizes[0] == 4 * 2**20
     assert max(sizes) <= 8 * 2**20
