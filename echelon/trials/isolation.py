@@ -49,7 +49,7 @@ from echelon.trials.torch_patches import TorchPatches
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _MIN_SHARED_BYTES = 2**26
-_FUNCTION_FIELDS = ("loss", "inputs", "collate", "optimizer", "schedule")
+_FUNCTION_FIELDS = ("loss", "inputs", "collate", "optimizer", "lr_schedule")
 _STATE_TYPES = (
     nn.Module,
     Tensor,
