@@ -248,7 +248,7 @@ class Servers:
         """A new life of the controller, at the same address, from its file (after it was killed)."""
         self.controller.stop(0.0)
         self.controller = ChildProcess(
-            {**self._config, "bind": self._listen_address, "again": True}, self.folder / "controller.log"
+            {**self._config, "bind": self._listen_address, "is_restart": True}, self.folder / "controller.log"
         )
         if self.controller.wait_for_address() != self._listen_address:
             raise LaunchError(f"the controller came back at another address than {self.address}")

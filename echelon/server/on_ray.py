@@ -48,9 +48,9 @@ class ServerHandle:
 
     def __init__(self, name: str, actor: Any, node: str | None) -> None:
         self.name, self.actor, self.node = name, actor, node
-        self.location_ref = actor.where.remote()
+        self.location_ref = actor.locate.remote()
         self.address_ref: Any = None
-        self.end_ref = actor.stay.remote()
+        self.end_ref = actor.wait_until_ended.remote()
         self.requested_at = self.last_heard = time.monotonic()
         self.pid: int | None = None
         self.address: str | None = None
@@ -184,7 +184,7 @@ class RayServers:
         and is raised here. `options` go to `connect` (window, patience).
         """
         if count < 1 or max_attempts < 1:
-            raise ServerError(f"count={count}, lives={max_attempts}; at least one worker with one life is needed")
+            raise ServerError(f"count={count}, max_attempts={max_attempts}; both must be at least 1")
         ray = self._ray
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")(WorkerActor)
         running: dict[Any, tuple[int, int, Any]] = {}
@@ -282,7 +282,7 @@ class RayServers:
         handle = ServerHandle(
             "the controller", self._actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote(), node
         )
-        handle.address_ref = handle.actor.begin.remote("controller", {**self._config, **overrides}, self.secret)
+        handle.address_ref = handle.actor.start.remote("controller", {**self._config, **overrides}, self.secret)
         try:
             handle.address = self._ray.get(handle.address_ref, timeout=self._start_timeout)
         except self._ray.exceptions.RayError as error:
@@ -332,7 +332,7 @@ class RayServers:
                 "memory": self._memory,
                 "spill": None if self._spill is None else self._spill / name,
             }
-            handle.address_ref = handle.actor.begin.remote("server", config, self.secret)
+            handle.address_ref = handle.actor.start.remote("server", config, self.secret)
             return handle
 
     def _kill(self, handle: ServerHandle) -> None:
@@ -446,7 +446,7 @@ class RayServers:
         """The controller, from its file, at the same address: everyone else calls there until it answers."""
         for attempts_left in reversed(range(MAX_START_FAILURES)):
             try:
-                self.controller = self._start_controller({"bind": self.address, "again": True})
+                self.controller = self._start_controller({"bind": self.address, "is_restart": True})
                 return
             except LaunchError:
                 if not attempts_left or self._closing.wait(1.0):

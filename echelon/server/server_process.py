@@ -252,7 +252,7 @@ class ServerProcess:
         from echelon.server.store.store import ParameterStore
 
         try:
-            trial = ParameterStore(num_shards=self._store.shards, memory=self._memory, spill=self._spill)
+            trial = ParameterStore(num_shards=self._store.num_shards, memory=self._memory, spill=self._spill)
             self._declare(trial, spec_from_plain(spec))
             trial.close()
         except (EchelonError, OSError, MemoryError, ValueError, OverflowError) as error:

@@ -30,7 +30,7 @@ class Job:
     def __init__(self, document: dict[str, Any] | None = None, **options: Any) -> None:
         self.now = 100.0
         self.disk = document
-        self.core = Controller(document, now=self.now, **{"shards": 8, "replicas": 2, "expect": 2, **options})
+        self.core = Controller(document, now=self.now, **{"num_shards": 8, "replicas": 2, "expect": 2, **options})
         self.heard: list[tuple[Any, int, int, dict[str, Any]]] = []
         self.notes: list[str] = []
         self.names: dict[Any, str] = {}

@@ -66,8 +66,8 @@ def without_fence(patch: pytest.MonkeyPatch) -> None:
 def answered_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Replica,
-        "_wait",
-        lambda self, waiting: self._send(waiting.peer, waiting.answer[0], waiting.request, waiting.answer[1]),
+        "_ack_when_replicated",
+        lambda self, ack: self._send_to_peer(ack.peer, ack.answer[0], ack.request_id, ack.answer[1]),
     )
 
 
@@ -85,13 +85,13 @@ def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
     whole = Replica._mark_synced
 
     def equal(self: Replica, now: float, link: Any, shard: int) -> None:
-        if link.learner[shard]:
-            link.synced[shard] = True
+        if link.is_learner[shard]:
+            link.is_synced[shard] = True
             self._report_caught_up(link, shard)
         else:
             whole(self, now, link, shard)
 
-    patch.setattr(Replica, "_equal", equal)
+    patch.setattr(Replica, "_mark_synced", equal)
 
 
 def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
             return True
         return whole(self, now, peer, frame, cover)
 
-    patch.setattr(Replica, "_push", push)
+    patch.setattr(Replica, "_try_push", push)
 
 
 def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
 
 
 def refusals_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_with_refused", lambda self, who, answer: answer)
+    patch.setattr(Replica, "_with_refused_shards", lambda self, who, answer: answer)
     patch.setattr(ReplicaLink, "peer_map_version", property(lambda self: 0, lambda self, version: None), raising=False)
 
 
@@ -134,7 +134,7 @@ def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_later", lambda self, moving, frame, here, void: None)
+    patch.setattr(Replica, "_defer_entry", lambda self, transfer, frame, applied_shards, is_noop: None)
 
 
 def early_heirs(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def early_heirs(patch: pytest.MonkeyPatch) -> None:
         self._caught_up = {(shard, name): now for shard, names in enumerate(self.map.learners) for name in names}
         whole(self, now, dead)
 
-    patch.setattr(Controller, "_bury", bury)
+    patch.setattr(Controller, "_remove_dead", bury)
 
 
 USED = ("push w0", "calm", "join", "calm", "crash s2")

@@ -200,7 +200,7 @@ def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once(
             )
         after = each.store.read("t", np.arange(4), "f8")[0]
         assert after == pytest.approx(before * 0.5 - (np.arange(4) == 2)[:, None])
-        assert {each.store.lazy_tables["t"].course(shard).now for shard in range(SHARDS)} == {1}
+        assert {each.store.lazy_tables["t"].get_history(shard).count for shard in range(SHARDS)} == {1}
     assert [state.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(ServerError, match="a push moves all of its rows, and has no rate for them"):
         push("c", everywhere, [{"table": "t"}], {}, np.array([2]), np.ones((1, 3)))

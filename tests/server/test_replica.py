@@ -189,7 +189,7 @@ def test_a_replaced_head_never_acknowledges(pair: Net) -> None:
     pair.lose.clear()
     pair.cut("a", "b")
     pair.link()
-    assert [kind for kind, _, _ in pair.heard()] == ["STALE"]
+    assert [kind for kind, _, _ in pair.heard()] == ["STALE_MAP"]
     assert pair.rows("b") == [1]
 
 
@@ -293,7 +293,7 @@ def test_workers_are_counted_from_the_least_clock(pair: Net) -> None:
     assert pair.send("a", clock) == []
     pair.install(mapped(2, "ab", workers={"0": 9, "1": 10, "2": 11}))
     told = {"min": 3, "max": 3, "furthest": 3, "pending": False}
-    assert pair.heard() == [("CLOCKED", told, [])]
+    assert pair.heard() == [("CLOCK_REPLY", told, [])]
     assert pair.nodes["a"].state.digest(0) == pair.nodes["b"].state.digest(0)
 
 
@@ -305,7 +305,7 @@ def test_a_former_life_is_refused(pair: Net) -> None:
 
 def test_newer_maps_are_waited_for(pair: Net) -> None:
     """Frames of a map that is not here yet wait; those of an older one are sent back."""
-    assert pair.send("b", pushed(1))[0][0] == "STALE"
+    assert pair.send("b", pushed(1))[0][0] == "STALE_MAP"
     assert pair.send("b", pushed(1, version=2)) == []
     pair.install(mapped(2, "ba", epochs=(2,)))
     assert [kind for kind, _, _ in pair.heard()] == ["ACK"]
@@ -384,7 +384,7 @@ def test_restored_shards_take_what_comes_next() -> None:
     net = Net("a", "b")
     for node in net.nodes.values():
         node._load_shard = lambda folder, shard: kept
-    net.install(mapped(5, "ab", epochs=(5,), sources={0: ("folder", 5)}, revived=frozenset({0})))
+    net.install(mapped(5, "ab", epochs=(5,), restored_from={0: ("folder", 5)}, rolled_back_shards=frozenset({0})))
     assert net.send("a", pushed(9)) == []
     for name in "ab":
         net.do(name, net.nodes[name].load_next_shard(net.now))
@@ -433,7 +433,7 @@ def test_unreadable_checkpoints_are_told_of() -> None:
     net.install(mapped(1, "a", "a"))
     net.send("a", pushed(1, shards=2))
     net.nodes["a"]._load_shard = lambda folder, shard: [][0]
-    net.install(mapped(2, "a", "a", epochs=(1, 2), sources={1: ("folder", 2)}))
+    net.install(mapped(2, "a", "a", epochs=(1, 2), restored_from={1: ("folder", 2)}))
     net.do("a", net.nodes["a"].load_next_shard(net.now))
     assert wire.RESTORE_FAILED in [kind for _, kind, _ in net.told]
     assert net.rows("a")[0] == 1
@@ -446,7 +446,7 @@ def test_lives_that_are_over_are_forgotten_on_all_replicas_and_never_taken_again
     for seq in (1, 2):
         assert net.send("a", pushed(seq, shards=2, worker="1"), X)[0][0] == "ACK"
     assert net.send("a", pushed(1, shards=2))[0][0] == "ACK"
-    net.install(mapped(2, "ab", "ab", workers={"0": 9}, horizon=10, kept=frozenset({9})))
+    net.install(mapped(2, "ab", "ab", workers={"0": 9}, horizon=10, retained_incarnations=frozenset({9})))
     net.pass_time(1.0)
     for name in "ab":
         windows = net.nodes[name].state.dedup

@@ -390,7 +390,7 @@ def test_a_push_may_bring_other_ids_than_the_read_that_it_is_taken_to_follow():
 def test_ids_that_should_be_there_once_and_are_not_do_not_part_replicas(monkeypatch):
     """One that is sure of its room and one that is not: rows that are there get one gradient after the other, new ones are made once."""
     sure, unsure = (ParameterStore(num_shards=SHARDS, memory=MEMORY) for _ in range(2))
-    monkeypatch.setattr(unsure, "_is_sure", lambda *_: False)
+    monkeypatch.setattr(unsure, "_has_guaranteed_room", lambda *_: False)
     for store in (sure, unsure):
         store.declare(Table(name="t", dim=1, rule=Rule(kind="adagrad", lr=1.0), init=Init(kind="zeros")))
     for lsn, ids in enumerate(([1, 2, 3], [3, 1, 3, 7, 7, 2], [7, 8], [8, 8]), start=1):

@@ -98,7 +98,7 @@ class Membership(Rebalancing):
             if self._restore_folder is not None:
                 restored_from[shard] = (self._restore_folder, self.map.version + 1)
         self._restore_folder = None
-        self._publish_map(chains=tuple(chains), sources=restored_from)
+        self._publish_map(chains=tuple(chains), restored_from=restored_from)
 
     def _readmit_server(self, now: float, name: str, entry: ServerEntry) -> None:
         """A server that was taken for dead, and has shards of which no other replica lives."""
@@ -112,7 +112,7 @@ class Membership(Rebalancing):
         self._publish_map(
             servers={**self.map.servers, name: entry},
             chains=tuple(chains),
-            lost={shard: chain for shard, chain in self.map.lost_shards.items() if shard not in shards},
+            lost_shards={shard: chain for shard, chain in self.map.lost_shards.items() if shard not in shards},
         )
 
     def _join_worker(
@@ -201,7 +201,7 @@ class Membership(Rebalancing):
             servers={name: entry for name, entry in self.map.servers.items() if name not in servers},
             chains=tuple(chains),
             learners=tuple(learners),
-            lost=lost_shards,
+            lost_shards=lost_shards,
             workers={name: incarnation for name, incarnation in self.map.workers.items() if name not in workers},
         )
         if newly_lost:
@@ -236,7 +236,7 @@ class Membership(Rebalancing):
         )
         self.dead_servers.clear()
         rolled_back = self.map.rolled_back_shards | set(self.map.lost_shards)
-        self._publish_map(chains=tuple(chains), sources=restored_from, lost={}, revived=rolled_back)
+        self._publish_map(chains=tuple(chains), restored_from=restored_from, lost_shards={}, rolled_back_shards=rolled_back)
 
     def _on_restore_failed(self, session: MemberSession, shard: int, reason: str, version: int) -> None:
         """A shard could not be read out of its checkpoint: it is lost, and that checkpoint is not tried again."""
@@ -252,7 +252,7 @@ class Membership(Rebalancing):
         restored_from = {
             other_shard: source for other_shard, source in self.map.restored_from.items() if other_shard != shard
         }
-        self._publish_map(chains=tuple(chains), learners=tuple(learners), lost=lost_shards, sources=restored_from)
+        self._publish_map(chains=tuple(chains), learners=tuple(learners), lost_shards=lost_shards, restored_from=restored_from)
         self._abort_for_lost_shards([shard])
 
     def _on_unreachable_replicas(self, now: float, head: str, servers: Sequence[str]) -> None:

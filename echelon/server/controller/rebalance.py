@@ -111,7 +111,7 @@ class Rebalancing(Declarations):
         self._departed_at = {
             incarnation: departed_at for incarnation, departed_at in self._departed_at.items() if incarnation in recent
         }
-        self._publish_map(horizon=self.last_incarnation, kept=retained)
+        self._publish_map(horizon=self.last_incarnation, retained_incarnations=retained)
         return True
 
     def _begin_drain(self, now: float, peer: Hashable, request_id: int, server: str) -> None:

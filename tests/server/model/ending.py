@@ -47,8 +47,8 @@ def drain_wires(world: World) -> None:
 
 def _done(world: World) -> bool:
     core = world.nodes["controller"]
-    if core.map.lost or any(core.map.learners):
-        return bool(core.map.lost)
+    if core.map.lost_shards or any(core.map.learners):
+        return bool(core.map.lost_shards)
     if any(name not in world.nodes for name in core.map.servers):
         return False
     if any(world.nodes[name].replica is None for name in world.servers()):

@@ -23,13 +23,13 @@ def check(world: World) -> None:
             want = 0
             held = sum(
                 int(entry.frame.arrays[2][0, 0])
-                for each in state.pending.values()
+                for each in state.pending_pushes.values()
                 for entry in each
                 if shard in entry.shards
             )
-            for (worker, _), slot in state.windows.slots.items():
+            for (worker, _), slot in state.dedup.slots.items():
                 first = int(worker[1:]) * case.pushes
-                want += sum(8 ** (first + number) for number in range(int(state.windows.last[slot, shard])))
+                want += sum(8 ** (first + number) for number in range(int(state.dedup.last_seq[slot, shard])))
             if state.store.rows[shard] + held != want:
                 world.fail(
                     f"{name} has {oct(int(state.store.rows[shard]))} on shard {shard} where its windows say {oct(want)}"
@@ -42,8 +42,8 @@ def check(world: World) -> None:
             node = world.nodes.get(name)
             if node is None or node.replica is None or node.incarnation != known.servers[name].incarnation:
                 continue
-            slot = node.replica.state.windows.slots.get((worker, world.nodes[worker].incarnation))
-            have = 0 if slot is None else int(node.replica.state.windows.last[slot, shard])
+            slot = node.replica.state.dedup.slots.get((worker, world.nodes[worker].incarnation))
+            have = 0 if slot is None else int(node.replica.state.dedup.last_seq[slot, shard])
             if have < seq:
                 world.fail(
                     f"{name}, of the chain of shard {shard}, has {have} pushes of {worker}; {seq} are acknowledged"
@@ -56,7 +56,7 @@ def acknowledged(world: World, head: str, worker: str, action: Send) -> None:
     if section is None:
         return
     replica = world.nodes[head].replica
-    for shard in section.cover.tolist():
+    for shard in section.shards.tolist():
         key = (worker, shard)
         epoch = replica.map.epochs[shard]
         # A former head may be late in saying what all replicas had before it was replaced; it may not add to that.
@@ -73,14 +73,14 @@ def _known(world: World, worker: str, shard: int, seq: int) -> bool:
     node = world.nodes.get(known.heads[shard] or "")
     if node is None or node.replica is None:
         return True
-    slot = node.replica.state.windows.slots.get((worker, world.nodes[worker].incarnation))
-    return slot is not None and int(node.replica.state.windows.last[slot, shard]) >= seq
+    slot = node.replica.state.dedup.slots.get((worker, world.nodes[worker].incarnation))
+    return slot is not None and int(node.replica.state.dedup.last_seq[slot, shard]) >= seq
 
 
 def finished(world: World) -> None:
     """What must hold when everything came to its end."""
     core = world.nodes["controller"]
-    if core.map.lost:
+    if core.map.lost_shards:
         return
     for name in world.workers():
         worker = world.nodes[name]

@@ -59,7 +59,18 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return made
 
 
-_SKIPPED = {"counts", "_taking", "_asked_at", "down", "settings", "reports", "_load", "_declare", "requests", "covers"}
+_SKIPPED = {
+    "counters",
+    "_acceptance_cache",
+    "_log_state_requested_at",
+    "down_since",
+    "settings",
+    "reports",
+    "_load_shard",
+    "_declare_spec",
+    "requests",
+    "shard_sets",
+}
 
 
 def frozen(value: Any) -> Any:
