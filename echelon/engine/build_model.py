@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from echelon.engine.activation_checkpoint import checkpoint_activations
 from echelon.engine.backends.parameter_server import remove_tables
 from echelon.engine.checkpoint.function_state import preserve_function_state
+from echelon.engine.checks.hook_checks import require_supported_hooks
 from echelon.engine.data_setup import BatchMover
-from echelon.engine.hook_checks import require_supported_hooks
 from echelon.engine.init_model import broadcast_model, initialize_model, model_fingerprint, move_model
 from echelon.engine.parallel.fsdp import ZeroSharding, unit_modules
 from echelon.engine.parallel.gradient_allreduce import GradientAllReduce

@@ -16,8 +16,8 @@ from echelon.data.loader import MicroBatch, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions, snapshot_metrics
-from echelon.engine.evaluated_loss import CountRatios, recount_pair, to_pair
-from echelon.engine.loss_weights import ClampedCounts
+from echelon.engine.loss_averages import ClampedCounts
+from echelon.engine.losses import CountRatios, recount_pair, to_pair
 from echelon.engine.metrics import (
     EvaluationPart,
     MetricKind,

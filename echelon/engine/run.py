@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import MicroBatch, StepBatch
-from echelon.engine import grad_clip, run_state
+from echelon.engine import full_state, grad_clip
+from echelon.engine.backends.coordinated_stop import CoordinatedStop
 from echelon.engine.backends.launch_servers import ExternalServers
 from echelon.engine.backends.parameter_server import ServerBackend
-from echelon.engine.buffer_rollback import BufferRollback
-from echelon.engine.buffer_rule_check import BufferRuleCheck
+from echelon.engine.buffers.buffer_rollback import BufferRollback
+from echelon.engine.buffers.buffer_rule_check import BufferRuleCheck
 from echelon.engine.build_model import RankModel, allows_sparse_gradients
 from echelon.engine.checkpoint import save_load
 from echelon.engine.checkpoint.function_state import find_loss_parameters, preserve_function_state
@@ -33,12 +34,16 @@ from echelon.engine.checkpoint.read_history import ReadHistory
 from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.checkpoint.schedule_state import takes_metric
 from echelon.engine.checkpoint.state_check import require_storable, require_storable_state
-from echelon.engine.coordinated_stop import CoordinatedStop
+from echelon.engine.checks.divergence_monitor import DivergenceMonitor
+from echelon.engine.checks.replaced_parameters import ReplacedParameterCheck
+from echelon.engine.checks.schedule_reads import ScheduleReadCheck
+from echelon.engine.checks.shared_state_check import SharedStateCheck
 from echelon.engine.data_setup import BatchMover, find_generators, open_run_data, seed_step
 from echelon.engine.evaluate import evaluate
-from echelon.engine.evaluated_loss import evaluate_loss, recount_pair
+from echelon.engine.full_state import FullState
 from echelon.engine.init_model import broadcast_tensors
-from echelon.engine.loss_weights import LossAverages, is_uncertain, step_divisor, weigh_by_count, zero_loss
+from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count, zero_loss
+from echelon.engine.losses import evaluate_loss, recount_pair
 from echelon.engine.metrics import MetricKind
 from echelon.engine.optimizers import (
     add_late_parameters,
@@ -55,13 +60,8 @@ from echelon.engine.parallel.pipeline_parallel import Pipeline, sum_gradients
 from echelon.engine.parallel.whole_tensor_optimizer import make_full_tensor_optimizers
 from echelon.engine.precision import LossScale, autocast, set_fp32_precision
 from echelon.engine.process_groups import Communicator, WorldCommunicator
-from echelon.engine.replaced_parameters import ReplacedParameterCheck
-from echelon.engine.run_state import FullState
-from echelon.engine.schedule_reads import ScheduleReadCheck
-from echelon.engine.shared_state_check import SharedStateCheck
 from echelon.engine.step_metrics import StepMetrics
 from echelon.engine.step_result import AsyncScalars, Step
-from echelon.engine.watch import DivergenceMonitor
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model, disable_sparse_gradients
 from echelon.loss_counts import repeat_samples
@@ -817,7 +817,7 @@ class Run:
 
     def gather_full_state(self) -> FullState | None:
         """The whole state on rank 0, None elsewhere."""
-        return run_state.gather_full_state(self)
+        return full_state.gather_full_state(self)
 
     @property
     def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
@@ -830,7 +830,7 @@ class Run:
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state that this rank keeps."""
-        return run_state.state_bytes(self)
+        return full_state.state_bytes(self)
 
     @property
     def is_reporting(self) -> bool:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.buffer_rules import ReducedState
-from echelon.engine.buffer_sync import BufferTracker
+from echelon.engine.buffers.buffer_rules import ReducedState
+from echelon.engine.buffers.buffer_sync import BufferTracker
 from echelon.engine.process_groups import Communicator
 from echelon.errors import DivergenceError
 from echelon.nn.batchnorm import SynchronisedBatchNorm

@@ -27,13 +27,13 @@ from echelon.engine import build_model, grad_clip, step_metrics
 from echelon.engine import run as engine
 from echelon.engine.backends.parameter_server import ServerBackend
 from echelon.engine.data_setup import RunData, open_run_data
+from echelon.engine.full_state import optimizer_tensors, tp_shard_of
 from echelon.engine.parallel import tensor_parallel
 from echelon.engine.parallel import tp_collectives as tensor_axis
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.engine.run import Run
-from echelon.engine.run_state import optimizer_tensors, tp_shard_of
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.batch_split import count_micro_batches

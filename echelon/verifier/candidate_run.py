@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
+from echelon.engine.full_state import gather_full_tensors, optimizer_tensors, tp_shard_of
 from echelon.engine.grad_clip import gradients
 from echelon.engine.parallel.shard_layout import local_regions, to_local
 from echelon.engine.parallel.vocab_parallel import ShardedLogits
 from echelon.engine.precision import set_fp32_precision
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
-from echelon.engine.run_state import gather_full_tensors, optimizer_tensors, tp_shard_of
 from echelon.job import Job
 from echelon.plan.batch_split import SampleRange, split_batch
 from echelon.plan.plan import Plan

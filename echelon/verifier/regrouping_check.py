@@ -17,8 +17,8 @@ from torch import Tensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.checkpoint.run_attributes import snapshot_model
-from echelon.engine.evaluated_loss import recount_pair
-from echelon.engine.loss_weights import LossAverages, is_uncertain, step_divisor, weigh_by_count
+from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count
+from echelon.engine.losses import recount_pair
 from echelon.engine.metrics import as_graph_leaves
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import call_loss, call_model

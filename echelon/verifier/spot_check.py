@@ -33,10 +33,10 @@ from echelon.engine.checkpoint.held_state import StateChanges
 from echelon.engine.checkpoint.model_extra_state import has_extra_state
 from echelon.engine.checkpoint.run_attributes import ModelState, read_trainable, set_trainable, snapshot_model
 from echelon.engine.data_setup import find_generators
+from echelon.engine.full_state import gather_full_tensors
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.precision import autocast
 from echelon.engine.run import Run
-from echelon.engine.run_state import gather_full_tensors
 from echelon.engine.step_result import Step
 from echelon.errors import DivergenceError, JobError
 from echelon.job import Job

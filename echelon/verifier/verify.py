@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from echelon.engine.checks.read_order_check import require_independent_samples
 from echelon.engine.process_groups import WorldCommunicator
-from echelon.engine.read_order_check import require_independent_samples
 from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.engine.backends.coordinated_stop import CoordinatedStop
 from echelon.engine.backends.launch_servers import ExternalServers
-from echelon.engine.coordinated_stop import CoordinatedStop
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
 from echelon.plan.parameter_server import ServedTable

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from echelon.engine import read_order_check
-from echelon.engine.read_order_check import require_independent_samples
+from echelon.engine.checks import read_order_check
+from echelon.engine.checks.read_order_check import require_independent_samples
 from echelon.errors import VerificationError
 from echelon.trials.dataset_state import DatasetState, preserve_datasets
 from tests.engine.jobs import mlp

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.engine.replica_check import all_words_equal, checksum
-from echelon.engine.watch import strided_digest
+from echelon.engine.checks.divergence_monitor import strided_digest
+from echelon.engine.checks.replica_check import all_words_equal, checksum
 from echelon.testing.rank_pool import RankPool
 from tests.engine import apart
 

@@ -22,7 +22,7 @@ from echelon.engine.checkpoint.function_state import FunctionState, MetricState,
 from echelon.engine.checkpoint.held_state import SHARDED_TENSOR_REASON, ReachableState, StateChanges, digest_tensor
 from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs
 from echelon.engine.checkpoint.optimizer_state import read_state_dict
-from echelon.engine.shared_state_check import iterate_user_objects
+from echelon.engine.checks.shared_state_check import iterate_user_objects
 from echelon.errors import IncompatibleCheckpointError
 from echelon.plan.codec import from_plain, to_plain
 from echelon.plan.plan import Plan

@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
 from echelon.engine.checkpoint.function_state import describe_slot, find_differing_slots
+from echelon.engine.checks.replica_check import ReplicaCheck, all_words_equal, is_same_on_ranks
 from echelon.engine.parallel.tensor_parallel import PatchedForward
 from echelon.engine.process_groups import Communicator
-from echelon.engine.replica_check import ReplicaCheck, all_words_equal, is_same_on_ranks
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:

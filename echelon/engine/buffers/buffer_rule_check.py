@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.engine.buffer_rules import RULES, ReducedState, find_rules
+from echelon.engine.buffers.buffer_rules import RULES, ReducedState, find_rules
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions
-from echelon.engine.loss_weights import weigh_by_count
+from echelon.engine.loss_averages import weigh_by_count
 from echelon.engine.metrics import as_graph_leaves, tensor_versions, to_scalar
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.data.loader import MicroBatch
 from echelon.data.sample_digest import digest
-from echelon.engine.buffer_sync import TensorSlot, make_writable
+from echelon.engine.buffers.buffer_sync import TensorSlot, make_writable
 from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.precision import autocast
 from echelon.errors import JobError, UnshardableStateError

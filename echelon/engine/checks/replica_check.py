@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.checkpoint.param_group_state import read_group_settings
 from echelon.engine.data_setup import find_generators
+from echelon.engine.full_state import full_tensor_optimizer_of, optimizer_tensors
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator
-from echelon.engine.run_state import full_tensor_optimizer_of, optimizer_tensors
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:

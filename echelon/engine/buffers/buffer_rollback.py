@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.buffer_sync import BufferVersions, TensorSlot
+from echelon.engine.buffers.buffer_sync import BufferVersions, TensorSlot
 
 
 class BufferRollback:
