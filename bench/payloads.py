@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench.mutations import job, load_server, server, training
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE
-from echelon.engine.checkpoint.tensor_storage import INDEX_FILE
+from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE
+from echelon.checkpoint_files.tensor_storage import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.engine.weights import export_weights, load_weights
 from echelon.errors import EchelonError

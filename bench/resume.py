@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bench.common import Row, publish, tell
-from echelon.engine.checkpoint.checkpoint_reader import open_checkpoint, read_full_tensors
+from echelon.checkpoint_files.checkpoint_reader import open_checkpoint, read_full_tensors
 from echelon.observer import read_events
 from echelon.testing.fault_schedule import StoppedCommand, run_until_step
 

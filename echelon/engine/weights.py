@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE, open_checkpoint
 from echelon.engine.backends.launch_servers import SERVER_FOLDER
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE, open_checkpoint
 from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions
 from echelon.errors import CheckpointError, EchelonError, JobError
 from echelon.plan.sealed_json import MAX_FILE_BYTES, parse_object

@@ -100,7 +100,7 @@ def digest_data(value: Any) -> str:
 
 def digest_weights(path: str | Path) -> str:
     """What `weights=` names, by content: a file, an index and its files, or the checkpoint of a folder."""
-    from echelon.engine.checkpoint.checkpoint_reader import read_manifest
+    from echelon.checkpoint_files.checkpoint_reader import read_manifest
     from echelon.engine.weights import find_checkpoint, list_shards
 
     path = Path(path)

@@ -156,7 +156,7 @@ def _find_record(folder: RunFolder, checkpoints: Sequence[str]) -> tuple[JobReco
 
 
 def _checkpoint_record(checkpoint: str) -> JobRecord:
-    from echelon.engine.checkpoint.checkpoint_reader import read_manifest
+    from echelon.checkpoint_files.checkpoint_reader import read_manifest
 
     try:
         return JobRecord.from_plain(read_manifest(Path(checkpoint)).get("record"))

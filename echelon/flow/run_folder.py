@@ -239,7 +239,7 @@ def _step_of(checkpoint: Path) -> int:
 
 def _manifest_path(checkpoint: Path) -> Path:
     # Imports torch, which the process that only starts ranks goes without.
-    from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE
+    from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE
 
     return checkpoint / MANIFEST_FILE
 

@@ -156,7 +156,9 @@ def _failure_of_ranks(failed_rank: int, processes: list[subprocess.Popen[bytes]]
         code = processes[failed_rank].returncode
     elif reports and not (code is not None and code < 0):
         first = (original_reports or reports)[0]
-        error = LaunchError(first["message"] if first["is_echelon_error"] else f"rank {first['rank']} failed: {first['message']}")
+        error = LaunchError(
+            first["message"] if first["is_echelon_error"] else f"rank {first['rank']} failed: {first['message']}"
+        )
         error.exit_code, error.error_class = int(first["code"]), str(first["kind"])
         return error
     ending = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE, open_checkpoint, read_full_tensors
+from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE, open_checkpoint, read_full_tensors
 from echelon.errors import JobError
 from echelon.job import Job, call_optimizer
 from echelon.tree import to_device

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 import echelon
+from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE
 from echelon.data import Packed
 from echelon.data import order as orders
 from echelon.data.order import BucketedOrder, Order
 from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.pack import pack
-from echelon.engine.checkpoint.checkpoint_reader import MANIFEST_FILE
 from echelon.errors import IncompatibleCheckpointError, JobError
 from tests.flow.jobs import make
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.checkpoint.checkpoint_reader import CHECKPOINT_FORMAT, MANIFEST_FILE, read_manifest
-from echelon.engine.checkpoint.tensor_storage import INDEX_FILE
+from echelon.checkpoint_files.checkpoint_reader import CHECKPOINT_FORMAT, MANIFEST_FILE, read_manifest
+from echelon.checkpoint_files.tensor_storage import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.plan import Plan
@@ -228,7 +228,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
         pytest.skip("no /dev/full here")
     # The real device that is always full stands in for the disk: every write ends in ENOSPC.
     monkeypatch.setattr(
-        "echelon.engine.checkpoint.tensor_storage._create_file",
+        "echelon.checkpoint_files.tensor_storage._create_file",
         lambda path: Path("/dev/full").open("wb"),  # noqa: SIM115
     )
     with pytest.raises(CheckpointError, match="the disk is full"):

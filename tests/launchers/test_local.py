@@ -47,7 +47,9 @@ def test_ranks_hash_strings_alike_at_every_launch(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("seed", [None, "random"])
 def test_ranks_of_other_launchers_hash_strings_alike(tmp_path: Path, seed: str | None) -> None:
     """torchrun, Slurm and MPI leave each rank a random hash seed: it runs its script again with a fixed one."""
-    (tmp_path / "script.py").write_text("from echelon.flow.spawn import prepare_process\nprepare_process('train')\nprint(hash('alpha'))")
+    (tmp_path / "script.py").write_text(
+        "from echelon.flow.spawn import prepare_process\nprepare_process('train')\nprint(hash('alpha'))"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PYTHONPATH": str(Path.cwd())}
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
@@ -227,8 +229,6 @@ LOST = "RuntimeError('[pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
 def test_a_lost_connection_is_not_the_cause(tmp_path: Path, culprit: str, blamed: str) -> None:
     """Rank 0 tells first that rank 1 is gone; what rank 1 died of counts, told late or not at all."""
     victim = f"report_failure({LOST}, 0); sys.exit(1)"
-    text = (
-        f"from echelon.launchers.rank_ipc import report_failure\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
-    )
+    text = f"from echelon.launchers.rank_ipc import report_failure\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
     with pytest.raises(LaunchError, match=blamed):
         launch(script(tmp_path, text), 2)

@@ -44,7 +44,14 @@ def told(
     worst = find_first_divergence(made, Bounds(), ORDER)
     assert worst is not None
     plan = Plan(mesh=mesh or Mesh(dp=2), micro=1, zero=zero)
-    given: dict[str, Any] = {"micro_batch_count": 4, "forward_order": ORDER, "actual": mine, "expected": true, "plan": plan, "bounds": Bounds()}
+    given: dict[str, Any] = {
+        "micro_batch_count": 4,
+        "forward_order": ORDER,
+        "actual": mine,
+        "expected": true,
+        "plan": plan,
+        "bounds": Bounds(),
+    }
     return explain(Evidence(divergence=worst, differences=made, **given | known))
 
 
@@ -162,8 +169,12 @@ def test_parameters_are_told_by_rate_by_shard_and_by_length_of_the_step() -> Non
     old = {"parameter": {"a.weight": TRUE - 0.5}}
     slower = record(parameters={"a.weight": TRUE - 0.25}, learning_rates=(0.05,))
     true = record(learning_rates=(0.1,))
-    assert "looks like a schedule that is stepped another number of times" in told(slower, true=true, tensors_before=old)
-    assert "after 4 steps: it is stepped once per micro-batch" in told(slower, true=true, tensors_before=old, steps_by_rate={0.05: 4})
+    assert "looks like a schedule that is stepped another number of times" in told(
+        slower, true=true, tensors_before=old
+    )
+    assert "after 4 steps: it is stepped once per micro-batch" in told(
+        slower, true=true, tensors_before=old, steps_by_rate={0.05: 4}
+    )
     assert "the step is 0.5 times the reference's" in told(record(parameters=slower.parameters), tensors_before=old)
     kept = record(parameters={"a.weight": torch.cat([TRUE[:2], TRUE[2:] - 0.5])})
     text = told(kept, tensors_before=old, zero=2)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from echelon.checkpoint_files.tensor_storage import dtype_to_name, tensor_bytes
 from echelon.engine.checkpoint.json_values import LoadTensor, StoreTensor, UnstorableValue, decode, encode
-from echelon.engine.checkpoint.tensor_storage import dtype_to_name, tensor_bytes
 from echelon.trials.iterator_replay import ReplayableIterator
 from echelon.trials.reachable import (
     BYTE_BUFFER_TYPES,

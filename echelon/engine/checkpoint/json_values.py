@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.tensor_storage import dtype_from_name, dtype_to_name, tensor_bytes
+from echelon.checkpoint_files.tensor_storage import dtype_from_name, dtype_to_name, tensor_bytes
 
 #: What a tensor at a path becomes, and back.
 StoreTensor = Callable[[str, Tensor], Any]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.checkpoint_files.checkpoint_reader import StoredCheckpoint
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
 from echelon.errors import IncompatibleCheckpointError, JobError
 

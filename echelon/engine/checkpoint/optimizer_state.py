@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.checkpoint_files.checkpoint_reader import StoredCheckpoint
+from echelon.checkpoint_files.tensor_storage import tensor_bytes
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
 from echelon.engine.checkpoint.param_group_state import decode_group_settings, map_parameter_names
-from echelon.engine.checkpoint.tensor_storage import tensor_bytes
 from echelon.engine.parallel.shard_layout import full_tensor_shape
 from echelon.errors import IncompatibleCheckpointError, JobError
 

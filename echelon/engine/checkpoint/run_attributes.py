@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.checkpoint_reader import StoredCheckpoint
+from echelon.checkpoint_files.checkpoint_reader import StoredCheckpoint
 from echelon.engine.checkpoint.function_state import FunctionState, MetricState, describe_slot, find_differing_slots
 from echelon.engine.checkpoint.held_state import SHARDED_TENSOR_REASON, ReachableState, StateChanges, digest_tensor
 from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs

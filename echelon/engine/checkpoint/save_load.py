@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from echelon.engine.backends.launch_servers import SERVER_FOLDER
-from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
-from echelon.engine.checkpoint.checkpoint_reader import (
+from echelon.checkpoint_files.checkpoint_reader import (
     CHECKPOINT_FORMAT,
     MANIFEST_FILE,
     StoredCheckpoint,
@@ -33,12 +31,14 @@ from echelon.engine.checkpoint.checkpoint_reader import (
     open_checkpoint,
     without_single_process_warning,
 )
+from echelon.checkpoint_files.tensor_storage import TensorWriter
+from echelon.engine.backends.launch_servers import SERVER_FOLDER
+from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
 from echelon.engine.checkpoint.param_group_state import (
     gather_optimizer_groups,
     match_stored_groups,
     require_matching_groups,
 )
-from echelon.engine.checkpoint.tensor_storage import TensorWriter
 from echelon.engine.parallel.shard_layout import CheckpointTensor
 from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.codec import to_plain

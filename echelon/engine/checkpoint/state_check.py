@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.checkpoint_files.tensor_storage import tensor_bytes
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode
 from echelon.engine.checkpoint.param_group_state import gather_optimizer_groups
-from echelon.engine.checkpoint.tensor_storage import tensor_bytes
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer_class import make_trial_optimizers

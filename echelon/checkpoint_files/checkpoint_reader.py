@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
-from echelon.engine.checkpoint.tensor_storage import (
+from echelon.checkpoint_files.tensor_storage import (
     INDEX_FILE,
     TensorEntry,
     TensorLoadPlanner,
