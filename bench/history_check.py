@@ -81,7 +81,7 @@ def work(
 
     def heard() -> None:
         nonlocal known
-        now = client.acknowledged()
+        now = client.last_acknowledged()
         if now > known:
             known = now
             write("ok", known, time.monotonic())

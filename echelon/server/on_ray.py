@@ -181,7 +181,7 @@ class RayServers:
 
         A worker whose process or node dies is started anew elsewhere, at most `max_attempts` times in all, under a new incarnation: each push is
         applied once, but the function begins again; `client.step` says where the others are. An error of the function ends all of them
-        and is raised here. `options` go to `connect` (window, patience).
+        and is raised here. `options` go to `connect` (window, timeout).
         """
         if count < 1 or max_attempts < 1:
             raise ServerError(f"count={count}, max_attempts={max_attempts}; both must be at least 1")

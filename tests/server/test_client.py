@@ -61,8 +61,8 @@ def test_how_far_the_furthest_came_is_known_after_it_left(servers, client, table
             other.push({table: (np.arange(4), np.zeros((4, 4)))})
         furthest = other.step
         other.flush()
-    assert client.standing() == (max(furthest, client.standing()[0]), False)
-    assert client.standing()[0] >= furthest > client.clock()[0]
+    assert client.progress() == (max(furthest, client.progress()[0]), False)
+    assert client.progress()[0] >= furthest > client.clock()[0]
 
 
 def test_rows_come_in_the_order_of_the_ids_and_equal_ids_are_added_up(client, table):
@@ -123,7 +123,7 @@ def test_an_array_of_ids_that_is_filled_anew_is_another_batch(client, table):
 
 def test_rows_that_were_prefetched_for_an_earlier_step_are_not_taken(client, table):
     ids = np.arange(50)
-    client.prefetch({table: ids}, ahead=0)
+    client.prefetch({table: ids}, steps_ahead=0)
     client.push({table: (ids, -np.ones((50, 4)))})
     assert client.pull({table: ids})[table].all()
 
@@ -164,33 +164,33 @@ def test_changed_gives_what_others_pushed_since(servers, client, table):
     with connect(servers.address, secret=servers.secret, worker="1") as other:
         other.push({table: (np.arange(100), -np.ones((100, 4)))})
         other.flush()
-        ids, rows, since = client.changed(table)
+        ids, rows, since = client.pull_changes(table)
         assert sorted(ids) == list(range(100))
         assert rows.shape == (100, 4)
         assert rows.all()
         other.push({table: (np.array([5, 500]), -np.ones((2, 4)))})
         other.flush()
-        ids, rows, since = client.changed(table, since)
+        ids, rows, since = client.pull_changes(table, since)
         assert {int(each): row[0] for each, row in zip(ids, rows, strict=True)} == {5: 2.0, 500: 1.0}
-        assert len(client.changed(table, since)[0]) == 0
+        assert len(client.pull_changes(table, since)[0]) == 0
 
 
 def test_a_mark_of_another_head_does_not_count(client, table):
     """After a failover log numbers may go back: what the new head counted anew would be missed."""
     client.push({table: (np.arange(50), -np.ones((50, 4)))})
     client.flush()
-    _, _, since = client.changed(table)
-    ahead = replace(since, marks=since.marks + 100)
-    assert len(client.changed(table, ahead)[0]) == 0
-    former = replace(ahead, lives=tuple((epoch - 1, source) for epoch, source in since.lives))
-    assert sorted(client.changed(table, former)[0]) == list(range(50))
+    _, _, since = client.pull_changes(table)
+    ahead = replace(since, lsns=since.lsns + 100)
+    assert len(client.pull_changes(table, ahead)[0]) == 0
+    former = replace(ahead, generations=tuple((epoch - 1, source) for epoch, source in since.generations))
+    assert sorted(client.pull_changes(table, former)[0]) == list(range(50))
 
 
 @pytest.mark.parametrize(("form", "near"), [("f2", 1e-3), ("i2", 1e-4), ("i1", 1e-2), ("f8", 1e-7)])
 def test_rows_can_be_sent_narrower(client, table, form, near):
     values = np.random.default_rng(1).uniform(-1, 1, (300, 4))
     client.push({table: (np.arange(300), -values)})
-    assert np.abs(client.pull({table: np.arange(300)}, wire=form)[table] - values).max() < near
+    assert np.abs(client.pull({table: np.arange(300)}, wire_dtype=form)[table] - values).max() < near
 
 
 def test_assigned_rows_are_as_given(client, table):
@@ -203,9 +203,9 @@ def test_pushes_are_numbered_and_flush_acknowledges_them(client, table):
     before = client.step
     numbers = [client.push({table: ([1], np.ones((1, 4)))}) for _ in range(5)]
     assert numbers == list(range(1, 6))
-    assert 3 <= client.acknowledged() <= 5
+    assert 3 <= client.last_acknowledged() <= 5
     client.flush()
-    assert client.acknowledged() == 5
+    assert client.last_acknowledged() == 5
     assert client.step == before + 5
 
 
@@ -240,7 +240,7 @@ def test_status_knows_servers_and_tables(client, table):
         (lambda client, name: client.pull({"nothing": [1]}), "nothing: no such table .* declare it first"),
         (lambda client, name: client.pull_dense([name]), "is declared as Table"),
         (lambda client, name: client.pull({name: [1.5]}), "ids of dtype float64.*use int64"),
-        (lambda client, name: client.pull({name: [1]}, wire="f3"), "wire='f3'.*use one of"),
+        (lambda client, name: client.pull({name: [1]}, wire_dtype="f3"), "wire_dtype='f3'.*use one of"),
         (
             lambda client, name: client.push({name: ([1, 2], np.ones((2, 3)))}),
             r"shape \(2, 3\) for 2 ids.*give \(2, 4\)",
@@ -313,20 +313,20 @@ def test_what_one_call_was_refused_is_not_told_to_the_next(client, table):
     client._session.specs["nowhere"] = replace(client._session.specs[table], name="nowhere")
     for _ in range(3):
         with pytest.raises(ServerError, match="CHANGED was refused"):
-            client.changed("nowhere")
+            client.pull_changes("nowhere")
         client.push({table: (np.arange(4), np.ones((4, 4)))})
         client.flush()
     del client._session.specs["nowhere"]
 
 
 def test_changes_come_in_parts_that_frames_hold(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.client.LARGE", 2400)  # 100 rows
+    monkeypatch.setattr("echelon.server.client.client.MAX_ROWS_BYTES", 2400)  # 100 rows
     client.push({table: (np.arange(5000), np.ones((5000, 4)))})
     client.flush()
-    ids, _, mark = client.changed(table)
+    ids, _, mark = client.pull_changes(table)
     seen = [ids]
     while len(ids):
-        ids, rows, mark = client.changed(table, mark)
+        ids, rows, mark = client.pull_changes(table, mark)
         assert len(rows) == len(ids) <= 2 * 400
         seen.append(ids)
     assert sorted(np.concatenate(seen).tolist()) == list(range(5000))

@@ -62,9 +62,9 @@ def test_specs_go_through_json(spec):
 
 @given(denses)
 def test_blocks_cover_a_parameter_once(spec):
-    assert (spec.blocks - 1) * BLOCK_SIZE + spec.length(spec.blocks - 1) == spec.size
+    assert (spec.blocks - 1) * BLOCK_SIZE + spec.block_length(spec.blocks - 1) == spec.size
     with pytest.raises(StoreError, match=f"block {spec.blocks} of {spec.blocks}"):
-        spec.length(spec.blocks)
+        spec.block_length(spec.blocks)
 
 
 @pytest.mark.parametrize(

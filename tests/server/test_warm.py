@@ -35,7 +35,7 @@ def _copy(folder: Path, text: str) -> Any:
 
 def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = "from echelon.server.kernels.jit_cache import compiling\n@compiling()\ndef one():\n    return 1\n"
+    text = "from echelon.server.kernels.jit_cache import cached_njit\n@cached_njit()\ndef one():\n    return 1\n"
     first, same = _copy(tmp_path / "a", text), _copy(tmp_path / "b", text)
     assert cache_folder(first) == cache_folder(same)
     assert cache_folder(first) != cache_folder(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
@@ -48,9 +48,9 @@ def test_what_is_compiled_is_renewed_by_a_change_beside_it(
 ) -> None:
     """A function that another file's calls is compiled into it."""
     monkeypatch.setenv(where, str(tmp_path / "cache"))
-    front = "from echelon.server.kernels.jit_cache import compiling\n"
-    called = front + "@compiling(forceinline=True)\ndef called():\n    return 1\n"
-    text = front + "from called import called\n@compiling()\ndef one():\n    return called()\n"
+    front = "from echelon.server.kernels.jit_cache import cached_njit\n"
+    called = front + "@cached_njit(forceinline=True)\ndef called():\n    return 1\n"
+    text = front + "from called import called\n@cached_njit()\ndef one():\n    return called()\n"
     seen = []
     for value in (1, 2):
         folder = tmp_path / "same"

@@ -162,7 +162,7 @@ class ServerBackend:
 
     def slow_replay_warning(self, steps: int) -> str:
         """What is to be said of rules that hold everyone up in a run of so many steps."""
-        slow_tables = [spec.name for spec in self._specs if spec.rule.tedious]
+        slow_tables = [spec.name for spec in self._specs if spec.rule.replays_each_update]
         if not slow_tables or steps <= MAX_REPLAYED_UPDATES:
             return ""
         return (

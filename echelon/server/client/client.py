@@ -423,7 +423,7 @@ class Client:
             spec = self._table_spec(name)
             if wire_dtype is not None and wire_dtype not in DTYPE_BYTES:
                 raise ServerError(
-                    f"{name}: wire={wire_dtype!r} is no kind of number; use one of {', '.join(DTYPE_BYTES)}"
+                    f"{name}: wire_dtype={wire_dtype!r} is no kind of number; use one of {', '.join(DTYPE_BYTES)}"
                 )
             grouped_ids = self._group_ids(name, table_ids)
             rows = np.empty((len(grouped_ids.ids), spec.dim), spec.dtype)

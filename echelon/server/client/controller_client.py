@@ -64,7 +64,7 @@ class ControllerClient:
         self._fatal_error: EchelonError | None = None
         self._closing = False
         self.connected = False
-        self._thread = threading.Thread(target=self._run, name="echelon-herald", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="echelon-controller-client", daemon=True)
         self._thread.start()
 
     def take_new_map(self) -> ShardMap | None:

@@ -260,7 +260,7 @@ class Session:
             self._send_section(section)
         heads = new_map.heads
         for request in list(self._pending_pulls):
-            if any(heads[shard] != request.server for shard in request.context.cover):
+            if any(heads[shard] != request.server for shard in request.context.shards):
                 self.connections.abandon(request)
                 self._pending_pulls.discard(request)
                 self._unroutable_parts.append(request.context)

@@ -1,6 +1,6 @@
 """The compiled inner loops of a server's store: index, rows, rules, first values, narrow numbers.
 
-All njit code is in this folder: what is kept of it is renewed by a change of any of its files (`compiled`). Nothing here depends on the
+All njit code is in this folder: what is kept of it is renewed by a change of any of its files (`jit_cache`). Nothing here depends on the
 machine's libm, on fused multiply-adds or on the order in which a vector unit would add: replicas on unlike machines stay byte-equal.
 Sums over a row are in eight lanes, in this order everywhere.
 

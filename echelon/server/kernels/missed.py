@@ -1,4 +1,4 @@
-"""Updates that rows missed, made up for: see `replay`."""
+"""Updates that rows missed, made up for: see `store.lazy_updates`."""
 
 from __future__ import annotations
 

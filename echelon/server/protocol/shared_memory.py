@@ -1,10 +1,10 @@
 """Long frames between two processes of one machine: by memory that both have, and a short frame over the socket that says where.
 
-Whoever called offers it once both have proved themselves: OFFER {pid, handle, token} names a memory file that cannot shrink; the other
-end opens it, finds the token in it, and answers OFFERED {taken}. Where that fails (another machine, container or user, or no Linux) all
+Whoever called offers it once both have proved themselves: SHM_OFFER {pid, handle, token} names a memory file that cannot shrink; the other
+end opens it, finds the token in it, and answers SHM_OFFER_REPLY {taken}. Where that fails (another machine, container or user, or no Linux) all
 frames go by the socket, as do those that are short and those for which there is no room: nobody ever waits for memory.
 
-A frame lies in the sender's half as it would travel, and is announced by LENT {at, size, slot, turn}, in its place among the other
+A frame lies in the sender's half as it would travel, and is announced by SHM_REF {at, size, slot, turn}, in its place among the other
 frames. The receiver reads it where it lies and gives the slot back when nothing looks at the frame any more. Neither end's death harms
 the other: memory stays while somebody has it, and frames that were not announced were never sent.
 """
@@ -90,7 +90,7 @@ class SharedMemoryChannel:
         """The frame that the other end announced; its slot is given back when the last view of it is gone."""
         offset, size, slot, generation = (meta.get(name) for name in ("at", "size", "slot", "turn"))
         if not (type(offset) is type(size) is type(slot) is type(generation) is int):
-            raise wire.WireError("LENT: at, size, slot and turn are numbers")
+            raise wire.WireError("SHM_REF: at, size, slot and turn are numbers")
         if (
             not (
                 0 <= offset < offset + size <= BYTES_PER_DIRECTION
@@ -99,9 +99,9 @@ class SharedMemoryChannel:
             )
             or offset % wire.ALIGNMENT
         ):
-            raise wire.WireError(f"LENT: {size} bytes at {offset} in slot {slot} are not in the memory that is shared")
+            raise wire.WireError(f"SHM_REF: {size} bytes at {offset} in slot {slot} are not in the memory that is shared")
         if generation <= self._last_generations[slot]:
-            raise wire.WireError(f"LENT: turn {generation} of slot {slot} after {self._last_generations[slot]}")
+            raise wire.WireError(f"SHM_REF: turn {generation} of slot {slot} after {self._last_generations[slot]}")
         self._last_generations[slot] = generation
         raw = np.frombuffer(self._receive_area, np.uint8, size, offset)
         released, pid = self._released_by_us, self._pid
@@ -162,7 +162,7 @@ def accept_offer(meta: dict[str, Any]) -> SharedMemoryChannel | None:
     """Memory that a caller offered; None where it cannot be had from here, or is not what was offered."""
     pid, peer_fd, token = meta.get("pid"), meta.get("handle"), meta.get("token")
     if type(pid) is not int or type(peer_fd) is not int or type(token) is not str:
-        raise wire.WireError("OFFER: pid, handle and token are expected")
+        raise wire.WireError("SHM_OFFER: pid, handle and token are expected")
     path, size, fd = f"/proc/{pid}/fd/{peer_fd}", _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION, -1
     try:
         file_stat = os.stat(path)

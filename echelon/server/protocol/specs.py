@@ -64,7 +64,7 @@ class Rule:
     #: The accumulators' first value, of adagrad and rowwise_adagrad.
     initial: float = 0.0
     steps: Literal["row", "given"] = "row"
-    #: Of tables: also rows without a gradient move (server.replay).
+    #: Of tables: also rows without a gradient move (store.lazy_updates).
     every: bool = False
 
     def __post_init__(self) -> None:

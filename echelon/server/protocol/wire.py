@@ -41,7 +41,7 @@ LOG_STATE_REPLY = 25
 SNAPSHOT = 26
 HEARTBEAT = 27
 MAP_REQUEST = 28
-# Any two on one machine: memory that both have, see shared.py.
+# Any two on one machine: memory that both have, see shared_memory.py.
 SHM_OFFER = 12
 SHM_OFFER_REPLY = 13
 SHM_REF = 14
