@@ -99,7 +99,9 @@ class SharedMemoryChannel:
             )
             or offset % wire.ALIGNMENT
         ):
-            raise wire.WireError(f"SHM_REF: {size} bytes at {offset} in slot {slot} are not in the memory that is shared")
+            raise wire.WireError(
+                f"SHM_REF: {size} bytes at {offset} in slot {slot} are not in the memory that is shared"
+            )
         if generation <= self._last_generations[slot]:
             raise wire.WireError(f"SHM_REF: turn {generation} of slot {slot} after {self._last_generations[slot]}")
         self._last_generations[slot] = generation
