@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from echelon.flow.resolve_plan import JobSource
+    from echelon.flow.job_source import JobSource
     from echelon.plan.cluster import Cluster
     from echelon.plan.plan import Plan
     from echelon.plan.profile import Profile
@@ -110,7 +110,7 @@ def make_table(*columns: str, text_columns: int = 1) -> Table:
 
 def read_job(file: str) -> tuple[JobSource, Profile]:
     """A job file and its profile."""
-    from echelon.flow.resolve_plan import JobSource
+    from echelon.flow.job_source import JobSource
 
     job_source = JobSource(file)
     profile = job_source.profile()

@@ -120,7 +120,7 @@ def _open_source(source: str, **options: Any) -> PackingSource:
         return open_packing_source(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
     from echelon.data.packed.from_samples import SamplePackingSource, open_dataset
-    from echelon.flow.job_source import load_data
+    from echelon.flow.job_file import load_data
 
     data = open_dataset(load_data(source))
     return SamplePackingSource(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

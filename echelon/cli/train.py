@@ -20,7 +20,8 @@ from echelon.cli.common import (
 from echelon.launchers.rank_ipc import format_error
 
 if TYPE_CHECKING:
-    from echelon.flow.resolve_plan import JobSource, ResolvedPlan
+    from echelon.flow.job_source import JobSource
+    from echelon.flow.resolve_plan import ResolvedPlan
     from echelon.flow.settings import Setting, Settings
     from echelon.plan.plan import Plan
 
@@ -124,7 +125,7 @@ def _train_and_report(file: str, values: dict[str, Any], json: bool, debug: bool
 def _train_or_launch(file: str, requested: Plan | str, options: dict[str, Any], needs_folder: bool, debug: bool) -> int:
     """Train in this process, or in ranks that it starts; the exit code. `needs_folder`: the folder is settled beforehand, to be read after."""
     from echelon.flow.gate import candidate_plans, run_first_proved, verification_limit
-    from echelon.flow.resolve_plan import JobSource
+    from echelon.flow.job_source import JobSource
     from echelon.flow.run_folder import require_writable
     from echelon.flow.settings import Settings
     from echelon.flow.spawn import run_ranks

@@ -56,7 +56,8 @@ def verify(
 
 def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool) -> Certificate:
     """The certificate, made in this process or by ranks that it starts."""
-    from echelon.flow.resolve_plan import JobSource, resolve_plan
+    from echelon.flow.job_source import JobSource
+    from echelon.flow.resolve_plan import resolve_plan
     from echelon.flow.spawn import run_ranks
     from echelon.flow.verify import verify as verify_here
     from echelon.plan.certificate import Certificate

@@ -20,7 +20,8 @@ from echelon.flow.gate import (
     run_first_proved,
     single_process_plan,
 )
-from echelon.flow.resolve_plan import JobSource, PlanLike, ResolvedPlan, load_resolved_plan, parse_plan, resolve_plan
+from echelon.flow.job_source import JobSource
+from echelon.flow.resolve_plan import PlanLike, ResolvedPlan, load_resolved_plan, parse_plan, resolve_plan
 from echelon.flow.spawn import require_rank_count
 from echelon.launchers.rank_ipc import format_error, has_plan, take_plan
 from echelon.plan.plan import Plan

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 from echelon.errors import EchelonError, LaunchError, PlanError, UnshardableStateError, UnverifiedPlanError
 from echelon.flow.deadlock_watchdog import watch_for_deadlock
 from echelon.flow.job_identity import bind_certificate
-from echelon.flow.resolve_plan import JobSource, PlanLike, ResolvedPlan, parse_plan, resolve_plan
+from echelon.flow.job_source import JobSource
+from echelon.flow.resolve_plan import PlanLike, ResolvedPlan, parse_plan, resolve_plan
 from echelon.flow.spawn import DISPROOF_ERRORS
 from echelon.launchers.rank_ipc import format_error
 from echelon.plan.check import require_executable, unsplit_batch_changes

@@ -26,7 +26,7 @@ from echelon.flow.run_settings import (
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-    from echelon.flow.resolve_plan import JobSource
+    from echelon.flow.job_source import JobSource
 
 _STEP = re.compile(r"step-([0-9]+)")
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.flow.resolve_plan import main_script
+from echelon.flow.job_source import main_script
 
 
 def resume_instructions(command: Sequence[str], folder: Path, *, fresh: bool) -> str:

@@ -26,7 +26,7 @@ from echelon.plan.input_digests import describe_differences, digest_variable
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-    from echelon.flow.resolve_plan import JobSource
+    from echelon.flow.job_source import JobSource
 
 #: A step number is a place in one order of one data set, and state belongs to one kind of optimizer and one set of parameters.
 _FIXED_SETTINGS = re.compile(r"drop_last|optimizer\d*")

@@ -23,8 +23,9 @@ from echelon.errors import (
     UnverifiedPlanError,
     WorldError,
 )
-from echelon.flow.job_source import file_being_read
-from echelon.flow.resolve_plan import ResolvedPlan, main_script
+from echelon.flow.job_file import file_being_read
+from echelon.flow.job_source import main_script
+from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.launchers import rank_ipc
 from echelon.launchers.command import command_environment
 from echelon.launchers.environment import fix_hash_seed

@@ -12,7 +12,8 @@ from echelon.errors import EchelonError, LaunchError, UnverifiedPlanError
 from echelon.events import Listener
 from echelon.flow.broadcast_plan import run_first_proved_on_ranks, train_on_ranks
 from echelon.flow.gate import candidate_plans, is_disproved, require_proof, run_first_proved, verification_limit
-from echelon.flow.resolve_plan import JobLike, JobSource, PlanLike, ResolvedPlan
+from echelon.flow.job_source import JobLike, JobSource
+from echelon.flow.resolve_plan import PlanLike, ResolvedPlan
 from echelon.flow.run_folder import require_writable
 from echelon.flow.settings import Settings, resolve_train_settings
 from echelon.flow.spawn import prepare_process, record_result, rerun_script

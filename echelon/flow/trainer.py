@@ -24,8 +24,9 @@ from echelon.events import Event, Listener
 from echelon.flow.folder_lock import lock_run_folder
 from echelon.flow.gate import Verdict, is_baseline, revoke_certificate
 from echelon.flow.job_inputs import record_variables
+from echelon.flow.job_source import JobSource
 from echelon.flow.preflight import require_evaluation
-from echelon.flow.resolve_plan import JobSource, ResolvedPlan
+from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.flow.resume import Resumption
 from echelon.flow.resume_hint import resume_instructions
 from echelon.flow.run_folder import RunFolder, choose_run_folder

@@ -11,7 +11,8 @@ from echelon.flow.broadcast_plan import agree_on_plan
 from echelon.flow.deadlock_watchdog import watch_for_deadlock
 from echelon.flow.gate import MIN_SECONDS
 from echelon.flow.job_identity import bind_certificate
-from echelon.flow.resolve_plan import JobLike, JobSource, PlanLike
+from echelon.flow.job_source import JobLike, JobSource
+from echelon.flow.resolve_plan import PlanLike
 from echelon.flow.spawn import prepare_process, rerun_script
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from echelon import Job
 from echelon.engine.run import Run
-from echelon.flow.resolve_plan import JobSource
+from echelon.flow.job_source import JobSource
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World

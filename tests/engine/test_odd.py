@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon import Job
-from echelon.flow.resolve_plan import JobSource
+from echelon.flow.job_source import JobSource
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.rank_pool import RankPool

@@ -23,7 +23,8 @@ from echelon.engine.run import Run
 from echelon.errors import DivergenceError, LaunchError, PlanError, UnverifiedPlanError
 from echelon.events import Event
 from echelon.flow import gate
-from echelon.flow.resolve_plan import JobSource, ResolvedPlan
+from echelon.flow.job_source import JobSource
+from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.flow.run_folder import RunFolder
 from echelon.observer import read_events
 from echelon.plan.plan import Plan

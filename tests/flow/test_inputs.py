@@ -20,7 +20,8 @@ from echelon.flow import gate
 from echelon.flow.job_code import digest_code, digest_data
 from echelon.flow.job_identity import JobIdentity
 from echelon.flow.job_inputs import RecordedInputs, record_inputs
-from echelon.flow.resolve_plan import JobSource, resolve_plan
+from echelon.flow.job_source import JobSource
+from echelon.flow.resolve_plan import resolve_plan
 from echelon.flow.settings import Settings, default_values, merge_settings
 from echelon.flow.train import train
 from echelon.flow.verify import verify
@@ -120,7 +121,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
 @pytest.mark.slow
 def test_other_processes_find_the_same_identity(tmp_path: Path) -> None:
     file = write_reading(tmp_path)
-    code = f"from echelon.flow.resolve_plan import JobSource; print(JobSource({str(file)!r}).identity.digest)"
+    code = f"from echelon.flow.job_source import JobSource; print(JobSource({str(file)!r}).identity.digest)"
     found = set()
     for rank in ("0", "1"):
         environment = os.environ | {"PYTHONHASHSEED": rank, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}

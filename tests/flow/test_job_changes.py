@@ -26,7 +26,7 @@ from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.events import Event
 from echelon.flow import job_identity
 from echelon.flow.job_code import digest_code, digest_data
-from echelon.flow.resolve_plan import JobSource
+from echelon.flow.job_source import JobSource
 from echelon.flow.train import Trained, train
 from tests.flow.jobs import STEPS, make, samples
 from tests.flow.test_resume import rated, rates_of, warnings_of

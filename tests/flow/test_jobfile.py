@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from echelon.errors import JobError
-from echelon.flow.job_source import file_being_read, load_job, make_job
+from echelon.flow.job_file import file_being_read, load_job, make_job
 
 ROOT = Path(__file__).parents[2]
 FILE = "import torch\nimport echelon\ndef job():\n    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[], batch_size=1, steps={steps})\n"
@@ -127,7 +127,7 @@ def test_random_data_of_a_job_is_the_same_in_every_process(tmp_path: Path) -> No
 
 
 def test_a_job_file_that_is_read_can_be_told(tmp_path: Path) -> None:
-    text = FILE.format(steps=1) + "from echelon.flow.job_source import file_being_read\nseen = file_being_read()\n"
+    text = FILE.format(steps=1) + "from echelon.flow.job_file import file_being_read\nseen = file_being_read()\n"
     spec = written(tmp_path / "echelon_reading_job.py", text)
     load_job(spec)
     assert sys.modules["echelon_reading_job"].seen == Path(spec).resolve()
@@ -143,7 +143,7 @@ def test_a_job_function_that_needs_arguments_is_told(tmp_path: Path) -> None:
 def test_a_job_file_may_not_replace_an_installed_module(tmp_path: Path) -> None:
     """In a process that has not loaded it yet."""
     written(tmp_path / "jobs" / "torch.py", "import torch\n")
-    code = "from echelon.flow.job_source import load_job; load_job('jobs/torch.py')"
+    code = "from echelon.flow.job_file import load_job; load_job('jobs/torch.py')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,

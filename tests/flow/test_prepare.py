@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
-from echelon.flow.resolve_plan import JobSource, ResolvedPlan, load_resolved_plan, resolve_plan
+from echelon.flow.job_source import JobSource
+from echelon.flow.resolve_plan import ResolvedPlan, load_resolved_plan, resolve_plan
 from echelon.flow.train import train
 from echelon.plan.check import require_executable
 from echelon.plan.plan import Plan
@@ -244,12 +245,12 @@ def test_a_plan_that_is_completed_for_one_model_is_not_taken_for_another_of_the_
 def test_cuts_that_this_machine_cannot_look_for_are_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, plan = JobSource(make), from_text("tp=2")
     profile = subject.profile()
-    monkeypatch.setattr("echelon.flow.resolve_plan._MAX_TRIAL_SECONDS", -1.0)
+    monkeypatch.setattr("echelon.flow.job_source._MAX_TRIAL_SECONDS", -1.0)
     assert subject.complete_if_cheap(plan, profile) == plan
     assert subject.complete_if_cheap(from_text("dp=2 tp=2"), profile).incomplete
     (warning,) = subject.warnings
     assert "trying it in float64 would take" in warning
-    monkeypatch.setattr("echelon.flow.resolve_plan._TRIAL_COPIES", 1e30)
+    monkeypatch.setattr("echelon.flow.job_source._TRIAL_COPIES", 1e30)
     assert subject.complete_if_cheap(plan, profile) == plan
     assert "this machine has" in subject.warnings[-1]
     monkeypatch.undo()

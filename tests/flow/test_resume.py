@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from echelon.engine.run import Run
 from echelon.errors import JobError
-from echelon.flow.resolve_plan import JobSource
+from echelon.flow.job_source import JobSource
 from echelon.flow.train import Trained, train
 from echelon.observer import read_events
 from echelon.plan.plan import Plan

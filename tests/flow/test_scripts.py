@@ -133,7 +133,7 @@ def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
     """Its model may follow from a loop or from its arguments, of which the file's text knows nothing."""
     text = """
 from dataclasses import replace
-from echelon.flow.resolve_plan import JobSource
+from echelon.flow.job_source import JobSource
 for width in (3, 5):
     print(JobSource(replace(job(), model=lambda: nn.Linear(8, width))).profile().elements)
 """
