@@ -127,7 +127,7 @@ def plan_of(workers: int, mode: str) -> Plan:
     """All tables and all else on two servers."""
     text = f"dp={workers} exchange=server dense=server servers=2 rows=500 threads=1 {MODES[mode]}"
     tables = tuple(ServedTable(path=f"tables.{place}", rows=rows, dim=DIM) for place, rows in enumerate(TABLES))
-    return dataclasses.replace(from_text(text), tables=tables)
+    return from_text(text).replace(tables=tables)
 
 
 def learn(world: World, mode: str, seed: int, train: int, test: int) -> dict[str, float]:

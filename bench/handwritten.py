@@ -93,7 +93,7 @@ class Stages(ByHand):
         super().__init__(workload, world, plan)
         whole = self.built()
         # Units are tokens, positions, and then the blocks.
-        self.model = _Half(whole, world.rank, plan.stages[0] - 2)
+        self.model = _Half(whole, world.rank, plan.pipeline.stages[0] - 2)
         self.first, self.last = world.rank == 0, world.rank == world.size - 1
         micros = split_batch(workload.batch, 1, plan.micro)[0]
         inputs, _ = workload.samples()

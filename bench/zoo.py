@@ -155,7 +155,7 @@ def _judged(pool: RankPool, name: str, text: str) -> Cell:
     wanted, why = from_text(text), ""
     problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems and all("`whole`" in each.remedy for each in problems):
-        wanted, why = dataclasses.replace(wanted, shard_as_one=True), "whole, as check asks"
+        wanted, why = wanted.replace(shard_as_one=True), "whole, as check asks"
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if any(each.nothing_to_cut for each in problems):
         # Falling back leaves the whole plan, so that what else was wrong with it does not matter.
@@ -165,8 +165,11 @@ def _judged(pool: RankPool, name: str, text: str) -> Cell:
     try:
         if wanted.incomplete:
             found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
-            wanted = dataclasses.replace(
-                wanted, placements=found.placements, replicated=found.replicated, stages=found.stages, model=found.model
+            wanted = wanted.replace(
+                placements=found.tensor.placements,
+                replicated=found.tensor.replicated,
+                stages=found.pipeline.stages,
+                model=found.model,
             )
     except UnsplittableModelError as error:
         return _fallen(pool, name, wanted, text, str(error))

@@ -13,7 +13,7 @@ from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster, Interconnect
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import Plan
+from echelon.plan.plan import PipelinePlan, Plan, TensorPlan
 from echelon.simulator.training_stack import TrainingStack
 
 _GIGA, _TERA = 1e9, 1e12
@@ -72,8 +72,8 @@ def plan_of(given: dict[str, Any]) -> tuple[Plan, int]:
         precision={"tf32": "tf32", "fp16": "fp16"}.get(given["precision"]),  # type: ignore[arg-type]
         recompute="block" if given["recompute"] == "full" else "none",
         compile=given["compile"] is True or kernels(given),
-        sequence=given["sequence_parallel"] is True,
-        schedule="interleaved" if _chunks(given) > 1 else "1f1b",
+        tensor=TensorPlan(sequence=given["sequence_parallel"] is True),
+        pipeline=PipelinePlan(schedule="interleaved" if _chunks(given) > 1 else "1f1b"),
     )
     return plan, batch
 

@@ -105,10 +105,10 @@ def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
     from echelon.plan.describe import cut_fraction, group_cuts, summarize_stages
 
     result: dict[str, Any] = {}
-    if plan.placements or plan.replicated:
+    if plan.tensor.placements or plan.tensor.replicated:
         result["cuts"] = [to_plain(item) | {"words": str(item)} for item in group_cuts(plan)]
         result["cut_share"] = cut_fraction(plan, profile) if profile is not None else None
-    if plan.stages and profile is not None and profile.pipeline_units:
+    if plan.pipeline.stages and profile is not None and profile.pipeline_units:
         result["stages"] = [
             to_plain(item) | {"words": str(item)} for item in summarize_stages(plan, profile.pipeline_units)
         ]

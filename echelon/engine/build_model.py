@@ -68,7 +68,7 @@ class RankModel:
         self.gradient_allreduce: GradientAllReduce | None = None
         #: Of the servers' tables what rows begin with; rank 0's until they are handed over.
         self.initial_tables: dict[str, Tensor] = {}
-        served_names = {table.parameter_name for table in plan.tables}
+        served_names = {table.parameter_name for table in plan.server.tables}
         self.model = self._build(warn)
         #: Those that this rank trains: all but what other stages hold.
         trained = [
@@ -81,17 +81,17 @@ class RankModel:
         #: Held by several stages, with the ranks that hold them: their gradients add up over those.
         self.tied_parameters = self._find_tied(trained)
         #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
-        partial_names = {name for placement in plan.placements for name in placement.partial_gradients}
+        partial_names = {name for placement in plan.tensor.placements for name in placement.partial_gradients}
         partial_names |= {
-            name for segment in plan.segments for name in segment.partial_gradients
+            name for segment in plan.tensor.segments for name in segment.partial_gradients
         } - self.tp_shards.keys()
         self.tp_partial = [parameter for name, parameter in trained if name in partial_names]
         #: Changed by forward itself, on the ranks whose samples use them.
         self.max_norm_weights = [parameter for parameter in max_norm_weights(self.model) if not parameter.is_meta]
         allreduced = self.parameters if self.sharding is None else self.sharding.unsharded_parameters
-        if self._data_parallel.size > 1 and allreduced and plan.dense == "allreduce":
+        if self._data_parallel.size > 1 and allreduced and plan.server.dense == "allreduce":
             self.gradient_allreduce = GradientAllReduce(
-                allreduced, plan.bucket_megabytes, self._data_parallel.process_group
+                allreduced, plan.data.bucket_megabytes, self._data_parallel.process_group
             )
 
     def pipeline_ranks_of(self, name: str) -> frozenset[int]:
@@ -145,12 +145,12 @@ class RankModel:
             is_sharded=is_sharded,
             dtype=self._dtype,
             expected_fingerprint=plan.model,
-            tables=plan.tables,
+            tables=plan.server.tables,
             dense_gradients=not allows_sparse_gradients(plan),
         )
         self.fingerprint = model_fingerprint(model)
         self.full_shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        if plan.tables:
+        if plan.server.tables:
             self._remove_served_tables(model, warn)
         if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = BatchMover(ranks.device, self._dtype)(ExampleBatches(self._job).batch(2))
@@ -180,7 +180,7 @@ class RankModel:
                 move_model(model, ranks.device)
             shard_parameters(model, self.tp_shards)
             self._compile(model, [model] if self._data_parallel.size == 1 else unit_modules(model) or [model])
-        if self._job.weights is not None and not plan.tables:
+        if self._job.weights is not None and not plan.server.tables:
             load_weights(model, self._job.weights, tp_shards=self.tp_shards, warn=warn)
         return model.train()
 
@@ -188,7 +188,7 @@ class RankModel:
         """Leave the servers' tables to them. Weights from a file are read before, while the model is whole."""
         if self._job.weights is not None:
             server_initialized = next(
-                (table.path for table in self._plan.tables if table.initialized_by == "server"), None
+                (table.path for table in self._plan.server.tables if table.initialized_by == "server"), None
             )
             if server_initialized is not None:
                 raise PlanError(
@@ -197,20 +197,20 @@ class RankModel:
                 )
             load_weights(model, self._job.weights, tp_shards={}, warn=warn)
         with self._ranks.raise_on_all_ranks():
-            self.initial_tables = remove_tables(model, self._plan.tables, keep_values=self._ranks.world.is_main)
+            self.initial_tables = remove_tables(model, self._plan.server.tables, keep_values=self._ranks.world.is_main)
 
     def _install_tp(self, model: nn.Module) -> dict[str, TPShard]:
         """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
         tensor_parallel, plan = self._axes["tp"], self._plan
         if tensor_parallel.size == 1:
             return {}
-        if not plan.placements:
+        if not plan.tensor.placements:
             raise PlanError(
                 f"tp={tensor_parallel.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
             )
         axis = TPCommunicator(tensor_parallel)
-        tp_shards = find_tp_shards(model, plan.placements, axis)
-        install_tensor_parallel(model, plan.placements, axis, plan.segments)
+        tp_shards = find_tp_shards(model, plan.tensor.placements, axis)
+        install_tensor_parallel(model, plan.tensor.placements, axis, plan.tensor.segments)
         return tp_shards
 
     def _find_tied(self, trained: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Communicator, list[nn.Parameter]]]:

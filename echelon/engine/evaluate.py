@@ -460,8 +460,8 @@ def _micro_batches(run: Run, data: Any) -> Iterator[MicroBatch]:
     data_ranks = run.data_parallel
     rank, rank_count = data_ranks.rank, data_ranks.size
     # All ranks have as many samples here, so that no more than the smallest share fits everywhere.
-    micro_batch_size = run.plan.micro or (min if run.plan.batch_shares else max)(
-        local_batch_sizes(run.job.batch_size, rank_count, run.plan.batch_shares)
+    micro_batch_size = run.plan.micro or (min if run.plan.data.batch_shares else max)(
+        local_batch_sizes(run.job.batch_size, rank_count, run.plan.data.batch_shares)
     )
     collate, seed = run.job.collate, run.job.seed
     with run.ranks.raise_on_all_ranks():

@@ -147,7 +147,12 @@ class Run:
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
         run_data = open_run_data(
-            job, self.ranks, self.data_parallel, micro_batch_size=plan.micro, workers=workers, shares=plan.batch_shares
+            job,
+            self.ranks,
+            self.data_parallel,
+            micro_batch_size=plan.micro,
+            workers=workers,
+            shares=plan.data.batch_shares,
         )
         self.loader, self.total_steps = run_data.loader, run_data.total_steps
         #: Both 0 for a stream, whose length is not known.
@@ -191,7 +196,7 @@ class Run:
             self.ranks,
             shapes=self.full_shapes,
             fused=plan.fused,
-            served_names={table.parameter_name for table in plan.tables},
+            served_names={table.parameter_name for table in plan.server.tables},
             full_tensor_optimizers=self.full_tensor_optimizers,
             loss_parameters=held_by_loss.values(),
             allow_sparse=allows_sparse_gradients(plan),
@@ -215,7 +220,9 @@ class Run:
             warn(tedious)
         self.rank_model.initial_tables = {}
         #: Of ranks that do not wait for each other: how they stop at the same step all the same.
-        self._coordinated_stop = CoordinatedStop(self.data_parallel, plan.staleness) if plan.asynchronous else None
+        self._coordinated_stop = (
+            CoordinatedStop(self.data_parallel, plan.server.staleness) if plan.asynchronous else None
+        )
         #: The ranks that a step adds numbers up over.
         self._reduction_ranks = Communicator(0, 1, self.device) if plan.asynchronous else self.data_parallel
         self._buffer_rule_check = BufferRuleCheck(self)

@@ -289,7 +289,7 @@ def fallback_plans(requested: ResolvedPlan) -> Iterator[ResolvedPlan]:
     """What may take the place of a plan that the user gave, nearest first: without recomputation, with whole batches, one process."""
     plans = [
         dataclasses.replace(requested.plan, recompute="none"),
-        dataclasses.replace(requested.plan, **dict(unsplit_batch_changes(requested.plan))),
+        requested.plan.replace(**dict(unsplit_batch_changes(requested.plan))),
         Plan(),
     ]
     for plan in dict.fromkeys(plans):

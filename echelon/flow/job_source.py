@@ -183,7 +183,7 @@ class JobSource:
     def complete_if_cheap(self, plan: Plan, profile: Profile) -> Plan:
         """`plan`, completed where that is a matter of a minute on this machine, which need not be the one that trains: cuts over tp are found
         by running the model, so that one for a cluster is left open, with a word about it, and completed where it is trained."""
-        needs_trials = plan.incomplete and (plan.mesh.tp > 1 or plan.sequence)
+        needs_trials = plan.incomplete and (plan.mesh.tp > 1 or plan.tensor.sequence)
         reason = _why_too_large(profile) if needs_trials else ""
         if not reason:
             return self.complete_plan(plan)
@@ -194,8 +194,8 @@ class JobSource:
 
     def adapt_plan(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
         """`plan`, completed; or the plan that takes its place where this model cannot follow it, and why."""
-        if self._profiling_failed and plan.is_sharded and not plan.shard_as_one:
-            replicated = dataclasses.replace(plan, shard_as_one=True)
+        if self._profiling_failed and plan.is_sharded and not plan.data.shard_as_one:
+            replicated = plan.replace(shard_as_one=True)
             adapted_plan, further_reason = self.adapt_plan(replicated, profile, cluster)
             reason = f'"{plan}" runs as "{replicated}": whether samples decide which blocks run is not known'
             return adapted_plan, f"{reason}; then {further_reason}" if further_reason else reason

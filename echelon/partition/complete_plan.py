@@ -46,19 +46,19 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
 
 def _complete(plan: Plan, job: Job, profile: Profile | None) -> Plan:
-    if plan.uses_servers and not plan.tables:
+    if plan.uses_servers and not plan.server.tables:
         plan = _with_tables(plan, job, profile)
     outline = profile or (_outline_model(job) if plan.mesh.tp > 1 else None)
     if not plan.incomplete:
         return plan
-    if plan.mesh.tp > 1 and not plan.placements:
+    if plan.mesh.tp > 1 and not plan.tensor.placements:
         plan = _with_placements(plan, job)
-    if plan.sequence and not plan.segments:
+    if plan.tensor.sequence and not plan.tensor.segments:
         require_executable(plan)  # looking for them where they cannot be used is not worth the time
         plan = _with_segments(plan, job)
     if plan.mesh.pp > 1:
-        plan = dataclasses.replace(plan, placements=tuple(map(_gather_logits, plan.placements)))
-    if plan.mesh.pp > 1 and not plan.stages:
+        plan = plan.replace(placements=tuple(map(_gather_logits, plan.tensor.placements)))
+    if plan.mesh.pp > 1 and not plan.pipeline.stages:
         plan = _with_stages(plan, job, profile)
     require_executable(plan)
     if outline is not None:
@@ -79,7 +79,7 @@ def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
 
         profile = make_profile(job)
     raise_on_errors(plan, tuple(check_server_tables(plan, profile)))
-    return dataclasses.replace(plan, tables=choose_served_tables(plan, profile), model=plan.model or profile.model)
+    return plan.replace(tables=choose_served_tables(plan, profile), model=plan.model or profile.model)
 
 
 def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: str = "") -> UnsplittableModelError:
@@ -135,13 +135,13 @@ def _with_placements(plan: Plan, job: Job) -> Plan:
             plan, "tp", f"{min(missing_paths)} is created in forward, so it does not exist yet when the model is cut"
         )
     uncut = tuple(ReplicatedModule(path=path, reason=reason) for path, reason in cuts.replicated.items())
-    return dataclasses.replace(plan, placements=cuts.placements, replicated=uncut)
+    return plan.replace(placements=cuts.placements, replicated=uncut)
 
 
 def _with_segments(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
     sequence_cut = _search_model(
-        job, lambda model, run_step: find_segments(model, run_step, plan.mesh.tp, plan.placements)
+        job, lambda model, run_step: find_segments(model, run_step, plan.mesh.tp, plan.tensor.placements)
     )
     if not sequence_cut.segments:
         problem = Problem(
@@ -150,7 +150,7 @@ def _with_segments(plan: Plan, job: Job) -> Plan:
             plan_changes=(("sequence", False),),
         )  # fmt: skip
         raise PlanError(f"sequence: {problem.rule}; {problem.remedy}", [problem])
-    return dataclasses.replace(plan, placements=sequence_cut.placements, segments=sequence_cut.segments)
+    return plan.replace(placements=sequence_cut.placements, segments=sequence_cut.segments)
 
 
 @trial_context()
@@ -217,4 +217,4 @@ def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
             "that keep statistics"
         )
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree="fewer stages, or tp=1")
-    return dataclasses.replace(plan, stages=stages)
+    return plan.replace(stages=stages)

@@ -35,7 +35,7 @@ class Certificate(Document):
     """A plan computed the same as its reference: for this job, this code and these versions."""
 
     KIND: ClassVar[str] = "certificate"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     HASH_REQUIRED: ClassVar[bool] = True
 
     plan: Plan

@@ -74,7 +74,7 @@ def _check_settings(plan: Plan) -> Iterator[Problem]:
             path="precision", value="fp8", rule="it is forecast and not executed yet", remedy="use precision=bf16",
             not_implemented=True,
         )  # fmt: skip
-    if plan.keep_gradients and plan.zero < 2:
+    if plan.data.keep_gradients and plan.zero < 2:
         yield Problem(
             path="keep_gradients", value=True, rule=f"zero={plan.zero} keeps full gradients as it is",
             remedy="leave `keep` out, or use zero=2 or 3",
@@ -96,31 +96,31 @@ def _check_settings(plan: Plan) -> Iterator[Problem]:
 
 def _check_tensor_parallel(plan: Plan) -> Iterator[Problem]:
     tp = plan.mesh.tp
-    if tp > 1 and plan.replicated and not plan.placements:
-        reasons = [f"{uncut.path or 'the model itself'}: {uncut.reason}" for uncut in plan.replicated]
+    if tp > 1 and plan.tensor.replicated and not plan.tensor.placements:
+        reasons = [f"{uncut.path or 'the model itself'}: {uncut.reason}" for uncut in plan.tensor.replicated]
         reasons_text = "; ".join(reasons[:_MAX_REASONS]) + ("; ..." if len(reasons) > _MAX_REASONS else "")
         yield Problem(
             path="tp", value=tp, rule=f"it divides no module of this model ({reasons_text})",
             remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory", nothing_to_cut=True,
         )  # fmt: skip
-    if tp == 1 and plan.placements:
+    if tp == 1 and plan.tensor.placements:
         yield Problem(
-            path="placements", value=len(plan.placements), rule="modules are cut over tp, and tp is 1",
+            path="placements", value=len(plan.tensor.placements), rule="modules are cut over tp, and tp is 1",
             remedy="use tp=2 or more, or leave placements out",
         )  # fmt: skip
-    if plan.sequence and tp == 1:
+    if plan.tensor.sequence and tp == 1:
         yield Problem(
             path="sequence", value=True, rule="sequences are cut over tp, and tp is 1",
             remedy="use tp=2 or more, or leave `sequence` out",
         )  # fmt: skip
-    if plan.sequence and plan.mesh.pp > 1:
+    if plan.tensor.sequence and plan.mesh.pp > 1:
         yield Problem(
             path="sequence", value=True, rule="what passes between the stages of a pipeline is whole",
             remedy="leave `sequence` out, or use pp=1",
         )  # fmt: skip
-    if plan.segments and not plan.sequence:
+    if plan.tensor.segments and not plan.tensor.sequence:
         yield Problem(
-            path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
+            path="segments", value=len(plan.tensor.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
             remedy="add `sequence`, or leave segments out",
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ def check_stored_weights(plan: Plan, units: Sequence[str], pipeline_calls: Seque
     """Whether weights that are cut at rest are whole wherever they are used. They are while the module `within` runs, and a block runs
     without it where ZeRO gathers it by itself or backward computes it again. `units`: the blocks; `pipeline_calls`: what a pipeline calls."""
     alternative = f"dp={plan.ranks} zero=3, which cuts no module"
-    if plan.is_sharded and (plan.mesh.pp > 1 or not plan.shard_as_one):
+    if plan.is_sharded and (plan.mesh.pp > 1 or not plan.data.shard_as_one):
         for placement, unit in _find_ungathered_unit(plan, pipeline_calls if plan.mesh.pp > 1 else units):
             yield Problem(
                 path="zero", value=plan.zero, rule=f"{placement.path} is used all over {placement.gathered_in or 'the model'}, and zero={plan.zero} shards {unit} by itself",
@@ -172,7 +172,7 @@ def check_stored_weights(plan: Plan, units: Sequence[str], pipeline_calls: Seque
 
 def _find_ungathered_unit(plan: Plan, units: Sequence[str]) -> Iterator[tuple[Placement, str]]:
     """The first weight that is cut at rest, in one of `units`, and put together around that unit."""
-    for placement in plan.placements:
+    for placement in plan.tensor.placements:
         for unit in units if placement.cut == "stored" else ():
             if _is_within(placement.path, unit) and not _is_within(placement.gathered_in, unit):
                 yield placement, unit
@@ -186,32 +186,32 @@ def _is_within(path: str, unit: str) -> bool:
 def _check_pipeline(plan: Plan) -> Iterator[Problem]:
     pp, total_stages = plan.mesh.pp, stage_count(plan)
     if pp == 1:
-        if plan.stages:
+        if plan.pipeline.stages:
             yield Problem(
-                path="stages", value=list(plan.stages), rule="stages are spread over pp, and pp is 1",
+                path="stages", value=list(plan.pipeline.stages), rule="stages are spread over pp, and pp is 1",
                 remedy=f"use pp={total_stages}, or leave stages out",
             )  # fmt: skip
         return
-    is_interleaved = plan.schedule in INTERLEAVED_SCHEDULES
+    is_interleaved = plan.pipeline.schedule in INTERLEAVED_SCHEDULES
     if total_stages % pp or (not is_interleaved and total_stages != pp):
         rule = f"a multiple of pp={pp}" if is_interleaved else f"one per rank of pp={pp}"
         yield Problem(
-            path="stages", value=list(plan.stages), rule=f"they make {total_stages} stages, and schedule={plan.schedule} needs {rule}",
+            path="stages", value=list(plan.pipeline.stages), rule=f"they make {total_stages} stages, and schedule={plan.pipeline.schedule} needs {rule}",
             remedy=f"give {pp - 1} places where a stage begins{f', or {2 * pp - 1}' if is_interleaved else ''}, or leave stages out: they are found",
         )  # fmt: skip
-    if any(start <= previous_start for previous_start, start in pairwise((0, *plan.stages))):
+    if any(start <= previous_start for previous_start, start in pairwise((0, *plan.pipeline.stages))):
         yield Problem(
-            path="stages", value=list(plan.stages), rule="places where stages begin, each after the one before and after 0",
+            path="stages", value=list(plan.pipeline.stages), rule="places where stages begin, each after the one before and after 0",
             remedy="put them in order, or leave stages out: they are found",
         )  # fmt: skip
-    if plan.schedule == "zero-bubble" and plan.is_sharded:
+    if plan.pipeline.schedule == "zero-bubble" and plan.is_sharded:
         yield Problem(
-            path="schedule", value=plan.schedule, rule=f"its split backward runs none of the hooks that zero={plan.zero} exchanges gradients by",
+            path="schedule", value=plan.pipeline.schedule, rule=f"its split backward runs none of the hooks that zero={plan.zero} exchanges gradients by",
             remedy="use schedule=interleaved, or zero=0",
         )  # fmt: skip
-    if plan.schedule == "zero-bubble" and plan.recompute != "none":
+    if plan.pipeline.schedule == "zero-bubble" and plan.recompute != "none":
         yield Problem(
-            path="schedule", value=plan.schedule, rule="its backward runs in two parts, and what was computed again is there for one only",
+            path="schedule", value=plan.pipeline.schedule, rule="its backward runs in two parts, and what was computed again is there for one only",
             remedy="use schedule=interleaved, or leave `recompute` out",
         )  # fmt: skip
     if plan.compile:
@@ -239,11 +239,14 @@ def _check_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     if batch < dp:
         yield Problem(
             path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less",
-            plan_changes=(("mesh", replace(plan.mesh, dp=batch, ep=1)), ("shares", ())) if not plan.uses_servers else (),
+            plan_changes=(("mesh", replace(plan.mesh, dp=batch, ep=1)), ("batch_shares", ())) if not plan.uses_servers else (),
         )  # fmt: skip
         return
-    micro_batch_count, total_stages = count_micro_batches(batch, dp, plan.micro, plan.batch_shares), stage_count(plan)
-    local_batch = largest_local_batch(batch, dp, plan.batch_shares)
+    micro_batch_count, total_stages = (
+        count_micro_batches(batch, dp, plan.micro, plan.data.batch_shares),
+        stage_count(plan),
+    )
+    local_batch = largest_local_batch(batch, dp, plan.data.batch_shares)
     if plan.mesh.pp > 1 and micro_batch_count < total_stages:
         micro_batch_size = max(batch // dp // (2 * total_stages), 1)
         yield Problem(
@@ -255,7 +258,7 @@ def _check_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {local_batch} sample{'s' * (local_batch > 1)}",
             remedy=f"use micro={local_batch} or less",
         )  # fmt: skip
-    largest_micro = largest_micro_batch(batch, dp, plan.micro, plan.batch_shares)
+    largest_micro = largest_micro_batch(batch, dp, plan.micro, plan.data.batch_shares)
     if plan.micro is not None and largest_micro > plan.micro + 1:
         yield Problem(
             path="micro", value=plan.micro, rule=f"the smallest share of batch={batch} lasts for {micro_batch_count} micro-batch{'es' * (micro_batch_count > 1)}, so that the "
@@ -273,13 +276,13 @@ def _check_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="dp", value=dp, rule=f"the last batch of an epoch has {last_batch} of {profile.samples:,} samples",
             remedy=f"use dp={last_batch} or less, or another batch",
-            plan_changes=(("mesh", replace(plan.mesh, dp=last_batch, ep=1)), ("shares", ())) if not plan.uses_servers else (),
+            plan_changes=(("mesh", replace(plan.mesh, dp=last_batch, ep=1)), ("batch_shares", ())) if not plan.uses_servers else (),
         )  # fmt: skip
     if plan.is_sharded and profile.unshardable_reason:
         yield Problem(
             path="zero", value=plan.zero, rule=profile.unshardable_reason, remedy="use zero=0", plan_changes=UNSHARDED_CHANGES,
         )  # fmt: skip
-    elif plan.zero and dp > 1 and not plan.shard_as_one and profile.varying_blocks_reason:
+    elif plan.zero and dp > 1 and not plan.data.shard_as_one and profile.varying_blocks_reason:
         yield Problem(
             path="zero", value=plan.zero, rule=f"{profile.varying_blocks_reason}, block by block sharding would fail or deadlock",
             remedy="add `whole`, or use zero=0", plan_changes=(("shard_as_one", True),),
@@ -321,7 +324,7 @@ def unsplit_batch_changes(plan: Plan) -> tuple[tuple[str, Any], ...]:
     return (
         ("mesh", replace(plan.mesh, dp=1, ep=1)),
         ("micro", None),
-        ("shares", ()),
+        ("batch_shares", ()),
         *UNSHARDED_CHANGES,
         *server_changes,
     )
@@ -331,13 +334,13 @@ def _check_model_cuts(plan: Plan, profile: Profile) -> Iterator[Problem]:
     tp, pp, total_stages, unit_count = plan.mesh.tp, plan.mesh.pp, stage_count(plan), len(profile.pipeline_units)
     alternative = f"dp={plan.ranks} zero=3, which also shares the memory"
     module_paths = {name.rpartition(".")[0] for each in profile.parameters for name in (each.name, *each.aliases)}
-    unknown_path = next((each.path for each in plan.placements if each.path not in module_paths), None)
+    unknown_path = next((each.path for each in plan.tensor.placements if each.path not in module_paths), None)
     if unknown_path is not None:
         yield Problem(
             path="placements", value=unknown_path, rule=f"{profile.name} (model {profile.model[:12]}) has no such module with parameters",
             remedy="leave placements out: they are found",
         )  # fmt: skip
-    elif tp > 1 and plan.placements and cut_fraction(plan, profile) < _MIN_CUT_FRACTION:
+    elif tp > 1 and plan.tensor.placements and cut_fraction(plan, profile) < _MIN_CUT_FRACTION:
         yield Problem(
             path="tp", value=tp, rule=f"only {cut_fraction(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
             remedy=f"use {alternative}", severity="warning",
@@ -358,14 +361,16 @@ def _check_model_cuts(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="pp", value=pp, rule=f"{total_stages} stages, and the model has {unit_count} unit{'s' * (unit_count > 1)} that forward calls one after another",
             remedy=f"{smaller_pp}, or {alternative}", nothing_to_cut=True,
         )  # fmt: skip
-    elif pp > 1 and plan.stages and plan.stages[-1] >= unit_count:
+    elif pp > 1 and plan.pipeline.stages and plan.pipeline.stages[-1] >= unit_count:
         yield Problem(
-            path="stages", value=list(plan.stages), rule=f"the model has {unit_count} units, and each stage needs one",
+            path="stages", value=list(plan.pipeline.stages), rule=f"the model has {unit_count} units, and each stage needs one",
             remedy="leave stages out: they are found",
         )  # fmt: skip
-    elif pp > 1 and (forbidden_starts := sorted(forbidden_stage_starts(plan, profile.pipeline_units) & {*plan.stages})):
+    elif pp > 1 and (
+        forbidden_starts := sorted(forbidden_stage_starts(plan, profile.pipeline_units) & {*plan.pipeline.stages})
+    ):
         yield Problem(
-            path="stages", value=list(plan.stages),
+            path="stages", value=list(plan.pipeline.stages),
             rule=f"one begins at {profile.pipeline_units[forbidden_starts[0]].path}, inside a pair that tp cuts or between two calls that change one buffer",
             remedy="leave stages out: they are found",
         )  # fmt: skip

@@ -20,10 +20,10 @@ def check_server_settings(plan: Plan) -> Iterator[Problem]:
     if not plan.uses_servers:
         yield from _check_unused_server_fields(plan)
         return
-    if plan.replicas > plan.servers:
+    if plan.server.replicas > plan.server.servers:
         yield Problem(
-            path="replicas", value=plan.replicas, rule=f"each on a server of its own, and servers={plan.servers}",
-            remedy=f"use servers={plan.replicas} or more, or replicas={plan.servers}",
+            path="replicas", value=plan.server.replicas, rule=f"each on a server of its own, and servers={plan.server.servers}",
+            remedy=f"use servers={plan.server.replicas} or more, or replicas={plan.server.servers}",
         )  # fmt: skip
     for axis in ("tp", "pp"):
         if getattr(plan.mesh, axis) > 1:
@@ -62,8 +62,8 @@ def _check_unused_server_fields(plan: Plan) -> Iterator[Problem]:
     """What only a server would read."""
     default_plan = Plan()
     for name in ("dense", "staleness", "servers", "replicas", "min_table_rows", "tables"):
-        value = getattr(plan, name)
-        if value != getattr(default_plan, name):
+        value = plan.get(name)
+        if value != default_plan.get(name):
             displayed = "none" if value is None else len(value) if isinstance(value, tuple) else value
             yield Problem(
                 path=name.replace("min_table_rows", "rows"), value=displayed, rule="it is of plans with a parameter server", remedy=f"add exchange=server, or leave `{name}` out"
@@ -75,7 +75,7 @@ def check_server_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
     if not plan.uses_servers:
         return
     tables_by_path = {profiled_table.path: profiled_table for profiled_table in profile.tables}
-    for served in plan.tables:
+    for served in plan.server.tables:
         table = tables_by_path.get(served.path)
         if table is None or (table.rows, table.dim) != (served.rows, served.dim):
             actual = "no such table" if table is None else f"{table.rows} x {table.dim} there"
@@ -87,9 +87,9 @@ def check_server_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
             yield Problem(
                 path="tables", value=served.path, rule=table.unsupported_reason, remedy="or leave it with the ranks"
             )
-    if not plan.tables:
+    if not plan.server.tables:
         yield from _check_missing_tables(plan, profile)
-    if plan.dense == "server":
+    if plan.server.dense == "server":
         unsupported = next(
             (rule.name for rule in profile.optimizers if not _is_server_optimizer(rule, plan, profile)), None
         )
@@ -100,7 +100,7 @@ def check_server_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
             )  # fmt: skip
     if plan.asynchronous and profile.clips_gradients:
         yield Problem(
-            path="staleness", value="none" if plan.staleness is None else plan.staleness,
+            path="staleness", value="none" if plan.server.staleness is None else plan.server.staleness,
             rule="clip_norm= needs the norm of all ranks' gradient, and ranks do not wait for each other",
             remedy="use staleness=0 or dense=allreduce, or leave clip_norm= out",
         )  # fmt: skip
@@ -113,7 +113,7 @@ def check_server_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
 
 def _is_server_optimizer(optimizer: OptimizerProfile, plan: Plan, profile: Profile) -> bool:
     """Whether servers do all that an optimizer does; what trains tables alone was looked at with them."""
-    served_paths = {table.path for table in plan.tables or choose_served_tables(plan, profile)}
+    served_paths = {table.path for table in plan.server.tables or choose_served_tables(plan, profile)}
     table_elements = sum(
         table.rows * table.dim
         for table in profile.tables
@@ -126,7 +126,7 @@ def _check_missing_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
     """No table is named: are there any to be found?"""
     candidate_tables = list(large_tables(plan, profile))
     if any(not table.unsupported_reason for table in candidate_tables) or (
-        plan.dense == "server" and not candidate_tables
+        plan.server.dense == "server" and not candidate_tables
     ):
         return
     if candidate_tables:
@@ -146,6 +146,6 @@ def _check_missing_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
         return
     most_rows = max((table.rows for table in profile.tables), default=0)
     yield Problem(
-        path="exchange", value="server", rule=f"{profile.name} has no table (nn.Embedding, nn.EmbeddingBag) of rows={plan.min_table_rows} or more",
+        path="exchange", value="server", rule=f"{profile.name} has no table (nn.Embedding, nn.EmbeddingBag) of rows={plan.server.min_table_rows} or more",
         remedy=f"use rows={most_rows} (its largest), or exchange=allreduce" if most_rows else "use exchange=allreduce, or dense=server as well",
     )  # fmt: skip

@@ -299,7 +299,7 @@ class Cluster(Document):
     """The machines that a plan is for."""
 
     KIND: ClassVar[str] = "cluster"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     name: str
     nodes: tuple[Node, ...]

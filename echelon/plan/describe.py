@@ -47,12 +47,12 @@ class StageSummary:
 def group_cuts(plan: Plan) -> tuple[CutGroup, ...]:
     """What tp does to each module that has parameters, in the model's order of first mention; cut ones first."""
     paths_by_cut: dict[tuple[str, str, str, tuple[int, ...], str], list[str]] = {}
-    for placement in plan.placements:
+    for placement in plan.tensor.placements:
         fused_parts = max((part.fused_sizes for part in placement.slices), key=len, default=())
         paths_by_cut.setdefault(
             (fold_path(placement.path), placement.cut, placement.source, fused_parts, ""), []
         ).append(placement.path)
-    for uncut in plan.replicated:
+    for uncut in plan.tensor.replicated:
         paths_by_cut.setdefault((fold_path(uncut.path), "whole", "", (), uncut.reason), []).append(uncut.path)
     cut_groups = []
     for (path, cut, source, fused_parts, reason), paths in paths_by_cut.items():
@@ -95,6 +95,6 @@ def fold_index_ranges(paths: Iterable[str]) -> Iterable[str]:
 
 def cut_fraction(plan: Plan, profile: Profile, *cuts: str) -> float:
     """Share of the parameters' bytes that tp cuts; in these ways, where some are named."""
-    cut_names = cuts_by_parameter(each for each in plan.placements if not cuts or each.cut in cuts).keys()
+    cut_names = cuts_by_parameter(each for each in plan.tensor.placements if not cuts or each.cut in cuts).keys()
     cut_size = sum(each.bytes for each in profile.parameters if cut_names & {each.name, *each.aliases})
     return cut_size / (profile.bytes or 1)

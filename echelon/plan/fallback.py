@@ -6,7 +6,6 @@ Where an axis finds nothing to cut: data parallelism, sharded where that is poss
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from echelon.plan.mesh import Mesh
@@ -26,12 +25,11 @@ def fall_back_to_data_parallel(plan: Plan, profile: Profile | None) -> tuple[Pla
     )
     unsharded = profile.unshardable_reason if profile is not None else ""
     ranks, dp = plan.ranks, plan.mesh.dp
-    fallback = replace(
-        plan,
+    fallback = plan.replace(
         mesh=Mesh(dp=ranks),
         zero=0 if unsharded else 3,
-        shard_as_one=not unsharded and (shards_as_one or plan.shard_as_one),
-        keep_gradients=not unsharded and plan.keep_gradients,
+        shard_as_one=not unsharded and (shards_as_one or plan.data.shard_as_one),
+        keep_gradients=not unsharded and plan.data.keep_gradients,
         micro=None if plan.micro is None else max(plan.micro * dp // ranks, 1),
         batchnorm="sync" if has_batch_norms and dp == 1 else plan.batchnorm,
         placements=(),
@@ -39,7 +37,7 @@ def fall_back_to_data_parallel(plan: Plan, profile: Profile | None) -> tuple[Pla
         sequence=False,
         segments=(),
         stages=(),
-        schedule=Plan().schedule,
+        schedule="1f1b",
     )
     explanation = "which shares the memory too"
     if unsharded:
@@ -61,5 +59,5 @@ def apply_problem_changes(plan: Plan, problems: Iterable[Any]) -> tuple[Plan, st
     )
     if changes.get("zero") == 0:
         changes |= {"shard_as_one": False, "keep_gradients": False}
-    adapted = replace(plan, **changes)
+    adapted = plan.replace(**changes)
     return adapted, "; ".join(f"{each.path}={each.value}: {each.rule}" for each in errors)

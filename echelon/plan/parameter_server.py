@@ -44,7 +44,7 @@ def choose_served_tables(plan: Plan, profile: Profile) -> tuple[ServedTable, ...
 
 def large_tables(plan: Plan, profile: Profile) -> Iterator[TableProfile]:
     """The tables that are large enough, whether they can be served or not."""
-    return (table for table in profile.tables if table.rows >= plan.min_table_rows)
+    return (table for table in profile.tables if table.rows >= plan.server.min_table_rows)
 
 
 def _to_served_table(table: TableProfile) -> ServedTable:

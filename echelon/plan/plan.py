@@ -1,9 +1,17 @@
-"""The plan: how a job is computed on devices. It holds no tensor, no process group and no callable."""
+"""The plan: how a job is computed on devices. It holds no tensor, no process group and no callable.
+
+plan.mesh        how many ranks along each axis: dp tp pp cp ep
+plan.data        how data ranks share the batch and exchange gradients
+plan.tensor      how modules are cut over tp, and the sequence between them
+plan.pipeline    where the stages of pp begin, and their schedule
+plan.server      what a parameter server holds, and how far ranks may drift apart
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
@@ -11,99 +19,138 @@ from echelon.plan.parameter_server import DEFAULT_MIN_ROWS, ServedTable
 from echelon.plan.placement import Placement, ReplicatedModule
 from echelon.plan.sequence_segment import SequenceSegment
 
-#: fp8: products of repeated blocks in it, all else in bf16; it is forecast and not executed yet.
+#: fp8: matrix products of repeated blocks in fp8, the rest in bf16; forecast only.
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 BatchNorm = Literal["local", "sync"]
 Recompute = Literal["none", "block", "selective"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 ExchangeMode = Literal["allreduce", "server"]
-#: A chain of more replicas is not made.
 MAX_REPLICAS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlan:
+    """How the data ranks share the batch and exchange gradients."""
+
+    #: Relative share of the batch per data rank, larger on faster devices; empty: equal.
+    batch_shares: tuple[int, ...] = ()
+    #: zero 2-3: accumulate full gradients and reduce them once per step instead of once per micro-batch.
+    keep_gradients: bool = False
+    #: zero 1-3: shard the model as one unit instead of block by block; required where the samples decide which blocks run.
+    shard_as_one: bool = False
+    #: zero=0: gradient megabytes per all-reduce.
+    bucket_megabytes: int = 25
+
+    def __post_init__(self) -> None:
+        if any(type(share) is not int or share < 1 for share in self.batch_shares):
+            raise ValueError(f"shares={':'.join(map(str, self.batch_shares))}: each share is an integer of at least 1")
+        _require_positive("bucket", self.bucket_megabytes, "megabytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """How modules are cut over tp."""
+
+    placements: tuple[Placement, ...] = ()
+    #: Modules with parameters that every rank of tp holds in full.
+    replicated: tuple[ReplicatedModule, ...] = ()
+    #: Sequence parallelism: between the cut modules (norms, dropouts, residuals) each rank holds its part of the sequence.
+    sequence: bool = False
+    segments: tuple[SequenceSegment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """How the model is cut into stages."""
+
+    #: First unit of each stage but the first, in the order of the calls; interleaved schedules have several stages per rank.
+    stages: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """What a parameter server holds (exchange=server)."""
+
+    #: How the parameters outside the served tables are exchanged.
+    dense: ExchangeMode = "allreduce"
+    #: How many steps a rank may be ahead of the slowest. 0: synchronous; None: unbounded.
+    staleness: int | None = 0
+    servers: int = 1
+    #: Servers that hold each row.
+    replicas: int = 1
+    #: Tables with fewer rows stay on the ranks.
+    min_table_rows: int = DEFAULT_MIN_ROWS
+    #: The tables on the servers; empty: chosen by `min_table_rows`.
+    tables: tuple[ServedTable, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            raise ValueError(
+                f"staleness={self.staleness!r}: an integer number of steps, 0 for synchronous, or none for no bound"
+            )
+        _require_positive("servers", self.servers)
+        _require_positive("rows", self.min_table_rows)
+        if type(self.replicas) is not int or not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ValueError(f"replicas={self.replicas!r}: each row is on 1 to {MAX_REPLICAS} servers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Document):
-    """How to compute a job. Every field is a decision that the engine executes as written."""
+    """How to compute a job. The engine executes every field as written."""
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     mesh: Mesh = field(default_factory=Mesh)
-    #: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
+    #: ZeRO stage: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
     zero: int = 0
-    #: Samples per micro-batch per data rank; None: the rank's whole share at once.
+    #: Samples per micro-batch per data rank; None: the rank's whole share.
     micro: int | None = None
-    #: Of the batch, in proportion, what each data rank computes: more on faster devices. Empty: all the same.
-    batch_shares: tuple[int, ...] = ()
-    #: zero 2-3: keep full gradients between micro-batches and exchange once a step.
-    keep_gradients: bool = False
-    #: zero 1-3: shard the model as one unit, not block by block; needed where samples decide which blocks run.
-    shard_as_one: bool = False
     #: None: the job's.
     precision: Precision | None = None
-    #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
+    #: Batch statistics over each micro-batch ("local") or over the data ranks ("sync").
     batchnorm: BatchNorm = "local"
-    #: Activations of repeated blocks: kept; computed again in backward from the block's input; or from that and its products' outputs.
+    #: What repeated blocks recompute in backward: nothing; everything; everything but matrix products and attention.
     recompute: Recompute = "none"
     compile: bool = False
-    #: Fused optimizer kernels where torch has them.
+    #: Fused optimizer kernels, where torch has them.
     fused: bool = True
     #: CPU threads per rank; None: cores / ranks on the node.
     threads: int | None = None
-    #: Megabytes of gradient that one exchange carries (zero=0).
-    bucket_megabytes: int = 25
-    #: How gradients come together: summed over the ranks, or by way of a parameter server, which then holds the large tables.
+    #: Gradients are summed over the ranks, or applied by a parameter server, which then holds the large tables.
     exchange: ExchangeMode = "allreduce"
-    #: exchange=server: how the parameters go that are no tables of the server's.
-    dense: ExchangeMode = "allreduce"
-    #: exchange=server: how many steps a rank may be ahead of the slowest and still read rows; 0: all are in step, and one sum is applied;
-    #: None: it never waits.
-    staleness: int | None = 0
-    servers: int = 1
-    #: Servers that hold each row: what was acknowledged is lost only where all of them die together.
-    replicas: int = 1
-    #: exchange=server: a table with fewer rows stays with the ranks.
-    min_table_rows: int = DEFAULT_MIN_ROWS
-    #: What the servers hold; empty: found for this model.
-    tables: tuple[ServedTable, ...] = ()
-    #: How modules are cut over tp.
-    placements: tuple[Placement, ...] = ()
-    #: Modules with parameters that tp leaves whole.
-    replicated: tuple[ReplicatedModule, ...] = ()
-    #: Between the modules that tp cuts each rank has a part of the sequence only: norms, dropouts and residuals keep less.
-    sequence: bool = False
-    #: Where that is so.
-    segments: tuple[SequenceSegment, ...] = ()
-    #: Where the stages of pp after the first begin, in units in the order of their calls; several per rank under interleaved schedules.
-    stages: tuple[int, ...] = ()
-    schedule: Schedule = "1f1b"
+    data: DataPlan = field(default_factory=DataPlan)
+    tensor: TensorPlan = field(default_factory=TensorPlan)
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    server: ServerPlan = field(default_factory=ServerPlan)
     #: Fingerprint of the model this plan was made for; None: any.
     model: str | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
-        for name in ("micro", "threads"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r}: a whole number of at least 1")
-        if self.batch_shares and len(self.batch_shares) != self.mesh.dp:
-            raise ValueError(
-                f"shares={':'.join(map(str, self.batch_shares))}: one for each of dp={self.mesh.dp} data ranks"
-            )
-        if any(type(share) is not int or share < 1 for share in self.batch_shares):
-            raise ValueError(f"shares={':'.join(map(str, self.batch_shares))}: whole numbers of at least 1")
-        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            raise ValueError(
-                f"staleness={self.staleness!r}: a whole number of steps, 0 for synchronous, or none for no bound"
-            )
-        for name, value in (("servers", self.servers), ("rows", self.min_table_rows)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: a whole number of at least 1")
-        if type(self.replicas) is not int or not 1 <= self.replicas <= MAX_REPLICAS:
-            raise ValueError(f"replicas={self.replicas!r}: each row is on 1 to {MAX_REPLICAS} servers")
-        if type(self.bucket_megabytes) is not int or self.bucket_megabytes < 1:
-            raise ValueError(f"bucket={self.bucket_megabytes!r}: a whole number of megabytes, at least 1")
+        for name, value in (("micro", self.micro), ("threads", self.threads)):
+            if value is not None:
+                _require_positive(name, value)
+        shares = self.data.batch_shares
+        if shares and len(shares) != self.mesh.dp:
+            raise ValueError(f"shares={':'.join(map(str, shares))}: give one for each of dp={self.mesh.dp} data ranks")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values; a field of a group goes by its own name: `plan.replace(zero=1, stages=(4,))`."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name in [name for name in changes if name in GROUPS]:
+            groups.setdefault(GROUPS[name], {})[name] = changes.pop(name)
+        return dataclasses.replace(
+            self,
+            **{group: dataclasses.replace(getattr(self, group), **values) for group, values in groups.items()},
+            **changes,
+        )
+
+    def get(self, name: str) -> Any:
+        """The value of a field, of the plan or of one of its groups."""
+        return getattr(getattr(self, GROUPS[name]) if name in GROUPS else self, name)
 
     @property
     def ranks(self) -> int:
@@ -117,27 +164,37 @@ class Plan(Document):
 
     @property
     def incomplete(self) -> bool:
-        """Whether it leaves to be found how this model is cut: the short form does."""
-        lacks_placements = self.mesh.tp > 1 and not self.placements and not self.replicated
-        lacks_segments = self.mesh.tp > 1 and self.sequence and not self.segments
-        return (
-            lacks_placements
-            or lacks_segments
-            or (self.mesh.pp > 1 and not self.stages)
-            or (self.uses_servers and not self.tables and self.model is None)
-        )
+        """Whether it leaves open how the model is cut, as the short form does."""
+        lacks_placements = self.mesh.tp > 1 and not self.tensor.placements and not self.tensor.replicated
+        lacks_segments = self.mesh.tp > 1 and self.tensor.sequence and not self.tensor.segments
+        lacks_stages = self.mesh.pp > 1 and not self.pipeline.stages
+        lacks_tables = self.uses_servers and not self.server.tables and self.model is None
+        return lacks_placements or lacks_segments or lacks_stages or lacks_tables
 
     @property
     def uses_servers(self) -> bool:
-        """Whether a parameter server holds some of the model."""
+        """Whether a parameter server holds part of the model."""
         return self.exchange == "server"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether ranks go on without each other: nothing is summed over them, and no step waits for all."""
-        return self.uses_servers and self.dense == "server" and self.staleness != 0
+        """Whether ranks proceed independently: no sum over all ranks, no step that waits for all."""
+        return self.uses_servers and self.server.dense == "server" and self.server.staleness != 0
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text
 
         return to_text(self)
+
+
+#: field of a group -> group.
+GROUPS = {
+    item.name: group
+    for group, kind in (("data", DataPlan), ("tensor", TensorPlan), ("pipeline", PipelinePlan), ("server", ServerPlan))
+    for item in dataclasses.fields(kind)
+}
+
+
+def _require_positive(name: str, value: object, unit: str = "") -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: an integer{f' number of {unit}' if unit else ''} of at least 1")

@@ -197,7 +197,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 9
+    VERSION: ClassVar[int] = 10
 
     model: str  #: fingerprint: see `model_fingerprint`
     name: str

@@ -26,21 +26,21 @@ NO_STAGES_REASON = (
 def stage_count(plan: Plan) -> int:
     """How many stages a plan has, or will have once it is completed."""
     return (
-        len(plan.stages) + 1
-        if plan.stages
-        else plan.mesh.pp * (INTERLEAVED_STAGES_PER_RANK if plan.schedule in INTERLEAVED_SCHEDULES else 1)
+        len(plan.pipeline.stages) + 1
+        if plan.pipeline.stages
+        else plan.mesh.pp * (INTERLEAVED_STAGES_PER_RANK if plan.pipeline.schedule in INTERLEAVED_SCHEDULES else 1)
     )
 
 
 def stage_ranges(plan: Plan, unit_count: int) -> list[range]:
     """The visits of each stage; stage `n` is on rank `n % pp` of the axis."""
-    return [range(first, last) for first, last in pairwise((0, *plan.stages, unit_count))]
+    return [range(first, last) for first, last in pairwise((0, *plan.pipeline.stages, unit_count))]
 
 
 def column_row_pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
     """(columns, row) as they were placed: columns first, their row next."""
     columns: list[Placement] = []
-    for placement in plan.placements:
+    for placement in plan.tensor.placements:
         if placement.cut in ("column", "between"):
             columns.append(placement)
         elif placement.cut == "row":

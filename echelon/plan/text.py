@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import BatchNorm, ExchangeMode, Plan, Precision, Recompute, Schedule
+from echelon.plan.plan import GROUPS, BatchNorm, ExchangeMode, Plan, Precision, Recompute, Schedule
 
 _AXES = tuple(field.name for field in fields(Mesh))
 _INT_FIELDS = ("zero", "micro", "threads", "bucket", "servers", "replicas", "rows")
@@ -45,12 +45,12 @@ def to_text(plan: Plan) -> str:
     parts = [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis == "dp" or getattr(plan.mesh, axis) != 1]
     for name in (*_INT_FIELDS, *_CHOICE_FIELDS):
         field = _FIELDS.get(name, name)
-        if getattr(plan, field) != getattr(default_plan, field):
-            parts.append(f"{name}={getattr(plan, field)}")
-    if plan.staleness != default_plan.staleness:
-        parts.append(f"staleness={'none' if plan.staleness is None else plan.staleness}")
-    parts += [f"shares={':'.join(map(str, plan.batch_shares))}"] if plan.batch_shares else []
-    parts += [word for word, (name, value) in _FLAGS.items() if getattr(plan, name) == value]
+        if plan.get(field) != default_plan.get(field):
+            parts.append(f"{name}={plan.get(field)}")
+    if plan.server.staleness != default_plan.server.staleness:
+        parts.append(f"staleness={'none' if plan.server.staleness is None else plan.server.staleness}")
+    parts += [f"shares={':'.join(map(str, plan.data.batch_shares))}"] if plan.data.batch_shares else []
+    parts += [word for word, (name, value) in _FLAGS.items() if plan.get(name) == value]
     return " ".join(parts)
 
 
@@ -88,7 +88,9 @@ def from_text(text: str) -> Plan:
         else:
             raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_suggestion(name)}")
     try:
-        return Plan(mesh=Mesh(**mesh_sizes), **{_FIELDS.get(name, name): value for name, value in plan_values.items()})
+        return Plan(mesh=Mesh(**mesh_sizes)).replace(
+            **{_FIELDS.get(name, name): value for name, value in plan_values.items()}
+        )
     except ValueError as error:
         raise PlanError(f"plan {text!r}: {error}") from error
 
@@ -143,8 +145,8 @@ def describe_plan(plan: Plan, batch: int | None = None) -> str:
         lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
     if plan.mesh.tp > 1:
         lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
-    if plan.sequence:
-        where = "; ".join(", ".join(fold_index_ranges(each.blocks)) for each in plan.segments)
+    if plan.tensor.sequence:
+        where = "; ".join(", ".join(fold_index_ranges(each.blocks)) for each in plan.tensor.segments)
         lines.append(
             f"each rank has a part of the sequence{f' in {where}' if where else ''}, but where modules need the whole"
         )
@@ -152,22 +154,22 @@ def describe_plan(plan: Plan, batch: int | None = None) -> str:
         total_stages = stage_count(plan)
         each = f", {total_stages // plan.mesh.pp} on each rank" if total_stages > plan.mesh.pp else ""
         lines.append(
-            f"pp={plan.mesh.pp}: {total_stages} stages, one after another{each}, in the order of {plan.schedule}"
+            f"pp={plan.mesh.pp}: {total_stages} stages, one after another{each}, in the order of {plan.pipeline.schedule}"
         )
     lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
-    if dp > 1 and plan.dense == "allreduce":
+    if dp > 1 and plan.server.dense == "allreduce":
         lines.append(_ZERO_DESCRIPTIONS[plan.zero])
     if plan.uses_servers:
         lines += _describe_servers(plan)
-    if plan.batch_shares:
-        lines.append(f"the data ranks have unequal shares of the batch: {' : '.join(map(str, plan.batch_shares))}")
-    if plan.keep_gradients:
+    if plan.data.batch_shares:
+        lines.append(f"the data ranks have unequal shares of the batch: {' : '.join(map(str, plan.data.batch_shares))}")
+    if plan.data.keep_gradients:
         lines.append("full gradients are kept between micro-batches: one exchange per step")
     if batch is not None and batch < dp:
         lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
     elif batch is not None:
-        micro_batch_count = count_micro_batches(batch, dp, plan.micro, plan.batch_shares)
-        largest_micro = largest_micro_batch(batch, dp, plan.micro, plan.batch_shares)
+        micro_batch_count = count_micro_batches(batch, dp, plan.micro, plan.data.batch_shares)
+        largest_micro = largest_micro_batch(batch, dp, plan.micro, plan.data.batch_shares)
         lines.append(
             f"a batch of {batch} is {micro_batch_count} micro-batch{'es' * (micro_batch_count > 1)} of up to {_pluralize(largest_micro, 'sample')} per rank"
         )
@@ -194,14 +196,16 @@ def describe_plan(plan: Plan, batch: int | None = None) -> str:
 
 def _describe_servers(plan: Plan) -> Iterator[str]:
     """What the servers do, in words."""
-    table_list = f": {', '.join(table.path or 'the model itself' for table in plan.tables)}" if plan.tables else ""
-    copies = f", each row on {plan.replicas} of them" if plan.replicas > 1 else ""
-    rest = " and all other parameters" if plan.dense == "server" else ""
-    yield f"{_pluralize(plan.servers, 'server')} of parameters {'holds' if plan.servers == 1 else 'hold'} the tables{table_list}{rest}{copies}"
-    if plan.staleness is None:
+    table_list = (
+        f": {', '.join(table.path or 'the model itself' for table in plan.server.tables)}" if plan.server.tables else ""
+    )
+    copies = f", each row on {plan.server.replicas} of them" if plan.server.replicas > 1 else ""
+    rest = " and all other parameters" if plan.server.dense == "server" else ""
+    yield f"{_pluralize(plan.server.servers, 'server')} of parameters {'holds' if plan.server.servers == 1 else 'hold'} the tables{table_list}{rest}{copies}"
+    if plan.server.staleness is None:
         yield "ranks read what is there and never wait for each other: asynchronous"
-    elif plan.staleness:
-        yield f"a rank reads once it is no more than {_pluralize(plan.staleness, 'step')} ahead of the slowest"
+    elif plan.server.staleness:
+        yield f"a rank reads once it is no more than {_pluralize(plan.server.staleness, 'step')} ahead of the slowest"
     else:
         yield "all ranks' gradients of a step are added up and applied once: synchronous"
 
@@ -227,7 +231,8 @@ def diff_plans(left: Plan, right: Plan) -> list[str]:
         return list(value) if isinstance(value, tuple) else value
 
     def flatten_plan(plan: Plan) -> dict[str, object]:
-        rest = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "mesh"}
+        names = [*(item.name for item in fields(Plan) if item.name not in ("mesh", *GROUPS.values())), *GROUPS]
+        rest = {name: plan.get(name) for name in names}
         return {axis: getattr(plan.mesh, axis) for axis in _AXES} | rest
 
     left_values, right_values = flatten_plan(left), flatten_plan(right)

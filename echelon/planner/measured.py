@@ -93,8 +93,7 @@ class MeasuredSpace:
     def _with_derived_fields(self, plan: Plan) -> Plan:
         """With what follows from its ranks and the model."""
         cpu = self.cluster.device_kind == "cpu"
-        return replace(
-            plan,
+        return plan.replace(
             threads=max(self.cluster.cores // plan.ranks, 1) if cpu else None,
             # A model that may run other blocks on other ranks: only whole sharding is safe then.
             shard_as_one=plan.zero > 0 and bool(self.profile.varying_blocks_reason),
@@ -158,10 +157,10 @@ class MeasuredSpace:
             return
         schedules: tuple[Schedule, ...] = ("1f1b",) if mesh.pp == 1 else ("1f1b", "interleaved", "zero-bubble")
         for zero, schedule in product((0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules):
-            plan = replace(template, mesh=mesh, micro=family.micro, zero=zero, schedule=schedule, stages=())
+            plan = template.replace(mesh=mesh, micro=family.micro, zero=zero, schedule=schedule, stages=())
             stages = find_stages(plan, self.profile.pipeline_units) if mesh.pp > 1 else ()
             if stages is not None:
-                yield self._with_derived_fields(replace(plan, stages=stages))
+                yield self._with_derived_fields(plan.replace(stages=stages))
 
     def _plan_with_placements(self, mesh: Mesh) -> Plan | None:
         """A plan that knows how tp cuts the model; None where it cannot."""
@@ -180,7 +179,7 @@ class MeasuredSpace:
 
     def recompute_plans(self, plan: Plan) -> list[Plan]:
         """A plan that keeps all activations, with blocks computed again instead."""
-        if not self.profile.fsdp_units or plan.uses_servers or plan.schedule == "zero-bubble":
+        if not self.profile.fsdp_units or plan.uses_servers or plan.pipeline.schedule == "zero-bubble":
             return []
         return [replace(plan, recompute=recompute) for recompute in _RECOMPUTE_OPTIONS]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import get_args
 
 from echelon.errors import PlanError
@@ -155,7 +154,7 @@ def _complete_cuts(
     completed_by_cut: dict[tuple[object, ...], Plan | PlanError],
 ) -> Plan:
     """A plan with its cuts, whose stages do not begin between a column and its row, and that can be executed."""
-    cut_key = plan.mesh.tp, plan.sequence, plan.mesh.pp > 1
+    cut_key = plan.mesh.tp, plan.tensor.sequence, plan.mesh.pp > 1
     if cut_key not in completed_by_cut:
         try:
             completed_by_cut[cut_key] = complete_plan(plan)
@@ -164,12 +163,14 @@ def _complete_cuts(
     template, pipeline_units = completed_by_cut[cut_key], space.profile.pipeline_units
     if isinstance(template, PlanError):
         raise template
-    plan = replace(plan, placements=template.placements, replicated=template.replicated, segments=template.segments)
-    if set(plan.stages) & forbidden_stage_starts(plan, pipeline_units):
+    plan = plan.replace(
+        placements=template.tensor.placements, replicated=template.tensor.replicated, segments=template.tensor.segments
+    )
+    if set(plan.pipeline.stages) & forbidden_stage_starts(plan, pipeline_units):
         stages = find_stages(plan, pipeline_units, space.stage_slowdowns(plan))
         if stages is None:
             raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
-        plan = replace(plan, stages=stages)
+        plan = plan.replace(stages=stages)
     if space.is_refused(plan):
         require_executable(plan, space.profile, space.pricer.cluster)
     return plan
@@ -224,10 +225,10 @@ def _keep_faster_modules_replicated(
     candidates: tuple[Candidate, ...], objective: Objective, profile: Profile, forecast_plan: Callable[[Plan], Forecast]
 ) -> tuple[Candidate, ...]:
     """What was found with all that is faster whole left whole. Bounds are of plans that cut everything, so that this comes after the search."""
-    if objective.goal.kind == "memory" or not any(each.plan.placements for each in candidates):
+    if objective.goal.kind == "memory" or not any(each.plan.tensor.placements for each in candidates):
         return candidates
     better = [
-        replicate_faster_modules(each.plan, profile, forecast_plan) if each.plan.placements else each.forecast
+        replicate_faster_modules(each.plan, profile, forecast_plan) if each.plan.tensor.placements else each.forecast
         for each in candidates
     ]
     improved = [Candidate(plan=each.plan, forecast=each) for each in better]

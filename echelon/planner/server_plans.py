@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import product
 
 from echelon.plan.cluster import Cluster
@@ -41,4 +40,4 @@ def served_plans(profile: Profile, cluster: Cluster, plans: Iterable[Plan]) -> I
         if plan.zero or plan.ranks != plan.mesh.dp or plan.recompute != "none" or plan.compile:
             continue
         for staleness, servers in product(_STALENESS_OPTIONS, server_counts):
-            yield replace(plan, exchange="server", staleness=staleness, servers=servers, tables=tables)
+            yield plan.replace(exchange="server", staleness=staleness, servers=servers, tables=tables)

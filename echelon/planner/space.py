@@ -21,7 +21,7 @@ from echelon.plan.check import check
 from echelon.plan.cluster import Cluster, Interconnect
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import Plan, Precision, Recompute, Schedule
+from echelon.plan.plan import DataPlan, Plan, Precision, Recompute, Schedule, TensorPlan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import (
     INTERLEAVED_SCHEDULES,
@@ -135,7 +135,7 @@ class DataSheetSpace:
 
     def _block_seconds(self, family: PlanFamily) -> list[float]:
         """For each kind of device, seconds of one block, there and back; norms and residuals take least where the sequence is cut."""
-        plan = replace(self.base_plan(family), sequence=family.mesh.tp > 1)
+        plan = self.base_plan(family).replace(sequence=family.mesh.tp > 1)
         return [block for _, block, _ in self.pricer.part_seconds(plan)]
 
     def step_seconds_bound(self, family: PlanFamily) -> float:
@@ -176,7 +176,7 @@ class DataSheetSpace:
             recompute=family.recompute,
             precision=family.precision,
             model=self.profile.model,
-            sequence=False,
+            tensor=TensorPlan(sequence=False),
         )
 
     def plans(self, family: PlanFamily) -> Iterator[Plan]:
@@ -193,7 +193,7 @@ class DataSheetSpace:
             if schedule == "zero-bubble" and (zero or family.recompute != "none"):
                 continue
             shards_as_one = zero > 0 and self.profile.traced == "real"
-            plan = replace(template, zero=zero, schedule=schedule, sequence=sequence, shard_as_one=shards_as_one)
+            plan = template.replace(zero=zero, schedule=schedule, sequence=sequence, shard_as_one=shards_as_one)
             if mesh.pp == 1:
                 yield plan
                 continue
@@ -204,7 +204,7 @@ class DataSheetSpace:
                 for slowdowns in ((stage_slowdowns, ()) if stage_slowdowns else ((),))
             }:
                 if stage_starts is not None:
-                    yield replace(plan, stages=stage_starts)
+                    yield plan.replace(stages=stage_starts)
 
     def stage_slowdowns(self, plan: Plan) -> tuple[float, ...]:
         """How long each stage takes for a block beside the fastest; () where all devices are alike."""
@@ -214,13 +214,15 @@ class DataSheetSpace:
         seconds_by_stage = [
             max(block_seconds[device_kind] for device_kind in kinds) for kinds in self._kinds_by_stage(plan.mesh)
         ]
-        stages_per_rank = INTERLEAVED_STAGES_PER_RANK if plan.schedule in INTERLEAVED_SCHEDULES else 1
+        stages_per_rank = INTERLEAVED_STAGES_PER_RANK if plan.pipeline.schedule in INTERLEAVED_SCHEDULES else 1
         return tuple(round(seconds / min(seconds_by_stage), 2) for seconds in seconds_by_stage) * stages_per_rank
 
     def _balanced_stage_starts(self, plan: Plan, stage_slowdowns: tuple[float, ...]) -> tuple[int, ...] | None:
         """Where the stages begin such that the slowest is as fast as can be, on devices of this pace."""
         before, block, after = max(self.pricer.part_seconds(plan), key=sum)
-        total_stages = plan.mesh.pp * (INTERLEAVED_STAGES_PER_RANK if plan.schedule in INTERLEAVED_SCHEDULES else 1)
+        total_stages = plan.mesh.pp * (
+            INTERLEAVED_STAGES_PER_RANK if plan.pipeline.schedule in INTERLEAVED_SCHEDULES else 1
+        )
         # To a tenth of a block: finer differences would only make the same cuts be looked for again.
         blocks_before, blocks_after = round(10 * before / block) / 10, round(10 * after / block) / 10
         key = (total_stages, blocks_before, blocks_after, stage_slowdowns)
@@ -327,11 +329,11 @@ def uneven_share_forecasts(space: DataSheetSpace, goal: Goal) -> list[Forecast]:
         )
         layers = space.pricer.model.layers
         seconds_by_kind = [before + block * layers + after for before, block, after in space.pricer.part_seconds(plan)]
-        plan = replace(
-            plan, batch_shares=_integer_ratio([1 / seconds_by_kind[device_kinds.index(device)] for device in devices])
+        plan = plan.replace(
+            batch_shares=_integer_ratio([1 / seconds_by_kind[device_kinds.index(device)] for device in devices])
         )
         if micro_batch_size > max(
-            local_batch_sizes(profile.batch, space.device_count, plan.batch_shares)
+            local_batch_sizes(profile.batch, space.device_count, plan.data.batch_shares)
         ) or space.is_refused(plan):
             continue
         forecast = space.pricer.forecast(space.pricer.place(plan))
@@ -346,9 +348,14 @@ def server_forecasts(space: DataSheetSpace, goal: Goal) -> list[Forecast]:
     if not should_offer_servers(profile, cluster):
         return []
     rank_count = space.ranks or space.device_count
-    shares = {forecast.plan.batch_shares for forecast in uneven_share_forecasts(space, goal)} or {()}
+    shares = {forecast.plan.data.batch_shares for forecast in uneven_share_forecasts(space, goal)} or {()}
     plans = [
-        Plan(mesh=Mesh(dp=rank_count), micro=micro_batch_size, batch_shares=rank_shares, model=profile.model)
+        Plan(
+            mesh=Mesh(dp=rank_count),
+            micro=micro_batch_size,
+            data=DataPlan(batch_shares=rank_shares),
+            model=profile.model,
+        )
         for micro_batch_size, rank_shares in product(micro_batch_sizes(-(-profile.batch // rank_count)), shares)
         if profile.batch >= rank_count
     ]

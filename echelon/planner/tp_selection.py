@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -28,7 +27,7 @@ def replicate_faster_modules(plan: Plan, profile: Profile, forecast_plan: Callab
     baseline = forecast_plan(plan)
     groups = inseparable_modules(plan, profile)
     # Where the sequence is cut, segments lie between modules that must be cut too.
-    if len(groups) < 2 or plan.sequence or not baseline.fits:
+    if len(groups) < 2 or plan.tensor.sequence or not baseline.fits:
         return baseline
     without_each_group = [forecast_plan(replicate_modules(plan, group)) for group in groups]
     baseline_seconds, baseline_memory = baseline.time.step, baseline.memory.required
@@ -61,7 +60,7 @@ def select_to_replicate(
 
 def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
     """Folded paths of modules that are cut all or none: a row with its columns, what holds the same parameter, and blocks alike."""
-    cut_paths = {fold_path(placement.path) for placement in plan.placements}
+    cut_paths = {fold_path(placement.path) for placement in plan.tensor.placements}
     module_groups = [{path} for path in sorted(cut_paths)]
     linked_sets = [
         {fold_path(placement.path) for placement in (*columns, row)} for columns, row in column_row_pairs(plan)
@@ -78,13 +77,12 @@ def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
 
 def replicate_modules(plan: Plan, paths: Collection[str]) -> Plan:
     """`plan` with modules of these folded paths whole on every rank."""
-    replicated = [placement for placement in plan.placements if fold_path(placement.path) in paths]
+    replicated = [placement for placement in plan.tensor.placements if fold_path(placement.path) in paths]
     reason = f"cut over tp={plan.mesh.tp} it would save less than the ranks would have to say"
-    return replace(
-        plan,
-        placements=tuple(placement for placement in plan.placements if placement not in replicated),
+    return plan.replace(
+        placements=tuple(placement for placement in plan.tensor.placements if placement not in replicated),
         replicated=(
-            *plan.replicated,
+            *plan.tensor.replicated,
             *(ReplicatedModule(path=placement.path, reason=reason) for placement in replicated),
         ),
     )

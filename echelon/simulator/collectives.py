@@ -38,14 +38,14 @@ def data_parallel_exchange(profile: Profile, plan: Plan, load: NodeLoad) -> Exch
         return ExchangeTime(
             message_total + copy_seconds_all, message_total - message_seconds(load, "all_reduce", sizes[-1], dp)
         )
-    unit_sizes = () if plan.shard_as_one else profile.fsdp_unit_bytes
+    unit_sizes = () if plan.data.shard_as_one else profile.fsdp_unit_bytes
     sizes = [*unit_sizes, max(profile.bytes - sum(unit_sizes), 0)]
     gather_seconds = sum(message_seconds(load, "all_gather", size, dp) for size in sizes)
     scatter_seconds = sum(message_seconds(load, "reduce_scatter", size, dp) for size in sizes)
     copy_seconds = stream_seconds(load, "copy_", 2 * profile.bytes)
     micro_batch_count = len(load.micro_batch_sizes)
     gather_count = 2 * micro_batch_count if plan.zero == 3 else 1
-    scatter_count = 1 if plan.zero == 1 or plan.keep_gradients else micro_batch_count
+    scatter_count = 1 if plan.zero == 1 or plan.data.keep_gradients else micro_batch_count
     hook_seconds = _HOOK_OPERATORS_PER_UNIT * load.device.overhead * len(sizes) * 2 * micro_batch_count
     total = (
         gather_count * (gather_seconds + copy_seconds) + scatter_count * (scatter_seconds + copy_seconds) + hook_seconds
@@ -65,7 +65,7 @@ def tensor_parallel_seconds(
     shapes = {name: each.shape for each in profile.parameters for name in (each.name, *each.aliases)}
     recomputed_modules = {operator.module for operator in recomputed_operators(profile, profile, plan)}
     total = 0.0
-    for each in plan.placements:
+    for each in plan.tensor.placements:
         folded_path = fold_path(each.path)
         module = modules.get(each.path) or modules.get(folded_path)
         if module is None or each.cut == "column":
@@ -108,5 +108,5 @@ def gradient_bucket_bytes(profile: Profile, plan: Plan) -> list[float]:
     trainable_tensors = [(parameter.bytes, parameter.dtype) for parameter in profile.parameters if parameter.trainable]
     return [
         float(sum(trainable_tensors[index][0] for index in bucket))
-        for bucket in assign_buckets(trainable_tensors, plan.bucket_megabytes)
+        for bucket in assign_buckets(trainable_tensors, plan.data.bucket_megabytes)
     ] or [0.0]

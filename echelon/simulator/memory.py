@@ -111,8 +111,8 @@ def _persistent_memory(profile: Profile, plan: Plan, load: NodeLoad) -> Persiste
     if plan.zero == 0:
         # Gradients live in the buckets from the first micro-batch on.
         return PersistentMemory(parameter_bytes, gradient_bytes, state_bytes, 0.0, 0.0, 0.0)
-    largest_unit = float(max(profile.fsdp_unit_bytes, default=0)) if not plan.shard_as_one else 0.0
-    root_bytes = parameter_bytes - (sum(profile.fsdp_unit_bytes) if not plan.shard_as_one else 0)
+    largest_unit = float(max(profile.fsdp_unit_bytes, default=0)) if not plan.data.shard_as_one else 0.0
+    root_bytes = parameter_bytes - (sum(profile.fsdp_unit_bytes) if not plan.data.shard_as_one else 0)
     # Of the unit at work: its gradients as computed and as sent, those of the unit before still under way, its parameters' message.
     in_transit = 4 * max(largest_unit, 0.0 if largest_unit else root_bytes)
     if plan.zero == 3:
@@ -126,7 +126,7 @@ def _persistent_memory(profile: Profile, plan: Plan, load: NodeLoad) -> Persiste
             0.0 if accumulates else 1 / dp,
             in_transit,
         )
-    keeps_full_gradients = accumulates and (plan.zero == 1 or plan.keep_gradients)
+    keeps_full_gradients = accumulates and (plan.zero == 1 or plan.data.keep_gradients)
     if accumulates:
         kept_gradients = gradient_bytes if keeps_full_gradients else gradient_bytes / dp
         return PersistentMemory(

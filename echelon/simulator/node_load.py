@@ -68,7 +68,7 @@ def compute_node_load(profile: Profile, cluster: Cluster, plan: Plan) -> NodeLoa
     oversubscription = 1.0
     if cluster.device_kind == "cpu" and requested_threads > node.cores:
         oversubscription = requested_threads / node.cores * (_OVERSUBSCRIPTION_PENALTY if threads > 1 else 1.0)
-    micro_batches_by_rank = split_batch(profile.batch, plan.mesh.dp, plan.micro, plan.batch_shares)
+    micro_batches_by_rank = split_batch(profile.batch, plan.mesh.dp, plan.micro, plan.data.batch_shares)
     largest_share = max(
         micro_batches_by_rank, key=lambda rank_micro_batches: rank_micro_batches[-1].stop - rank_micro_batches[0].start
     )

@@ -14,7 +14,7 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, TimeForecast
 from echelon.plan.format_units import format_bytes, format_seconds
 from echelon.plan.parameter_server import choose_served_tables
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Plan, ServerPlan
 from echelon.plan.profile import Amount, MemorySnapshot, Operator, OptimizerProfile, Profile, TableProfile, fold_path
 
 #: CPU seconds of a server for one row of 64 floats: read, and trained by Adagrad (a table of 10 million rows, one core; docs/server.md).
@@ -35,14 +35,16 @@ _RELATIVE_ERROR = 0.5
 
 def fill_served_tables(plan: Plan, profile: Profile) -> Plan:
     """`plan` with the tables that its servers hold, where it leaves them open."""
-    return replace(plan, tables=choose_served_tables(plan, profile)) if plan.uses_servers and not plan.tables else plan
+    return (
+        plan.replace(tables=choose_served_tables(plan, profile))
+        if plan.uses_servers and not plan.server.tables
+        else plan
+    )
 
 
 def without_servers(plan: Plan) -> Plan:
     """What is left of a plan when its servers are taken away."""
-    default_plan = Plan()
-    server_fields = ("exchange", "dense", "staleness", "servers", "replicas", "min_table_rows", "tables")
-    return replace(plan, **{name: getattr(default_plan, name) for name in server_fields})
+    return replace(plan, exchange="allreduce", server=ServerPlan())
 
 
 def without_served_tables(profile: Profile, plan: Plan) -> Profile:
@@ -75,7 +77,7 @@ def without_served_tables(profile: Profile, plan: Plan) -> Profile:
 
 def served_tables(profile: Profile, plan: Plan) -> tuple[TableProfile, ...]:
     """The tables of the profile that the plan's servers hold."""
-    paths = {table.path for table in plan.tables}
+    paths = {table.path for table in plan.server.tables}
     return tuple(table for table in profile.tables if table.path in paths)
 
 
@@ -138,17 +140,17 @@ def server_traffic(
         table_bytes_read += rows_read * (table.row_bytes + 8)
         table_elements += rows_read * table.dim
     ranks_profile = without_served_tables(profile, plan)
-    dense_bytes = float(ranks_profile.gradient_bytes) if plan.dense == "server" else 0.0
+    dense_bytes = float(ranks_profile.gradient_bytes) if plan.server.dense == "server" else 0.0
     trained_elements = table_elements + dense_bytes / 4
-    frame_seconds = 2 * plan.servers * _FRAME_SECONDS
+    frame_seconds = 2 * plan.server.servers * _FRAME_SECONDS
     transfer_time = loopback or (lambda size: _LOOPBACK_SECONDS_PER_BYTE * size)
     return ServerTraffic(
         rows=rows,
         bytes_read=table_bytes_read + dense_bytes,
         bytes_written=table_bytes_read + dense_bytes,
         server_read_seconds=table_elements / 64 * _READ_SECONDS_PER_ROW + _LOOPBACK_SECONDS_PER_BYTE * dense_bytes / 4,
-        server_write_seconds=trained_elements / 64 * _WRITE_SECONDS_PER_ROW * plan.replicas
-        + (plan.replicas - 1) * _LOOPBACK_SECONDS_PER_BYTE * (table_bytes_read + dense_bytes),
+        server_write_seconds=trained_elements / 64 * _WRITE_SECONDS_PER_ROW * plan.server.replicas
+        + (plan.server.replicas - 1) * _LOOPBACK_SECONDS_PER_BYTE * (table_bytes_read + dense_bytes),
         transfer_seconds=transfer_time(2 * (table_bytes_read + dense_bytes)) + frame_seconds,
     )
 
@@ -156,7 +158,7 @@ def server_traffic(
 def server_memory_bytes(profile: Profile, plan: Plan) -> float:
     """Bytes of all servers together: every row with its state, on each of its replicas. Of a table that begins on servers there are the rows
     that the data reads, where its size is known."""
-    starts_full = {each.path: each.initialized_by == "model" or not profile.samples for each in plan.tables}
+    starts_full = {each.path: each.initialized_by == "model" or not profile.samples for each in plan.server.tables}
     # As the optimizer was seen to keep it: momentum is SGD's by choice.
     state_bytes_by_optimizer = {
         each.name: each.state_bytes / each.trainable_elements
@@ -173,10 +175,10 @@ def server_memory_bytes(profile: Profile, plan: Plan) -> float:
         for each in served_tables(profile, plan)
     )
     dense_bytes = 0.0
-    if plan.dense == "server":
+    if plan.server.dense == "server":
         ranks_profile = without_served_tables(profile, plan)
         dense_bytes = float(ranks_profile.gradient_bytes + ranks_profile.state_bytes)
-    return plan.replicas * (table_bytes + dense_bytes) + plan.servers * _SERVER_PROCESS_BYTES
+    return plan.server.replicas * (table_bytes + dense_bytes) + plan.server.servers * _SERVER_PROCESS_BYTES
 
 
 def add_server_costs(
@@ -184,19 +186,19 @@ def add_server_costs(
 ) -> Forecast:
     """`base` is the forecast of `without_servers(plan)` for the `without_served_tables` profile; what the servers add to it."""
     node, dp = cluster.nodes[0], plan.mesh.dp
-    largest_batch = max(local_batch_sizes(profile.batch, dp, plan.batch_shares))
+    largest_batch = max(local_batch_sizes(profile.batch, dp, plan.data.batch_shares))
     server_load = server_traffic(profile, plan, largest_batch, loopback)
     time = base.time
-    if plan.dense == "server":  # nothing is summed over the ranks, and no rank steps an optimizer
+    if plan.server.dense == "server":  # nothing is summed over the ranks, and no rank steps an optimizer
         time = replace(time, exchange=0.0, hidden=0.0, optimizer=0.0)
     # All ranks ask at about the same time: each server has its part of all their rows.
-    busy_servers = min(plan.servers, max(node.cores, 1))
+    busy_servers = min(plan.server.servers, max(node.cores, 1))
     server_seconds = (
         server_load.transfer_seconds
         + dp * (server_load.server_read_seconds + server_load.server_write_seconds) / busy_servers
     )
     overlappable = time.optimizer + time.input + time.exchange  # the next rows are asked for when the last are pushed
-    if plan.staleness != 0:
+    if plan.server.staleness != 0:
         overlappable += time.forward + time.backward
     cpu = cluster.device_kind == "cpu"
     threads = plan.threads or max(node.cores // plan.ranks, 1)
@@ -250,15 +252,15 @@ def _notes(
     tables = served_tables(profile, plan)
     table_bytes = sum(table.bytes for table in tables)
     held_description = f"{len(tables)} table{'s' * (len(tables) != 1)} of {format_bytes(table_bytes)}"
-    held_description += " and all other parameters" if plan.dense == "server" else ""
+    held_description += " and all other parameters" if plan.server.dense == "server" else ""
     notes = [
-        f"{plan.servers} server{'s hold' if plan.servers > 1 else ' holds'} {held_description}: {format_bytes(required_memory)} of the hosts' memory with state and {plan.replicas} "
-        f"replica{'s' * (plan.replicas > 1)}",
+        f"{plan.server.servers} server{'s hold' if plan.server.servers > 1 else ' holds'} {held_description}: {format_bytes(required_memory)} of the hosts' memory with state and {plan.server.replicas} "
+        f"replica{'s' * (plan.server.replicas > 1)}",
         f"a rank reads and writes up to {server_load.rows:,.0f} rows a step ({format_bytes(server_load.bytes_read + server_load.bytes_written)}), {format_seconds(server_seconds)} of which "
         f"{format_seconds(hidden)} hide; rates of servers are those of a bench, not of this machine",
     ]
-    if plan.staleness != 0:
-        bound = "no bound" if plan.staleness is None else f"{plan.staleness} steps"
+    if plan.server.staleness != 0:
+        bound = "no bound" if plan.server.staleness is None else f"{plan.server.staleness} steps"
         notes.append(
             f"rows may lack what others pushed meanwhile (bound: {bound}): other numbers than one device gives"
         )

@@ -15,7 +15,7 @@ def effective_schedule(plan: Plan, micro_batch_count: int) -> str:
     return (
         "gpipe"
         if micro_batch_count < stages
-        else pipeline_order.effective_schedule(plan.schedule, pp, stages // pp, micro_batch_count)
+        else pipeline_order.effective_schedule(plan.pipeline.schedule, pp, stages // pp, micro_batch_count)
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from echelon.errors import PlanError
 from echelon.plan.batch_split import count_micro_batches, largest_local_batch
 from echelon.plan.cluster import Cluster, DataSheet
-from echelon.plan.plan import Plan
+from echelon.plan.plan import PipelinePlan, Plan
 from echelon.plan.stages import balance_stages, stage_count, stage_ranges
 from echelon.simulator import pipeline_order
 from echelon.simulator.model_summary import ModelSummary, convert_precision
@@ -57,7 +57,7 @@ class PlanLayout:
     @property
     def sequence_shards(self) -> int:
         """Parts into which what tp does not cut is divided."""
-        return self.plan.mesh.tp if self.plan.sequence else 1
+        return self.plan.mesh.tp if self.plan.tensor.sequence else 1
 
     @property
     def gradient_width(self) -> float:
@@ -164,13 +164,13 @@ def lay_out_plan(
             f"ep={mesh.ep}: {model.expert_count} experts of a block cannot be parted so; use an ep that divides them"
         )
     model = convert_precision(model, plan.precision)
-    micro_batch_count = count_micro_batches(batch, mesh.dp, plan.micro, plan.batch_shares)
+    micro_batch_count = count_micro_batches(batch, mesh.dp, plan.micro, plan.data.batch_shares)
     stage_blocks, stage_held_blocks, stage_input_bytes = _split_stages(model, plan, stack)
     schedule = effective_schedule(plan, micro_batch_count)
     if stack.chunks is not None:
         # Others interleave few micro-batches too.
         schedule = pipeline_order.effective_schedule(
-            "interleaved" if stack.chunks > 1 else plan.schedule, mesh.pp, stack.chunks, micro_batch_count
+            "interleaved" if stack.chunks > 1 else plan.pipeline.schedule, mesh.pp, stack.chunks, micro_batch_count
         )
     return PlanLayout(
         model=model,
@@ -180,7 +180,7 @@ def lay_out_plan(
         batch=batch,
         # Where shares are not alike the largest decides.
         micro_batch_size=-(
-            -(most_samples or largest_local_batch(batch, mesh.dp, plan.batch_shares)) // micro_batch_count
+            -(most_samples or largest_local_batch(batch, mesh.dp, plan.data.batch_shares)) // micro_batch_count
         ),
         micro_batch_count=micro_batch_count,
         schedule=schedule,
@@ -199,7 +199,7 @@ StageSplit = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 def _split_stages(model: ModelSummary, plan: Plan, stack: TrainingStack) -> StageSplit:
     """(blocks that each stage computes, blocks that it holds, bytes per sample that it gets)."""
     total_stages = plan.mesh.pp * stack.chunks if stack.chunks else stage_count(plan)
-    if model.pipeline_units and plan.stages:
+    if model.pipeline_units and plan.pipeline.stages:
         return _split_at_starts(model, plan)
     if total_stages <= model.layers:
         blocks_by_stage = _spread_blocks(model.layers, total_stages)
@@ -211,13 +211,13 @@ def _split_stages(model: ModelSummary, plan: Plan, stack: TrainingStack) -> Stag
     )
     if stage_starts is None:
         raise PlanError(f"{model.layers} blocks cannot make {total_stages} stages; use a smaller pp")
-    return _split_at_starts(model, Plan(mesh=plan.mesh, stages=stage_starts))
+    return _split_at_starts(model, Plan(mesh=plan.mesh, pipeline=PipelinePlan(stages=stage_starts)))
 
 
 def _split_at_starts(model: ModelSummary, plan: Plan) -> StageSplit:
     """By the places where stages begin."""
     units = model.pipeline_units
-    unit_ranges = [range(len(units))] if not plan.stages else stage_ranges(plan, len(units))
+    unit_ranges = [range(len(units))] if not plan.pipeline.stages else stage_ranges(plan, len(units))
     blocks, elements = [unit.blocks for unit in units], [unit.elements for unit in units]
     return (
         tuple(sum(blocks[unit_range.start : unit_range.stop]) for unit_range in unit_ranges),

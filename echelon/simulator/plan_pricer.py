@@ -83,9 +83,9 @@ class PlanPricer:
 
     def _model_for(self, plan: Plan) -> ModelSummary:
         """What the model computes in the plan's precision, cut as it says where it does."""
-        key = (plan.precision, plan.placements, plan.replicated)
+        key = (plan.precision, plan.tensor.placements, plan.tensor.replicated)
         if key not in self._models:
-            has_cuts = bool(plan.placements or plan.replicated)
+            has_cuts = bool(plan.tensor.placements or plan.tensor.replicated)
             self._models[key] = convert_precision(
                 summarize_profile(self.profile, plan) if has_cuts else self.model, plan.precision
             )
@@ -96,9 +96,9 @@ class PlanPricer:
         mesh = plan.mesh
         micro_batch_count = count_micro_batches(self.batch, mesh.dp, plan.micro)
         samples = -(-self.batch // (mesh.dp * micro_batch_count))
-        key = (samples, mesh.cp, mesh.tp, plan.sequence, plan.recompute, plan.precision, plan.compile)
+        key = (samples, mesh.cp, mesh.tp, plan.tensor.sequence, plan.recompute, plan.precision, plan.compile)
         if key not in self._part_seconds:
-            single_stage = replace(plan, mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
+            single_stage = plan.replace(mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
             self._part_seconds[key] = [
                 part_seconds(
                     lay_out_plan(

@@ -76,7 +76,7 @@ def _rank_profile(
 
 
 def _rank_parameters(profile: Profile, plan: Plan, shares: RankShares, rank: int) -> Iterator[ParameterProfile]:
-    cuts_by_name = cuts_by_parameter(plan.placements)
+    cuts_by_name = cuts_by_parameter(plan.tensor.placements)
     for parameter in profile.parameters:
         names = (parameter.name, *parameter.aliases)
         owners = {

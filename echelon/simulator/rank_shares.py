@@ -22,7 +22,7 @@ class RankShares:
         self._ranks_by_unit: dict[str, list[int]] = {}
         for unit, rank in zip(profile.pipeline_units, self.unit_ranks, strict=False):
             self._ranks_by_unit.setdefault(fold_path(unit.path), []).append(rank)
-        self._cut = {fold_path(placement.path): placement.cut for placement in plan.placements}
+        self._cut = {fold_path(placement.path): placement.cut for placement in plan.tensor.placements}
         self._between = set(_paths_between(profile, plan))
 
     def compute_share(self, path: str, rank: int) -> float:

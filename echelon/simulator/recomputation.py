@@ -25,7 +25,7 @@ def saved_operators(profile: Profile, plan: Plan) -> list[Operator]:
     if plan.recompute != "selective":
         return []
     # What a row gives is summed over the ranks in place, so that there is nothing of it to keep.
-    row_modules = {fold_path(each.path) for each in plan.placements if each.cut == "row"}
+    row_modules = {fold_path(each.path) for each in plan.tensor.placements if each.cut == "row"}
     block_operators = block_forward_operators(profile, profile)
     return [each for each in block_operators if saves_output(each.name) and each.module not in row_modules]
 

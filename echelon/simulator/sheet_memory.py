@@ -136,7 +136,7 @@ def _persistent_bytes(layout: PlanLayout, rank: int) -> tuple[float, float, floa
     plan, model, stack, width = layout.plan, layout.model, layout.stack, layout.model.parameter_width
     elements, shard, shards_over_ranks = layout.rank_elements(rank), layout.shard_elements(rank), layout.zero_shards > 1
     gradient_width = layout.gradient_width * model.trained_fraction
-    shards_gradients = plan.zero >= 2 and not plan.keep_gradients
+    shards_gradients = plan.zero >= 2 and not plan.data.keep_gradients
     gradients = gradient_width * (shard if shards_gradients else elements)
     updated_elements = shard if plan.zero else elements
     if plan.zero == 3:
@@ -184,7 +184,7 @@ def _gathered_bytes(layout: PlanLayout, rank: int) -> float:
     """Bytes of what zero=3 puts together: the blocks at work and those outside of blocks, a message, and gradients before they go."""
     plan, model, width = layout.plan, layout.model, layout.model.parameter_width
     gradient_width = layout.gradient_width * model.trained_fraction
-    if plan.shard_as_one:
+    if plan.data.shard_as_one:
         return (2 * width + gradient_width) * layout.rank_elements(rank)
     block_elements = model.elements_per_tp_rank(1, plan.mesh.tp) - model.expert_elements / plan.mesh.tp * (
         1 - 1 / plan.mesh.ep

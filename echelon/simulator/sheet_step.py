@@ -227,7 +227,7 @@ def _stage_times(placed: PlacedPlan, constants: FittedConstants) -> _StageTimes:
         for direction, phase_name in enumerate(("forward", "backward")):
             compute_by_stage[direction][stage] += _pass_time(layout, part, phase_name, constants, pass_cache).total
             communication_by_stage[direction][stage] += outer_all_reduce
-    for stage in range(mesh.pp) if plan.shard_as_one else {0, last_stage}:
+    for stage in range(mesh.pp) if plan.data.shard_as_one else {0, last_stage}:
         root_seconds = _zero3_root_seconds(layout, network, stage % mesh.pp)
         for direction in range(2):
             communication_by_stage[direction][stage] += root_seconds[direction]
@@ -249,7 +249,7 @@ def _send_seconds(
     if mesh.pp == 1:
         return 0.0
     # Ranks of tp hold the same between blocks, unless each has its part of the sequence.
-    identical_ranks = 1 if layout.plan.sequence else mesh.tp
+    identical_ranks = 1 if layout.plan.tensor.sequence else mesh.tp
     size = layout.stage_input_bytes[stage] * layout.samples / layout.sequence_shards
     send_seconds = network.send_seconds(size, mesh.dp * mesh.cp * mesh.tp, mesh.pp, identical_ranks=identical_ranks)
     if layout.chunks > 1:
@@ -265,7 +265,7 @@ def _pass_time(
     if pass_cache is None:
         return _compute_pass_time(layout, part, phase, constants)
     plan = layout.plan
-    cuts = plan.mesh.tp, layout.sequence_shards, plan.placements, plan.replicated
+    cuts = plan.mesh.tp, layout.sequence_shards, plan.tensor.placements, plan.tensor.replicated
     key = (part, phase, layout.samples, cuts, plan.mesh.ep, plan.compile, layout.model.precision)
     if key not in pass_cache:
         pass_cache[key] = _compute_pass_time(layout, part, phase, constants)
@@ -435,7 +435,7 @@ def _zero_gather_seconds(layout: PlanLayout, network: Network, replicated: _Repl
 def _zero3_block_seconds(layout: PlanLayout, network: Network) -> tuple[float, float]:
     """Seconds to fetch the parameters of one block for forward; and for backward, with giving its gradients away."""
     plan, model = layout.plan, layout.model
-    if plan.zero < 3 or layout.zero_shards < 2 or plan.shard_as_one:
+    if plan.zero < 3 or layout.zero_shards < 2 or plan.data.shard_as_one:
         return 0.0, 0.0
     gather_seconds = reduce_seconds = 0.0
     for replicated in _by_replica_group(
@@ -447,7 +447,7 @@ def _zero3_block_seconds(layout: PlanLayout, network: Network) -> tuple[float, f
         reduce_seconds += _zero_gather_seconds(
             layout, network, replicated, layout.message_width * model.trained_fraction
         )
-    return gather_seconds, gather_seconds + (0.0 if plan.keep_gradients else reduce_seconds)
+    return gather_seconds, gather_seconds + (0.0 if plan.data.keep_gradients else reduce_seconds)
 
 
 def _zero3_root_seconds(layout: PlanLayout, network: Network, rank: int) -> tuple[float, float]:
@@ -456,15 +456,17 @@ def _zero3_root_seconds(layout: PlanLayout, network: Network, rank: int) -> tupl
     plan, model = layout.plan, layout.model
     if plan.zero < 3 or layout.zero_shards < 2:
         return 0.0, 0.0
-    expert_elements = layout.expert_elements(rank) if plan.shard_as_one else 0.0
-    elements = layout.rank_elements(rank, shard_experts=False) if plan.shard_as_one else layout.outside_elements(rank)
+    expert_elements = layout.expert_elements(rank) if plan.data.shard_as_one else 0.0
+    elements = (
+        layout.rank_elements(rank, shard_experts=False) if plan.data.shard_as_one else layout.outside_elements(rank)
+    )
     gather_seconds = reduce_seconds = 0.0
     for replicated in _by_replica_group(layout, elements, expert_elements):
         gather_seconds += _zero_gather_seconds(layout, network, replicated, model.parameter_width)
         reduce_seconds += _zero_gather_seconds(
             layout, network, replicated, layout.message_width * model.trained_fraction
         )
-    return gather_seconds, 0.0 if plan.keep_gradients else reduce_seconds
+    return gather_seconds, 0.0 if plan.data.keep_gradients else reduce_seconds
 
 
 def _gradient_accumulation_seconds(layout: PlanLayout, constants: FittedConstants) -> float:
@@ -475,7 +477,7 @@ def _gradient_accumulation_seconds(layout: PlanLayout, constants: FittedConstant
         layout.plan,
         layout.model.elements_per_tp_rank(1, layout.plan.mesh.tp) * layout.model.trained_fraction,
     )
-    if plan.zero >= 2 and not plan.keep_gradients:
+    if plan.zero >= 2 and not plan.data.keep_gradients:
         elements /= layout.zero_shards
     return elementwise_seconds(
         layout.sheet, constants, elements * (2 * layout.gradient_width + layout.model.parameter_width)
@@ -507,19 +509,19 @@ def _exchange_seconds(
             )
         elif plan.zero == 3:
             reduce_seconds += cross_shard_seconds + (
-                _zero_gather_seconds(layout, network, replicated, width) if plan.keep_gradients else 0.0
+                _zero_gather_seconds(layout, network, replicated, width) if plan.data.keep_gradients else 0.0
             )
         else:
             reduce_seconds += cross_shard_seconds + _zero_gather_seconds(layout, network, replicated, width)
             gather_seconds += _zero_gather_seconds(
                 layout, network, replicated, stack.gather_width or model.parameter_width
             )
-    exchanges_per_step = layout.micro_batch_count if plan.zero == 2 and not plan.keep_gradients else 1
+    exchanges_per_step = layout.micro_batch_count if plan.zero == 2 and not plan.data.keep_gradients else 1
     # One unit has all its gradients when backward is done.
     overlaps = (
         stack.overlaps_data_parallel
         and (mesh.pp == 1 or stack.overlaps_in_pipeline)
-        and not (plan.zero and plan.shard_as_one)
+        and not (plan.zero and plan.data.shard_as_one)
     )
     hidden = exchanges_per_step * min(reduce_seconds, last_backward_seconds * constants.overlap) if overlaps else 0.0
     return exchanges_per_step * reduce_seconds - hidden + gather_seconds + _tied_gradient_seconds(

@@ -118,10 +118,10 @@ def ranks_by_device_kind(
         return [
             (None, tuple(rank for rank in range(mesh.pp) if kind in kinds_by_stage[rank])) for kind in range(kind_count)
         ]
-    if not plan.batch_shares or plan.ranks != mesh.dp or batch < mesh.dp:
+    if not plan.data.batch_shares or plan.ranks != mesh.dp or batch < mesh.dp:
         used_kinds = set(kind_by_rank[: plan.ranks])
         return [(None, (0,) if kind in used_kinds else ()) for kind in range(kind_count)]
-    sizes_by_rank = list(zip(kind_by_rank, local_batch_sizes(batch, mesh.dp, plan.batch_shares), strict=False))
+    sizes_by_rank = list(zip(kind_by_rank, local_batch_sizes(batch, mesh.dp, plan.data.batch_shares), strict=False))
     largest_by_kind = [
         max((size for rank_kind, size in sizes_by_rank if rank_kind == kind), default=0) for kind in range(kind_count)
     ]

@@ -147,12 +147,12 @@ class _TensorParallelCuts:
     """What tp divides: as a plan says, or by the ideal rule where no plan has cuts."""
 
     def __init__(self, profile: Profile, block_paths: tuple[str, ...], plan: Plan | None) -> None:
-        has_cuts = plan is not None and plan.mesh.tp > 1 and bool(plan.placements or plan.replicated)
+        has_cuts = plan is not None and plan.mesh.tp > 1 and bool(plan.tensor.placements or plan.tensor.replicated)
         self._plan = plan if has_cuts else None
         self._shares = (
-            RankShares(profile, replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=())) if plan and has_cuts else None
+            RankShares(profile, plan.replace(mesh=Mesh(tp=plan.mesh.tp), stages=())) if plan and has_cuts else None
         )
-        self._cut_names = cuts_by_parameter(plan.placements) if plan and has_cuts else {}
+        self._cut_names = cuts_by_parameter(plan.tensor.placements) if plan and has_cuts else {}
         self._product_holders = _product_holder_modules(profile, block_paths)
         self._column_modules = _column_modules(profile, block_paths)
         self._block_paths = block_paths
@@ -178,7 +178,7 @@ class _TensorParallelCuts:
     @property
     def shards_loss(self) -> bool:
         """Whether the loss is computed on parts."""
-        return self._plan is None or any(placement.cut == "logits" for placement in self._plan.placements)
+        return self._plan is None or any(placement.cut == "logits" for placement in self._plan.tensor.placements)
 
     def all_reduces_per_block(self, layers: int) -> float:
         """How often what a block gives, or about as much, is added up in one pass; to put parts together is half of that."""
@@ -186,7 +186,7 @@ class _TensorParallelCuts:
             return float(_IDEAL_ALL_REDUCES)
         block_placements = [
             placement
-            for placement in self._plan.placements
+            for placement in self._plan.tensor.placements
             if any(is_within(fold_path(placement.path), unit) for unit in self._block_paths)
         ]
         all_reduces_by_cut = {"row": 1.0, "attention": 1.0, "gather": 0.5, "stored": 0.5}

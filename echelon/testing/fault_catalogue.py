@@ -407,7 +407,7 @@ def _step_schedule_per_micro_batch() -> Sequence[AbstractContextManager[object]]
     def update_and_step_schedules(self: Run, loss: Tensor, samples: int) -> Any:
         step = update(self, loss, samples)
         for _ in range(
-            count_micro_batches(samples, self.data_parallel.size, self.plan.micro, self.plan.batch_shares) - 1
+            count_micro_batches(samples, self.data_parallel.size, self.plan.micro, self.plan.data.batch_shares) - 1
         ):
             for schedule in self.schedules:
                 schedule.step()

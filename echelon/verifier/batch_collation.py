@@ -105,7 +105,7 @@ def collate_as_ranks(data: ReferenceData, plan: Plan) -> ReferenceData:
 
 
 def _micro_batch_positions(plan: Plan, samples: int) -> list[np.ndarray]:
-    ranges_by_rank = split_batch(samples, plan.mesh.dp, plan.micro, plan.batch_shares)
+    ranges_by_rank = split_batch(samples, plan.mesh.dp, plan.micro, plan.data.batch_shares)
     return [
         np.arange(sample_range.start, sample_range.stop)
         for rank_ranges in ranges_by_rank

@@ -152,7 +152,7 @@ class CandidateRun:
         trained = [*run.model.parameters(), *run.loss_parameters.values()]
         for value in trained:
             value.grad = None
-        sample_ranges = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.batch_shares)[
+        sample_ranges = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.data.batch_shares)[
             run.data_parallel.rank
         ]
         with self._determinism(), self._seeding_micro_batches(step, sample_ranges):
@@ -173,7 +173,7 @@ class CandidateRun:
 
     def _run_step(self, step: int) -> StepRecord | None:
         run, batch = self.run, self.read_batch(step)
-        sample_ranges = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.batch_shares)[
+        sample_ranges = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.data.batch_shares)[
             run.data_parallel.rank
         ]
         recorder = _OutputRecorder(sample_ranges, per_sample=self._per_sample)

@@ -39,7 +39,7 @@ class VerificationContext:
         plan = self.plan
         return [
             sample_range
-            for rank_ranges in split_batch(self.data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)
+            for rank_ranges in split_batch(self.data.samples_in(step), plan.mesh.dp, plan.micro, plan.data.batch_shares)
             for sample_range in rank_ranges
         ]
 

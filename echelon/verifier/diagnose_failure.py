@@ -143,7 +143,7 @@ def expected_outputs(reference: Reference, step: int) -> list[ModuleOutput]:
     if reference.couples_samples and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
     sample_range = split_batch(
-        reference.data.samples_in(step), reference.plan.mesh.dp, reference.plan.micro, reference.plan.batch_shares
+        reference.data.samples_in(step), reference.plan.mesh.dp, reference.plan.micro, reference.plan.data.batch_shares
     )[0][0]
     batch = reference.read_batch(step, np.arange(sample_range.start, sample_range.stop))
     with ModuleOutputRecorder(reference.model) as recorder, reference.deterministic():
@@ -189,7 +189,8 @@ def _describe_outputs(finding: Finding | None, plan: Plan) -> str:
         return f"forward looks right: the outputs of {finding.tensors} modules agree on data rank 0"
     amount = "is not finite" if finding.max_difference == NOT_COMPARABLE else f"is off by {finding.max_difference:.1e}"
     cut_note = next(
-        (f" (cut over tp: {placement.cut})" for placement in plan.placements if placement.path == finding.where), ""
+        (f" (cut over tp: {placement.cut})" for placement in plan.tensor.placements if placement.path == finding.where),
+        "",
     )
     hints_by_cut = {"row": "; looks like a sum over tp that is missing, or a bias that every rank adds"}
     hint = next((hint_text for cut_kind, hint_text in hints_by_cut.items() if f": {cut_kind})" in cut_note), "")
@@ -202,7 +203,7 @@ def _describe_misread_samples(context: SingleDeviceContext, step: int, digests_b
     for rank, digests in enumerate(digests_by_rank):
         data_rank = plan.mesh.coordinate(rank)["dp"]
         for index, sample_range in enumerate(
-            split_batch(data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)[data_rank]
+            split_batch(data.samples_in(step), plan.mesh.dp, plan.micro, plan.data.batch_shares)[data_rank]
         ):
             positions = np.arange(sample_range.start, sample_range.stop)
             digest_of_batch, digest_again = (digest(data.read(step, positions)) for _ in range(2))
@@ -225,7 +226,10 @@ def _collect_evidence(
     divergence = comparator.first_divergence
     reference = context.reference_at(divergence.step)
     micro_batch_count = count_micro_batches(
-        context.data.samples_in(divergence.step), context.plan.mesh.dp, context.plan.micro, context.plan.batch_shares
+        context.data.samples_in(divergence.step),
+        context.plan.mesh.dp,
+        context.plan.micro,
+        context.plan.data.batch_shares,
     )
     parameters = dict(reference.model.named_parameters())
     return explain_failure.Evidence(

@@ -246,7 +246,7 @@ def _explain_wrong_backward(evidence: Evidence) -> str:
 
 def _explain_missing_sequence_sum(evidence: Evidence) -> str:
     """Only those are off that add up from the parts of a sequence."""
-    partial_names = {name for segment in evidence.plan.segments for name in segment.partial_gradients}
+    partial_names = {name for segment in evidence.plan.tensor.segments for name in segment.partial_gradients}
     if not all(difference.name in partial_names for difference in evidence.out_of_bounds):
         return ""
     return "each rank of tp uses them on its part of the sequence: the sum of their gradients over tp is missing"

@@ -53,7 +53,7 @@ def sum_micro_batches(reference: Reference, step: int, name: str) -> list[MicroB
     sums = []
     plan, state = reference.plan, _ForwardState(reference.model)
     for rank, sample_ranges in enumerate(
-        split_batch(reference.data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)
+        split_batch(reference.data.samples_in(step), plan.mesh.dp, plan.micro, plan.data.batch_shares)
     ):
         state.restore()  # each rank has its own copy of what forward changes
         for index, sample_range in enumerate(sample_ranges):
@@ -119,7 +119,7 @@ def changed_by_forward(reference: Reference, step: int) -> tuple[str, ...]:
 def loss_changes_on_repeat(reference: Reference, step: int) -> bool:
     """Whether the same micro-batch gives another loss when it is computed again: something was kept that is not the model's."""
     plan = reference.plan
-    sample_range = split_batch(reference.data.samples_in(step), plan.mesh.dp, plan.micro, plan.batch_shares)[0][0]
+    sample_range = split_batch(reference.data.samples_in(step), plan.mesh.dp, plan.micro, plan.data.batch_shares)[0][0]
     batch, state, losses = (
         reference.read_batch(step, np.arange(sample_range.start, sample_range.stop)),
         _ForwardState(reference.model),

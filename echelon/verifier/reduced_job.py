@@ -71,10 +71,10 @@ def reduce_job(job: Job, plan: Plan, profile: Profile, affordable: float, total_
 
 def _reduced_batch(plan: Plan, batch: int, affordable_share: float) -> tuple[int, int | None]:
     """Samples of a step and of a micro-batch that keep the plan's structure: every rank, several rounds, an uneven rest."""
-    dp, micro_batches = plan.mesh.dp, count_micro_batches(batch, plan.mesh.dp, plan.micro, plan.batch_shares)
+    dp, micro_batches = plan.mesh.dp, count_micro_batches(batch, plan.mesh.dp, plan.micro, plan.data.batch_shares)
     micro_batches = min(micro_batches, max(2, stage_count(plan))) if plan.mesh.pp > 1 else min(micro_batches, 2)
     # Two in each micro-batch at least: batch norm and some code treat a single one apart.
-    min_samples = max(dp * micro_batches * min(2, plan.micro or 2), sum(plan.batch_shares))
+    min_samples = max(dp * micro_batches * min(2, plan.micro or 2), sum(plan.data.batch_shares))
     samples = max(int(batch * affordable_share), min_samples)
     samples += bool(batch % dp) * (samples % dp == 0)
     if samples >= batch:
@@ -116,11 +116,14 @@ def _shorten_model(job: Job, blocks: RepeatedBlocks) -> Callable[[], nn.Module]:
 def _remove_blocks(plan: Plan, blocks: RepeatedBlocks, job: Job) -> Plan:
     """The plan for the shortened model: what it says of the blocks that are left stays."""
     removed = tuple(f"{blocks.block_path(number)}." for number in range(TRACED_BLOCKS, blocks.count))
-    plan = dataclasses.replace(
-        plan,
+    plan = plan.replace(
         model=None,
-        placements=tuple(placement for placement in plan.placements if not f"{placement.path}.".startswith(removed)),
-        replicated=tuple(placement for placement in plan.replicated if not f"{placement.path}.".startswith(removed)),
+        placements=tuple(
+            placement for placement in plan.tensor.placements if not f"{placement.path}.".startswith(removed)
+        ),
+        replicated=tuple(
+            placement for placement in plan.tensor.replicated if not f"{placement.path}.".startswith(removed)
+        ),
         segments=(),
         stages=(),
     )

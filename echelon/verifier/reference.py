@@ -131,7 +131,7 @@ class Reference:
 
     def position_groups(self, samples: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
-        ranges_by_rank = split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.batch_shares)
+        ranges_by_rank = split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.data.batch_shares)
         is_sequential = self.plan.batchnorm == "local" if self.couples_samples else self.seeds_micro_batches
         if not self.couples_samples and not is_sequential:
             return [np.arange(samples)]
@@ -219,7 +219,7 @@ class Reference:
     def _record_outputs(self, positions: np.ndarray, samples: int, tensors: list[Tensor | None]) -> None:
         """As the plan shares out the samples of a piece."""
         row_by_position = {int(position): row for row, position in enumerate(positions)}
-        for rank_ranges in split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.batch_shares):
+        for rank_ranges in split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.data.batch_shares):
             for sample_range in rank_ranges:
                 if sample_range.start in row_by_position:
                     self._outputs |= checksum_outputs(

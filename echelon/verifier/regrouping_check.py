@@ -37,7 +37,7 @@ def require_separable_loss(reference: Reference, step: int) -> None:
     plan, batch_size = reference.plan, reference.data.samples_in(step)
     part_sizes = [
         sample_range.size
-        for rank_ranges in split_batch(batch_size, plan.mesh.dp, plan.micro, plan.batch_shares)
+        for rank_ranges in split_batch(batch_size, plan.mesh.dp, plan.micro, plan.data.batch_shares)
         for sample_range in rank_ranges
         if sample_range.size
     ]

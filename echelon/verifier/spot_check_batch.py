@@ -69,8 +69,8 @@ def reduce_batch(run: Run, batch: StepBatch, sample_share: float) -> tuple[StepB
         for micro_batch in micros
     )
     samples = micro_size * micro_batch_count * plan.mesh.dp
-    return dataclasses.replace(batch, micro_batches=reduced_micros, samples=samples), dataclasses.replace(
-        plan, micro=micro_size, batch_shares=()
+    return dataclasses.replace(batch, micro_batches=reduced_micros, samples=samples), plan.replace(
+        micro=micro_size, batch_shares=()
     )
 
 
@@ -99,7 +99,7 @@ def collect_readings(run: Run, batch: StepBatch, data: ReferenceData | None = No
     )
     if data is not None:
         with run.ranks.raise_on_all_ranks():
-            spans = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.batch_shares)[
+            spans = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.data.batch_shares)[
                 run.data_parallel.rank
             ]
             readings = [
@@ -127,7 +127,7 @@ def join_readings(run: Run, batch: StepBatch, readings: list[MicroBatchReading])
 
 def is_rereadable(run: Run, batch: StepBatch, data: ReferenceData) -> bool:
     """Whether rank 0 can read this step's samples once more: a data set with entropy of its own gives others."""
-    sample_range = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.batch_shares)[0][0]
+    sample_range = split_batch(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.data.batch_shares)[0][0]
     second_reading = data.read(batch.step, numpy.arange(sample_range.start, sample_range.stop))
     return digest(second_reading) == digest(batch.micro_batches[0].batch)
 

@@ -23,13 +23,13 @@ _DELAY_SECONDS = 0.02
 
 def synchronous_plan(plan: Plan) -> Plan:
     """The plan whose numbers can be proved: with all ranks in step."""
-    return dataclasses.replace(plan, staleness=0) if plan.uses_servers else plan
+    return plan.replace(staleness=0) if plan.uses_servers else plan
 
 
 def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[int, int]:
     """The most steps that a rank was ahead of the slowest when it had read its rows, by the servers' clocks, and in how many steps that was
     watched. Every rank must call it."""
-    bound = plan.staleness or 0
+    bound = plan.server.staleness or 0
     if isinstance(job.model, nn.Module):
         job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's own
     with Run(job, plan, ranks.world, device=ranks.device, monitor_divergence=False) as run:
@@ -54,18 +54,18 @@ def add_staleness_finding(certificate: Certificate, plan: Plan, measured: tuple[
     findings, verified = certificate.findings, certificate.verified
     observation = f"a rank read rows up to {max_staleness} steps ahead of the slowest, in {watched_steps} steps with one rank held back"
     divergent = certificate.divergent
-    if plan.staleness is not None:
+    if plan.server.staleness is not None:
         where = f"rows read {max_staleness} steps ahead of the slowest rank"
         finding = Finding(
             kind="staleness",
             tensors=plan.mesh.dp,
             max_difference=float(max_staleness),
             where=where,
-            bound=float(plan.staleness),
+            bound=float(plan.server.staleness),
         )
         findings, verified = (*findings, finding), verified and finding.is_within_bound
         if not finding.is_within_bound and not divergent:
-            divergent = f"{where}: the bound is staleness={plan.staleness}"
+            divergent = f"{where}: the bound is staleness={plan.server.staleness}"
     notes = (
         f"numbers are proved with all ranks in step (staleness=0); as planned they follow from who comes first: {observation}",
         *certificate.notes,

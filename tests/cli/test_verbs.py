@@ -170,8 +170,8 @@ def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon:
     answer = echelon.json("train", JOB, "--plan", plan, "--out", folder, "--require-certificate", f"{folder}.json")
     assert (answer["reason"], answer["step"]) == ("finished", 12)
     kept = Plan.load(echelon.folder / folder / "plan.json")
-    assert bool(kept.placements) is (kept.mesh.tp > 1)
-    assert bool(kept.stages) is (kept.mesh.pp > 1)
+    assert bool(kept.tensor.placements) is (kept.mesh.tp > 1)
+    assert bool(kept.pipeline.stages) is (kept.mesh.pp > 1)
     assert kept == Certificate.load(echelon.folder / f"{folder}.json").plan
 
 
@@ -215,7 +215,7 @@ def test_ranks_that_torchrun_started_share_the_cuts_that_one_found(echelon: Shel
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = echelon.started("verify", JOB, "--plan", "tp=2", "-o", "cut.json", "--json", by=torchrun)
     assert json.loads(done.stdout)["verified"] is True
-    assert Certificate.load(echelon.folder / "cut.json").plan.placements
+    assert Certificate.load(echelon.folder / "cut.json").plan.tensor.placements
 
 
 @pytest.mark.slow

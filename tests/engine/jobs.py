@@ -453,7 +453,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
 def failure_of_stages(world: World, name: str, stages: tuple[int, ...]) -> str:
     """What is said of these stages of a job."""
     try:
-        Run(JOBS[name](), replace(from_text(f"pp={len(stages) + 1}"), stages=stages), world).close()
+        Run(JOBS[name](), from_text(f"pp={len(stages) + 1}").replace(stages=stages), world).close()
     except EchelonError as error:
         return str(error)
     return "no error"

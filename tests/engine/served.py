@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ TABLES = (
 def plan_of(text: str) -> Plan:
     """With the tables of the job `mixed`."""
     plan = from_text(f"{text} threads=1")
-    return dataclasses.replace(plan, tables=TABLES) if plan.uses_servers else plan
+    return plan.replace(tables=TABLES) if plan.uses_servers else plan
 
 
 def train(

@@ -237,7 +237,7 @@ def test_a_plan_that_is_completed_for_one_model_is_not_taken_for_another_of_the_
     for rows in (2000, 3000, 2000):
         monkeypatch.setenv("TABLE_ROWS", str(rows))
         prepared = resolve_plan(JobSource(str(file)), "dp=2 exchange=server rows=1000")
-        assert [table.rows for table in prepared.plan.tables] == [rows]
+        assert [table.rows for table in prepared.plan.server.tables] == [rows]
         assert prepared.profile is not None
         assert prepared.plan.model == prepared.profile.model
 

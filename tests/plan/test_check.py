@@ -186,22 +186,20 @@ def test_few_micro_batches_leave_a_pipeline_empty() -> None:
     ],
 )
 def test_stages_that_cannot_be(plan: str, stages: tuple[int, ...], words: str) -> None:
-    assert any(words in problem for problem in refused(replace(from_text(plan), stages=stages), STAGED))
+    assert any(words in problem for problem in refused(from_text(plan).replace(stages=stages), STAGED))
 
 
 def test_no_stage_of_a_document_begins_within_a_pair() -> None:
     cut = (Placement(path="blocks.1.up", cut="column"), Placement(path="blocks.2.down", cut="row"))
-    plan = replace(from_text("tp=2 pp=2 micro=4"), placements=cut)
+    plan = from_text("tp=2 pp=2 micro=4").replace(placements=cut)
     words = "one begins at blocks.2, inside a pair that tp cuts"
-    assert any(words in each for each in refused(replace(plan, stages=(2,)), STAGED))
-    assert not any("one begins at" in each for each in refused(replace(plan, stages=(3,)), STAGED))
+    assert any(words in each for each in refused(plan.replace(stages=(2,)), STAGED))
+    assert not any("one begins at" in each for each in refused(plan.replace(stages=(3,)), STAGED))
 
 
 def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
     (problem,) = refused(
-        replace(
-            from_text("tp=7"), replicated=(ReplicatedModule(path="up", reason="3 outputs are too few for 7 ranks"),)
-        )
+        from_text("tp=7").replace(replicated=(ReplicatedModule(path="up", reason="3 outputs are too few for 7 ranks"),))
     )
     assert problem == (
         "tp=7: it divides no module of this model (up: 3 outputs are too few for 7 ranks); use a smaller tp, or dp=7 zero=3, which also "
@@ -210,8 +208,8 @@ def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
 
 
 def test_cuts_of_another_model_name_the_module_and_the_model() -> None:
-    wanted = replace(
-        from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather", slices=(TensorSlice("weight", 0),)),)
+    wanted = from_text("tp=2").replace(
+        placements=(Placement(path="blocks.0.up", cut="gather", slices=(TensorSlice("weight", 0),)),)
     )
     (problem,) = refused(wanted, STAGED)
     assert "placements=blocks.0.up: job (model mmmmmmmmmmmm) has no such module" in problem
@@ -223,7 +221,7 @@ def test_a_tensor_axis_that_cuts_little_is_a_warning() -> None:
         parameters=(ParameterProfile(name="a.weight", shape=(2, 2)), ParameterProfile(name="b.weight", shape=(99, 9))),
     )
     (problem,) = check(
-        replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather", slices=(TensorSlice("weight", 0),)),)),
+        from_text("tp=2").replace(placements=(Placement(path="a", cut="gather", slices=(TensorSlice("weight", 0),)),)),
         large,
     )
     assert problem.severity == "warning"

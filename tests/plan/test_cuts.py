@@ -27,8 +27,7 @@ def test_repeated_blocks_are_folded() -> None:
         )
         for i in range(3)
     ]
-    plan = replace(
-        from_text("tp=2"),
+    plan = from_text("tp=2").replace(
         placements=(*chain.from_iterable(blocks), Placement(path="head", cut="gather")),
         replicated=(
             *(ReplicatedModule(path=f"blocks.{i}.norm", reason="no rule") for i in range(3)),
@@ -50,8 +49,7 @@ def test_the_share_that_is_cut_is_told_of_all_cuts_or_of_some() -> None:
         ParameterProfile(name="head.weight", shape=(2, 4)),
         ParameterProfile(name="norm.weight", shape=(8,)),
     )
-    plan = replace(
-        from_text("tp=2"),
+    plan = from_text("tp=2").replace(
         placements=(
             Placement(path="tied", cut="column", slices=(TensorSlice("weight", 0),)),
             Placement(path="head", cut="gather", slices=(TensorSlice("weight", 0),)),
@@ -66,7 +64,7 @@ def test_the_share_that_is_cut_is_told_of_all_cuts_or_of_some() -> None:
 def test_stages_are_told_with_their_units_and_their_work() -> None:
     names = ("embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
     visits = [PipelineUnit(path=path, cost=1.0) for path in names]
-    first, second = summarize_stages(replace(from_text("pp=2"), stages=(3,)), visits)
+    first, second = summarize_stages(from_text("pp=2").replace(stages=(3,)), visits)
     assert str(first) == "stage 0 on rank 0 of pp (50% of the work): embed, blocks.0-1"
     assert second.units == ("blocks.2", "norm", "head")
 
@@ -87,7 +85,7 @@ def test_no_other_division_has_a_lighter_heaviest_stage(weights: list[float], da
 
 
 def test_every_visit_is_in_one_stage() -> None:
-    plan = replace(from_text("pp=2 schedule=interleaved"), stages=(1, 2, 5))
+    plan = from_text("pp=2 schedule=interleaved").replace(stages=(1, 2, 5))
     assert [place for places in stage_ranges(plan, 7) for place in places] == list(range(7))
     assert stage_count(plan) == 4
     assert stage_count(from_text("pp=3")) == 3
@@ -99,8 +97,8 @@ def test_no_stage_begins_within_a_pair() -> None:
     columns = (Placement(path="up", cut="column"), Placement(path="down", cut="row"))
     plan = from_text("tp=2 pp=2")
     assert find_stages(plan, visits) == (2,)
-    assert find_stages(replace(plan, placements=columns), visits) == (3,)
-    assert find_stages(replace(plan, placements=columns), visits[:3]) is None
+    assert find_stages(plan.replace(placements=columns), visits) == (3,)
+    assert find_stages(plan.replace(placements=columns), visits[:3]) is None
 
 
 def test_no_stage_begins_within_a_pair_whose_modules_lie_inside_units() -> None:
@@ -108,7 +106,7 @@ def test_no_stage_begins_within_a_pair_whose_modules_lie_inside_units() -> None:
     visits = [PipelineUnit(path=f"layers.{i}", cost=1.0) for i in range(4)]
     cuts = ("column", "row", "column", "row")
     placements = [Placement(path=f"layers.{i}.linear", cut=cut) for i, cut in enumerate(cuts)]  # type: ignore[arg-type]
-    plan = replace(from_text("tp=2 pp=2"), placements=tuple(placements))
+    plan = from_text("tp=2 pp=2").replace(placements=tuple(placements))
     heavy = [replace(visits[0], cost=3.0), *visits[1:]]
-    assert find_stages(replace(plan, placements=()), heavy) == (1,)
+    assert find_stages(plan.replace(placements=()), heavy) == (1,)
     assert find_stages(plan, heavy) == (2,)

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.plan.check import check
 from echelon.plan.parameter_server import MAX_RANK_TABLE_BYTES, ServedTable, choose_served_tables
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Plan, ServerPlan
 from echelon.plan.profile import Amount, MemorySnapshot, OptimizerProfile, Profile, TableProfile
 from echelon.plan.text import describe_plan, from_text
 
@@ -55,9 +55,9 @@ def test_a_model_has_to_have_tables_that_can_be_served() -> None:
     )
     only = replace(PROFILE, tables=(SMALL, TIED))
     assert "no table can be served (items: its weight is another module's too" in told("exchange=server", only)
-    named = replace(from_text("exchange=server"), tables=(ServedTable(path="users", rows=50_000, dim=8),))
+    named = from_text("exchange=server").replace(tables=(ServedTable(path="users", rows=50_000, dim=8),))
     assert "Net has 50000 x 16 there" in "\n".join(map(str, check(named, PROFILE)))
-    named = replace(named, tables=(ServedTable(path="items", rows=50_000, dim=16),))
+    named = named.replace(tables=(ServedTable(path="items", rows=50_000, dim=16),))
     assert "untie them" in "\n".join(map(str, check(named, PROFILE)))
 
 
@@ -93,11 +93,11 @@ def test_servers_compute_some_optimizers_only() -> None:
 def test_tables_are_found_by_their_size() -> None:
     plan = from_text("exchange=server")
     assert choose_served_tables(plan, PROFILE) == (ServedTable(path="users", rows=50_000, dim=16),)
-    assert [each.path for each in choose_served_tables(replace(plan, min_table_rows=5), PROFILE)] == ["users", "days"]
+    assert [each.path for each in choose_served_tables(plan.replace(min_table_rows=5), PROFILE)] == ["users", "days"]
     beyond = replace(PROFILE, tables=(replace(USERS, rows=MAX_RANK_TABLE_BYTES // 64 + 1),))
     assert choose_served_tables(plan, beyond)[0].initialized_by == "server"  # no rank ever makes it
     assert plan.incomplete
-    assert not replace(plan, tables=choose_served_tables(plan, PROFILE)).incomplete
+    assert not plan.replace(tables=choose_served_tables(plan, PROFILE)).incomplete
 
 
 def test_in_words() -> None:
@@ -105,8 +105,11 @@ def test_in_words() -> None:
     assert "3 servers of parameters hold the tables, each row on 2 of them" in words
     assert "no more than 4 steps ahead of the slowest" in words
     assert "gradients are all-reduced" not in describe_plan(from_text("dp=2 exchange=server dense=server"))
-    assert Plan(exchange="server", dense="server", staleness=None).asynchronous
-    assert not Plan(exchange="server", dense="server").asynchronous
+    assert Plan(
+        exchange="server",
+        server=ServerPlan(dense="server", staleness=None),
+    ).asynchronous
+    assert not Plan(exchange="server", server=ServerPlan(dense="server")).asynchronous
 
 
 def test_rows_that_are_touched() -> None:

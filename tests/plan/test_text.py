@@ -82,7 +82,7 @@ def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
     segment = SequenceSegment(
         blocks=("h.0", "h.1", "h.2"), argument="0", dim=1, gathers=(), uses_rng=False, partial_gradients=()
     )
-    parted = replace(from_text("tp=2 sequence"), segments=(segment,))
+    parted = from_text("tp=2 sequence").replace(segments=(segment,))
     assert "each rank has a part of the sequence in h.0-2" in describe_plan(parted)
     assert describe_plan(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
     assert "every rank holds the whole model" not in describe_plan(from_text("tp=2"))
@@ -95,5 +95,5 @@ def test_a_pipeline_in_words() -> None:
 
 def test_cuts_differ_by_their_number() -> None:
     left = from_text("tp=2 pp=2")
-    right = replace(left, placements=(Placement(path="a", cut="row"), Placement(path="b", cut="row")), stages=(3,))
+    right = left.replace(placements=(Placement(path="a", cut="row"), Placement(path="b", cut="row")), stages=(3,))
     assert diff_plans(left, right) == ["placements: [] -> 2 modules", "stages: [] -> [3]"]

@@ -108,7 +108,7 @@ def test_servers_are_offered_where_the_table_fits_no_device() -> None:
     profile = make_clicks(10_000_000)  # 2.6 GB, and as much of Adagrad's and of gradients
     best = search(profile, make_gpus(2, 3e9))
     assert best[0].plan.uses_servers
-    assert best[0].plan.tables[0].path == "users"
+    assert best[0].plan.server.tables[0].path == "users"
     assert not [each for each in check(best[0].plan, profile) if each.severity == "error"]
     told = explain(best)
     assert "1 table of 2.56 GB" in told
@@ -134,7 +134,7 @@ def test_tables_beyond_the_hosts_memory_do_not_fit() -> None:
     assert forecast.peak_at == "the servers' tables, in the hosts' memory"
     # Rows that begin on servers are made when they are first pushed to: few samples read few of them.
     few = replace(profile, samples=10_000)
-    assert served("dp=2", few).tables[0].initialized_by == "server"
+    assert served("dp=2", few).server.tables[0].initialized_by == "server"
     assert simulate(few, make_gpus(2, 64e9), served("dp=2", few)).fits
 
 

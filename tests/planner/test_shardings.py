@@ -48,7 +48,7 @@ def completed(plan: Plan, profile: Profile) -> Plan:
     table = Placement(path="embed", cut="vocabulary", slices=(TensorSlice("weight", 0),))
     head = Placement(path="head", cut="logits", slices=(TensorSlice("weight", 0),))
     plan = cut(plan, profile)
-    return replace(plan, placements=(*plan.placements, table, head)) if plan.mesh.tp > 1 else plan
+    return plan.replace(placements=(*plan.tensor.placements, table, head)) if plan.mesh.tp > 1 else plan
 
 
 def slow(memory: float = 80e9) -> Cluster:
@@ -87,7 +87,7 @@ def test_what_is_faster_whole_is_left_whole_unless_memory_forbids_it() -> None:
     everything = simulate(MODEL, slow(), plan)
     free = chosen(80e9)
     assert free.time.step < everything.time.step
-    assert {each.path for each in free.plan.replicated} >= {"blocks.0.up", "blocks.3.down"}
+    assert {each.path for each in free.plan.tensor.replicated} >= {"blocks.0.up", "blocks.3.down"}
     choices = [
         simulate(
             MODEL,
@@ -108,7 +108,7 @@ def test_what_is_faster_whole_is_left_whole_unless_memory_forbids_it() -> None:
 def test_a_search_leaves_whole_what_is_faster_so() -> None:
     model = replace(MODEL, pipeline_units=())  # one sample and no stages: two ranks have nothing but tp
     (first, *_) = search(model, slow(), ranks=2, complete=lambda plan: completed(plan, model))
-    everything = simulate(model, slow(), completed(replace(first.plan, placements=(), replicated=()), model))
+    everything = simulate(model, slow(), completed(first.plan.replace(placements=(), replicated=()), model))
     assert first.plan.mesh.tp == 2
-    assert first.plan.replicated
+    assert first.plan.tensor.replicated
     assert first.forecast.time.step < everything.time.step

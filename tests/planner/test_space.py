@@ -82,7 +82,7 @@ def test_what_is_found_can_be_executed_and_fits(profile: Profile, name: str) -> 
         assert each.forecast.fits
         assert not [problem for problem in check(each.plan, profile, cluster) if problem.severity == "error"]
         assert each.plan.mesh.cp == each.plan.mesh.ep == 1
-        assert each.plan.mesh.pp == 1 or each.plan.stages
+        assert each.plan.mesh.pp == 1 or each.plan.pipeline.stages
 
 
 def fastest(candidates: tuple[Candidate, ...]) -> float:
@@ -225,7 +225,7 @@ def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
         return plan
 
     def whole_sequences(plan: Plan) -> Plan:
-        if plan.sequence:
+        if plan.tensor.sequence:
             raise PlanError(f"{plan}: no blocks work on a part of the sequence")
         return cut(plan, profile)
 
@@ -234,7 +234,7 @@ def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
     # One that cannot cut the sequence can still cut the model.
     found = search(profile, cluster, complete=whole_sequences)
     assert found[0].plan.mesh.tp > 1
-    assert not any(each.plan.sequence for each in found)
+    assert not any(each.plan.tensor.sequence for each in found)
 
 
 def test_plans_are_priced_with_the_cuts_that_the_model_allows() -> None:
@@ -242,10 +242,10 @@ def test_plans_are_priced_with_the_cuts_that_the_model_allows() -> None:
     profile, cluster = make_language(blocks=4, width=8192, batch=1, length=512), catalogue.parse_cluster("8xA100-80GB")
 
     def little(plan: Plan) -> Plan:
-        if plan.mesh.tp == 1 or plan.sequence:
+        if plan.mesh.tp == 1 or plan.tensor.sequence:
             raise PlanError("no")
         head = Placement(path="head", cut="gather", slices=(TensorSlice("weight", 0),))
-        return replace(plan, placements=(head,))
+        return plan.replace(placements=(head,))
 
     assert search(profile, cluster, top=1)[0].plan.mesh.tp > 1
     found = search(profile, cluster, complete=little, top=20)
@@ -281,12 +281,15 @@ def test_faster_devices_get_larger_shares_of_the_batch() -> None:
     profile, cluster = make_stack(blocks=8, width=4096, batch=64, length=2048), mixed()
     best = search(profile, cluster, top=1)[0]
     assert (
-        best.plan.batch_shares[0] == best.plan.batch_shares[1] > best.plan.batch_shares[2] == best.plan.batch_shares[3]
+        best.plan.data.batch_shares[0]
+        == best.plan.data.batch_shares[1]
+        > best.plan.data.batch_shares[2]
+        == best.plan.data.batch_shares[3]
     )
     assert best.forecast.time == simulate(profile, cluster, best.plan).time
-    equal = simulate(profile, cluster, replace(best.plan, batch_shares=()))
+    equal = simulate(profile, cluster, best.plan.replace(batch_shares=()))
     assert best.forecast.time.step < 0.8 * equal.time.step
-    assert from_text(str(best.plan)).batch_shares == best.plan.batch_shares
+    assert from_text(str(best.plan)).data.batch_shares == best.plan.data.batch_shares
     assert not [problem for problem in check(best.plan, profile, cluster) if problem.severity == "error"]
 
 
@@ -338,10 +341,10 @@ def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, n
         if family.mesh.pp > 1
     )
     plans = [plan for family in families for plan in space.plans(family)]
-    assert {*get_args(Schedule)} - {plan.schedule for plan in plans} == {"gpipe"}
-    for plan in (plan for plan in plans if plan.schedule == "1f1b"):
+    assert {*get_args(Schedule)} - {plan.pipeline.schedule for plan in plans} == {"gpipe"}
+    for plan in (plan for plan in plans if plan.pipeline.schedule == "1f1b"):
         kept, other = (
-            space.pricer.forecast(space.pricer.place(each)) for each in (plan, replace(plan, schedule="gpipe"))
+            space.pricer.forecast(space.pricer.place(each)) for each in (plan, plan.replace(schedule="gpipe"))
         )
         assert kept.time.step <= other.time.step * (1 + 1e-9), plan
         assert kept.memory.high <= other.memory.high, plan

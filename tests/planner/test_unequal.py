@@ -70,7 +70,7 @@ def test_slow_devices_get_fewer_blocks(turned: bool) -> None:
 def test_a_stage_takes_as_long_as_the_devices_that_it_is_on() -> None:
     profile = model()
     plan = from_text("pp=2 dp=2 micro=1")
-    both = replace(plan, stages=(7,))
+    both = plan.replace(stages=(7,))
     found = {name: build_timeline(profile, each, both) for name, each in (
         ("mixed", mixed(FAST, SLOW)), ("fast", mixed(FAST, FAST)), ("slow", mixed(SLOW, SLOW))
     )}  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_stage_takes_as_long_as_the_devices_that_it_is_on() -> None:
     assert took("mixed", 0) == pytest.approx(took("fast", 0), rel=0.05)
     assert took("mixed", 1) == pytest.approx(took("slow", 1), rel=0.05)
     # Fewer blocks on the slow devices: faster, and the plan must fit on each of them all the same.
-    few = simulate(profile, mixed(FAST, SLOW), replace(plan, stages=(10,)))
+    few = simulate(profile, mixed(FAST, SLOW), plan.replace(stages=(10,)))
     assert few.time.step < simulate(profile, mixed(FAST, SLOW), both).time.step
     assert few.capacity in {device.memory for node in mixed(FAST, SLOW).nodes for device in node.devices}
 

@@ -53,13 +53,13 @@ def test_the_document_says_what_the_short_form_leaves_open() -> None:
         assert str(found) == "dp=1 tp=2 pp=2 micro=2"
         assert not found.incomplete
         assert found.model == known.model
-        assert {each.path for each in found.placements} | {each.path for each in found.replicated} == {
+        assert {each.path for each in found.tensor.placements} | {each.path for each in found.tensor.replicated} == {
             each.name.rpartition(".")[0] for each in known.parameters
         }
-        assert len(found.stages) == 1
+        assert len(found.pipeline.stages) == 1
         assert complete(found, job) is found
         assert not [problem for problem in check(found, known) if problem.severity == "error"]
-    assert len(complete(from_text("pp=2 schedule=interleaved"), job).stages) == 3
+    assert len(complete(from_text("pp=2 schedule=interleaved"), job).pipeline.stages) == 3
 
 
 def test_the_generators_are_left_as_they_were() -> None:
@@ -106,7 +106,7 @@ def test_a_model_that_looks_at_its_numbers_has_no_stages() -> None:
         complete(from_text("pp=2"), job)
     plan = complete(from_text("tp=2"), job)
     # The other layer is not called by these samples: it is cut at rest.
-    assert sorted(each.cut for each in plan.placements) == ["gather", "stored"]
+    assert sorted(each.cut for each in plan.tensor.placements) == ["gather", "stored"]
 
 
 class Growing(nn.Module):
@@ -160,11 +160,13 @@ def test_a_weight_that_would_be_a_piece_where_it_is_used_is_refused_with_the_rem
     with pytest.raises(PlanError, match=words):
         complete(from_text(plan), job, profile(job))
     good = complete(from_text("tp=2"), job)
-    assert {each.path: each.gathered_in for each in good.placements if each.cut == "stored"}["blocks.0.proj"] == ""
+    assert {each.path: each.gathered_in for each in good.tensor.placements if each.cut == "stored"}[
+        "blocks.0.proj"
+    ] == ""
     refused = replace(good, **{name: getattr(from_text(plan), name) for name in ("mesh", "zero", "recompute")})
     assert [each for each in check(refused, profile(job)) if each.severity == "error"]
     assert not [each for each in check(good, profile(job)) if each.severity == "error"]
-    assert complete(from_text("dp=2 tp=2 zero=3 whole"), job).placements
+    assert complete(from_text("dp=2 tp=2 zero=3 whole"), job).tensor.placements
 
 
 class Called(nn.Module):
@@ -195,7 +197,7 @@ class Rare(nn.Module):
 
 def test_modules_that_look_at_numbers_make_no_pairs() -> None:
     plan = complete(from_text("tp=2"), replace(mlp(), model=Rare))
-    assert {each.cut for each in plan.placements} == {"gather", "logits"}
+    assert {each.cut for each in plan.tensor.placements} == {"gather", "logits"}
 
 
 class Switching(nn.Module):

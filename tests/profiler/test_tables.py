@@ -75,7 +75,7 @@ def test_rules_that_no_server_computes_are_refused(optimizer: Any, words: str) -
 
 def test_a_short_form_is_completed_with_the_tables_of_the_model() -> None:
     plan = complete(from_text("dp=2 exchange=server rows=400"), job(lambda p: torch.optim.SGD(p, lr=0.1)))
-    assert [(each.path, each.rows, each.dim, each.initialized_by) for each in plan.tables] == [
+    assert [(each.path, each.rows, each.dim, each.initialized_by) for each in plan.server.tables] == [
         ("single", 500, 4, "model"), ("bag", 400, 4, "model"),
     ]  # fmt: skip
     assert not plan.incomplete

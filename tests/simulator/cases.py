@@ -197,9 +197,9 @@ def cut(plan: Plan, profile: Profile) -> Plan:
         for unit in profile.fsdp_units
     ]  # fmt: skip
     if plan.mesh.tp > 1:
-        plan = replace(plan, placements=tuple(chain.from_iterable(pairs)))
+        plan = plan.replace(placements=tuple(chain.from_iterable(pairs)))
     if plan.mesh.pp > 1:
-        plan = replace(plan, stages=find_stages(plan, profile.pipeline_units) or ())
+        plan = plan.replace(stages=find_stages(plan, profile.pipeline_units) or ())
     return plan
 
 
@@ -258,7 +258,7 @@ def make_gpus(count: int, memory: float) -> Cluster:
 
 def plan(dp: int = 1, zero: int = 0, micro: int | None = None, threads: int | None = None, **fields: object) -> Plan:
     """A plan of the data axis."""
-    return Plan(mesh=Mesh(dp=dp), zero=zero, micro=micro, threads=threads, **fields)  # type: ignore[arg-type]
+    return Plan(mesh=Mesh(dp=dp), zero=zero, micro=micro, threads=threads).replace(**fields)
 
 
 profiles = st.builds(

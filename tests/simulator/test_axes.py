@@ -24,7 +24,7 @@ CLUSTER = make_cluster(cores=8)
 
 
 def whole(plan: Plan) -> Plan:
-    return replace(plan, mesh=replace(plan.mesh, tp=1, pp=1), placements=(), stages=())
+    return plan.replace(mesh=replace(plan.mesh, tp=1, pp=1), placements=(), stages=())
 
 
 @pytest.mark.parametrize("text", ["tp=2", "pp=2 micro=4", "tp=2 pp=2 micro=4", "pp=4 schedule=interleaved micro=2"])
@@ -123,7 +123,7 @@ def test_weights_that_are_cut_at_rest_are_computed_whole() -> None:
     stored = Placement(path=path, cut="stored", slices=(TensorSlice("weight", 0),))
     row = Placement(path=path, cut="gather", slices=(TensorSlice("weight", 0),))
     share = {
-        each.cut: RankShares(profile, replace(from_text("tp=2"), placements=(each,))).compute_share(fold_path(path), 0)
+        each.cut: RankShares(profile, from_text("tp=2").replace(placements=(each,))).compute_share(fold_path(path), 0)
         for each in (stored, row)
     }
     assert share == {"stored": 1.0, "gather": 0.5}

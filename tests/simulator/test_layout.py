@@ -83,7 +83,7 @@ def in_a_sequence() -> Profile:
 )
 def test_stages_together_are_the_whole_model(profile: Profile, begins: tuple[int, ...]) -> None:
     whole = layout(profile, "")
-    parted = layout(profile, replace(from_text(f"pp={len(begins) + 1} micro=1"), stages=begins))
+    parted = layout(profile, from_text(f"pp={len(begins) + 1} micro=1").replace(stages=begins))
     assert sum(parted.stage_blocks) == pytest.approx(sum(whole.stage_blocks))
     held = [parted.rank_elements(rank) for rank in range(parted.plan.mesh.pp)]
     assert sum(held) == pytest.approx(profile.elements)
@@ -94,7 +94,7 @@ def test_stages_together_are_the_whole_model(profile: Profile, begins: tuple[int
 def test_a_model_without_blocks_is_not_free_in_a_pipeline() -> None:
     profile = without_blocks()
     one = simulate(profile, A100, from_text("micro=1"))
-    two = simulate(profile, A100, replace(from_text("pp=2 micro=1"), stages=(1,)))
+    two = simulate(profile, A100, from_text("pp=2 micro=1").replace(stages=(1,)))
     # Three of four parts of the work are on the first rank.
     assert two.time.forward == pytest.approx(0.75 * one.time.forward)
     assert two.memory.parameters == pytest.approx(one.memory.parameters / 2)
@@ -112,7 +112,7 @@ def test_what_crosses_to_a_stage_is_what_its_place_says() -> None:
             replace(each, boundary_bytes=each.boundary_bytes * 100) for each in profile.pipeline_units
         ),
     )
-    plan = replace(from_text("pp=2 micro=1"), stages=(3,))
+    plan = from_text("pp=2 micro=1").replace(stages=(3,))
     assert simulate(wide, A100, plan).time.exchange > 2 * simulate(profile, A100, plan).time.exchange
 
 
@@ -123,10 +123,10 @@ def test_few_micro_batches_run_and_wait_as_the_engine_runs_them() -> None:
     assert [few.in_flight_micro_batches(rank) for rank in range(4)] == [2.0] * 4
     left = layout(make_stack(blocks=8, batch=6), "pp=4 micro=1 schedule=zero-bubble")
     assert (left.schedule, left.chunks) == ("gpipe", 2)
-    named = replace(from_text("pp=4 micro=1 schedule=zero-bubble"), stages=tuple(range(1, 8)))
+    named = from_text("pp=4 micro=1 schedule=zero-bubble").replace(stages=tuple(range(1, 8)))
     for batch in (6, 8, 12):
         model = make_stack(blocks=8, batch=batch)
-        assert simulate(model, A100, named).time == simulate(model, A100, replace(named, stages=())).time
+        assert simulate(model, A100, named).time == simulate(model, A100, named.replace(stages=())).time
     others = lay_out_plan(summarize_profile(profile), 2, A100, from_text("pp=2 micro=1"), TrainingStack(chunks=2))
     assert others.schedule == "interleaved"
 
@@ -136,7 +136,7 @@ def test_what_fits_goes_by_the_rank_that_may_need_most() -> None:
     constants = replace(load_constants(), slack=0.0, spread=0.3)
     for vocab in range(2_000, 60_000, 2_000):
         profile = make_language(blocks=16, width=1024, length=512, vocab=vocab, batch=64)
-        found = layout(profile, replace(from_text("pp=4 micro=4"), stages=(5, 9, 13)))
+        found = layout(profile, from_text("pp=4 micro=4").replace(stages=(5, 9, 13)))
         held = [with_overheads(each, constants) for each in rank_memories(found)]
         unsure = max(held, key=lambda each: each.high)
         if max(each.peak for each in held) > unsure.peak:
@@ -248,7 +248,7 @@ def test_precisions_of_plan_and_job_are_priced() -> None:
 def test_cuts_that_a_plan_names_are_those_that_are_priced() -> None:
     profile = make_stack(blocks=8, width=2048, batch=16, length=512)
     every = cut(from_text("tp=2"), profile)
-    half = replace(every, placements=every.placements[: len(every.placements) // 2])
+    half = every.replace(placements=every.tensor.placements[: len(every.tensor.placements) // 2])
     ideal, all_cut, some = (simulate(profile, A100, plan) for plan in (from_text("tp=2"), every, half))
     assert all_cut.memory.parameters == pytest.approx(ideal.memory.parameters)
     assert all_cut.time.forward == pytest.approx(ideal.time.forward)

@@ -89,8 +89,7 @@ def test_devices_without_bf16_compute_it_as_slowly_as_they_must() -> None:
 def test_a_model_that_is_one_unit_is_gathered_as_a_whole_and_hides_nothing() -> None:
     profile = make_language(blocks=8, width=2048, length=4096)
     parts, whole = (
-        simulate(profile, A100, replace(from_text("dp=8 zero=3 micro=1"), shard_as_one=whole))
-        for whole in (False, True)
+        simulate(profile, A100, from_text("dp=8 zero=3 micro=1").replace(shard_as_one=whole)) for whole in (False, True)
     )
     assert whole.memory.buckets > 3 * parts.memory.buckets
     assert whole.memory.buckets > 2 * profile.elements
@@ -207,4 +206,4 @@ def test_sequence_parallelism_gathers_once_more_in_backward() -> None:
         return simulate(profile, slow, plan).time.exchange
 
     plain = from_text("tp=8")
-    assert said(replace(plain, sequence=True)) > 1.15 * said(plain)
+    assert said(plain.replace(sequence=True)) > 1.15 * said(plain)

@@ -193,7 +193,7 @@ def test_recomputing_takes_time_and_saves_memory() -> None:
 def test_stages_that_a_plan_names_are_those_that_are_priced() -> None:
     profile, cluster = make_stack(blocks=8, width=1024, batch=16, length=512), catalogue.parse_cluster("2xA100-80GB")
     plan = from_text("pp=2 micro=1")
-    even, uneven = (simulate(profile, cluster, replace(plan, stages=(at,))) for at in (4, 2))
+    even, uneven = (simulate(profile, cluster, plan.replace(stages=(at,))) for at in (4, 2))
     assert even.time == simulate(profile, cluster, plan).time
     assert uneven.time.forward == pytest.approx(1.5 * even.time.forward)
 

@@ -56,7 +56,7 @@ def test_a_bound_that_is_not_kept_is_no_certificate() -> None:
     assert not broken.verified
     assert "rows read 3 steps ahead of the slowest rank: the bound is staleness=2" in broken.divergent
     free = add_staleness_finding(
-        dataclasses.replace(good, plan=synchronous_plan(plan)), dataclasses.replace(plan, staleness=None), (30, 40)
+        dataclasses.replace(good, plan=synchronous_plan(plan)), plan.replace(staleness=None), (30, 40)
     )
     assert free.verified
     assert "up to 30 steps ahead of the slowest" in free.notes[0]

@@ -58,11 +58,11 @@ class ServerLauncher:
                 endpoint = self.external_servers.address, read_secret(self.external_servers.secret_file)
             elif ranks.world.is_main:
                 self._servers = Servers(
-                    plan.servers,
-                    replicas=plan.replicas,
+                    plan.server.servers,
+                    replicas=plan.server.replicas,
                     shards=SHARD_COUNT,
-                    staleness=plan.staleness,
-                    aggregate=plan.staleness == 0,
+                    staleness=plan.server.staleness,
+                    aggregate=plan.server.staleness == 0,
                     restore=restore,
                 ).serve_in_background()
                 endpoint = self._servers.address, self._servers.secret
@@ -75,7 +75,7 @@ class ServerLauncher:
 
     def _require_matching_settings(self, external_servers: ExternalServers) -> None:
         """Whether gradients are added up and who waits for whom is the servers' own, decided when they are started."""
-        staleness = self._plan.staleness
+        staleness = self._plan.server.staleness
         expected = {"staleness": staleness, "aggregate": staleness == 0}
         actual = {name: self.client.settings.get(name) for name in expected}
         if actual != expected:

@@ -65,13 +65,13 @@ class ServerBackend:
     def __init__(self, run: Run, initial_tables: Mapping[str, Tensor]) -> None:
         """`initial_tables`: of rank 0, what rows begin with."""
         self._run, self._plan = run, run.plan
-        self._tables_by_path = {table.path: table for table in run.plan.tables}
+        self._tables_by_path = {table.path: table for table in run.plan.server.tables}
         #: Parameters that are the servers' tables, by name.
-        self.table_names = frozenset(table.parameter_name for table in run.plan.tables)
+        self.table_names = frozenset(table.parameter_name for table in run.plan.server.tables)
         self._optimizer_groups = _find_optimizer_groups(run.model, run.optimizers)
         #: Of the parameters that are no tables, those that the servers train.
         self.dense_parameters: dict[str, nn.Parameter] = {}
-        if run.plan.dense == "server":
+        if run.plan.server.dense == "server":
             named = run.model.named_parameters()
             self.dense_parameters = {
                 name: parameter for name, parameter in named if parameter.requires_grad and name not in self.table_names

@@ -222,7 +222,7 @@ class _CallOrder:
         self._module_paths = ["the model"]
         tp_paths = {name.rpartition(".")[0] for name in run.tp_shards}
         uneven_paths = {name.rpartition(".")[0] for name, tp_shard in run.tp_shards.items() if not tp_shard.is_even}
-        full_sequences = not run.plan.segments  # parts of a sequence differ in length
+        full_sequences = not run.plan.tensor.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
         self._hooks: list[RemovableHandle] = []
         self._noted_forwards: list[PatchedForward] = []

@@ -124,7 +124,7 @@ class ZeroSharding:
         if pipeline is not None:
             self._shard_stages(model, plan, ranks, tp_shards, pipeline)
         for path in (
-            [*([] if plan.shard_as_one else find_fsdp_units(list_modules(model))), ""] if pipeline is None else ()
+            [*([] if plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""] if pipeline is None else ()
         ):
             # Values arrive and are cut unit by unit: the whole model is never on one device.
             unit, materialized = model.get_submodule(path), dict[int, Tensor]()
@@ -197,7 +197,7 @@ class ZeroSharding:
 
     def prepare_micro_batch(self, *, is_last: bool) -> None:
         """Before the forward of a micro-batch; `is_last` of the step."""
-        keep_full_gradients = self._plan.zero == 1 or self._plan.keep_gradients
+        keep_full_gradients = self._plan.zero == 1 or self._plan.data.keep_gradients
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(is_last or not keep_full_gradients, recurse=False)
             module.set_reshard_after_backward(is_last or self._plan.zero == 3, recurse=False)

@@ -196,7 +196,7 @@ class Pipeline:
         if key not in self._schedules:
             if len(self._schedules) == _MAX_CACHED_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
-            schedule_class = _SCHEDULES[self._plan.schedule]
+            schedule_class = _SCHEDULES[self._plan.pipeline.schedule]
             is_multi_stage = issubclass(schedule_class, PipelineScheduleMulti)
             if micro_batch_count < self._stage_count or (is_multi_stage and micro_batch_count % self._pp.size):
                 # Too few to fill the pipe in that order (the short end of an epoch): all forwards, then all backwards.
@@ -271,15 +271,15 @@ def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int)
     """Where stages begin, and the end."""
     if not unit_calls:
         raise PlanError(f"pp={pp_size}: {NO_STAGES_REASON}; use pp=1 (dp with zero=3 also shares the memory)")
-    bounds = [0, *plan.stages, len(unit_calls)]
-    if not plan.stages or (len(bounds) - 1) % pp_size:
+    bounds = [0, *plan.pipeline.stages, len(unit_calls)]
+    if not plan.pipeline.stages or (len(bounds) - 1) % pp_size:
         raise PlanError(
             f"pp={pp_size}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {pp_size - 1} places where a stage "
             f"begins (stages=), of {len(unit_calls) - 1} units"
         )
     if sorted(set(bounds)) != bounds or len(unit_calls) - 1 <= bounds[-2]:
         raise PlanError(
-            f"stages={list(plan.stages)}: places among {len(unit_calls) - 1} units, in order, at least one unit each"
+            f"stages={list(plan.pipeline.stages)}: places among {len(unit_calls) - 1} units, in order, at least one unit each"
         )
     stage_of_call = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
     for path in {call.path for call in unit_calls if call.changes_buffers}:
@@ -288,7 +288,7 @@ def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int)
         )
         if len(path_stages) > 1:
             raise PlanError(
-                f"stages={list(plan.stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, which would "
+                f"stages={list(plan.pipeline.stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, which would "
                 "each count their own; have the plan completed (echelon plan FILE), or use pp=1"
             )
     return bounds
