@@ -32,7 +32,7 @@ from bench.common import Row, publish
 from bench.random_plans import draw, rows
 from echelon.engine.run import Run
 from echelon.hardware import measure
-from echelon.hardware.measure import BackgroundLoad
+from echelon.hardware.measure_cluster import BackgroundLoad
 from echelon.hardware.measure_worker import read_queued_seconds
 from echelon.job import Job
 from echelon.launchers.environment import child_environment

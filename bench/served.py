@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish
 from echelon.engine.run import Run
 from echelon.hardware import measure
-from echelon.hardware.measure import BackgroundLoad
+from echelon.hardware.measure_cluster import BackgroundLoad
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan

@@ -91,8 +91,8 @@ def ranks() -> Iterator[RankPool]:
 #: `echelon doctor` with less time for its trials: figures of this machine, for fewer operators. ECHELON_ZOO=all measures it all.
 _DOCTOR = """
 from echelon.cli.app import app
-import importlib
-importlib.import_module("echelon.hardware.measure")._MAX_SECONDS.update(cpu=2.0, cuda=4.0)
+from echelon.hardware import measure_cluster
+measure_cluster._MAX_SECONDS.update(cpu=2.0, cuda=4.0)
 app(["doctor", "--json"])
 """
 

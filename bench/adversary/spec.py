@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 #: Fields that `echelon.Job` takes; the others are for the judge.
 _JOB_FIELDS = (
-    "model", "optimizer", "data", "batch", "loss", "epochs", "steps", "inputs", "collate", "schedule", "clip",
-    "evaluation", "metrics", "precision", "seed", "drop_last",
+    "model", "optimizer", "data", "batch_size", "loss", "epochs", "steps", "inputs", "collate", "lr_schedule", "clip_norm",
+    "eval_data", "metrics", "precision", "seed", "drop_last",
 )  # fmt: skip
 
 

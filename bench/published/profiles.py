@@ -94,7 +94,7 @@ def deepen(profile: Profile, layers: int) -> Profile:
         block = next(m for m in profile.modules if m.path == folded)
         return replace(
             outer,
-            **{name: getattr(outer, name) + getattr(block, name) * more for name in ("flops", "moved", "kept")},
+            **{name: getattr(outer, name) + getattr(block, name) * more for name in ("flops", "moved", "saved")},
         )
 
     def repeated(name: str) -> bool:

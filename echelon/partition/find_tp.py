@@ -101,7 +101,7 @@ def _pair_placements(model: nn.Module, pair: ColumnRowPair) -> Iterable[Placemen
     candidate, layout = pair.candidate, pair.layout
     common_fields: dict[str, Any] = {
         "unit": layout.shard_multiple,
-        "draws": pair.draws_random,
+        "uses_rng": pair.draws_random,
         "source": "hint" if candidate.is_hinted else "pair",
     }
     for path in candidate.columns:

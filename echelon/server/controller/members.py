@@ -236,7 +236,9 @@ class Membership(Rebalancing):
         )
         self.dead_servers.clear()
         rolled_back = self.map.rolled_back_shards | set(self.map.lost_shards)
-        self._publish_map(chains=tuple(chains), restored_from=restored_from, lost_shards={}, rolled_back_shards=rolled_back)
+        self._publish_map(
+            chains=tuple(chains), restored_from=restored_from, lost_shards={}, rolled_back_shards=rolled_back
+        )
 
     def _on_restore_failed(self, session: MemberSession, shard: int, reason: str, version: int) -> None:
         """A shard could not be read out of its checkpoint: it is lost, and that checkpoint is not tried again."""
@@ -252,7 +254,9 @@ class Membership(Rebalancing):
         restored_from = {
             other_shard: source for other_shard, source in self.map.restored_from.items() if other_shard != shard
         }
-        self._publish_map(chains=tuple(chains), learners=tuple(learners), lost_shards=lost_shards, restored_from=restored_from)
+        self._publish_map(
+            chains=tuple(chains), learners=tuple(learners), lost_shards=lost_shards, restored_from=restored_from
+        )
         self._abort_for_lost_shards([shard])
 
     def _on_unreachable_replicas(self, now: float, head: str, servers: Sequence[str]) -> None:
