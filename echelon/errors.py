@@ -9,6 +9,7 @@ EchelonError                 what, where, what instead; never a traceback on the
 │   ├── MissingDataError     a file is gone or differs from the one that was packed: a retry would not help
 │   ├── CorruptDataError     a block fails its checksum: another copy of the file may be intact
 │   └── CacheFullError       the cache of remote files is full until one in use is released
+├── FileLockError            a file that cannot be locked because its file system has no locks
 ├── WorldError               ranks that are started wrongly or do not agree with each other
 ├── LaunchError              ranks that could not be started, or one that died
 ├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
@@ -67,6 +68,10 @@ class CorruptDataError(DataError):
 
 class CacheFullError(DataError):
     """No room for a copy of a remote file, until another that is in use is let go."""
+
+
+class FileLockError(EchelonError):
+    """A file that cannot be locked because its file system has no locks."""
 
 
 class WorldError(EchelonError):

@@ -6,7 +6,6 @@ schema, so there is no second description to keep in step. What does not fit is 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, Union
 
 from echelon.errors import DocumentError
+from echelon.files import atomic_write
 
 T = TypeVar("T")
 
@@ -67,14 +67,10 @@ class Document:
     def save(self, path: str | Path) -> None:
         """Write to `path`, whole or not at all; its folder is made."""
         path = Path(path)
-        partial = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self.to_json() + "\n", encoding="utf-8")
-            partial.replace(path)
+            atomic_write(path, self.to_json() + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise DocumentError(f"{path}: the {self.KIND} cannot be written ({error}); give another path") from error
 
     @classmethod

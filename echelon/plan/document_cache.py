@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.errors import DocumentError
+from echelon.files import atomic_write
 from echelon.plan.codec import Document
 from echelon.plan.input_digests import current_digests
 
@@ -89,7 +89,8 @@ class DocumentCache:
             "inputs": dict(inputs or {}),
             "document": document.to_json(indent=None),
         }
-        _write_atomically(path, json.dumps(entry))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(entry))
         return path
 
     def list_entries(self, *, versions: Mapping[str, str]) -> tuple[CacheEntry, ...]:
@@ -168,19 +169,6 @@ def user_source_files(modules: Mapping[str, Any]) -> list[Path]:
         if not str(path).startswith(library_prefixes) and "site-packages" not in path.parts:
             files.add(path)
     return sorted(files)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several ranks or commands may write the same entry at once: each writes a file of its own and renames it.
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def _hash_file(path: Path) -> str | None:

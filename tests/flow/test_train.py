@@ -308,7 +308,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
             refused.append(str(caught.value))
 
     echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
-    assert f"another training is at work there (process {os.getpid()} on {socket.gethostname()})" in refused[0]
+    assert f"another training uses this folder (process {os.getpid()} on {socket.gethostname()})" in refused[0]
     train(tmp_path, make())  # once it has ended the folder is free
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,10 +13,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from echelon.data.packed.locked_tasks import Task, run_tasks
-from echelon.data.packed.manifest import Column, commit_file
+from echelon.data.packed.manifest import Column
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback, digest_file_stats
 from echelon.data.packed.temp_dir import SharedTempDir
 from echelon.errors import DataError
+from echelon.files import atomic_writer
 
 #: Letters that a tokenizer gets at once, about.
 _CHUNK_CHARS = 2**19
@@ -128,21 +128,17 @@ def _tokenize_files(
 
 def _tokenize_file(path: Path, target: Path, tokenizer: Any) -> Iterator[int]:
     """Write the tokens of one file; gives how many more of its bytes are read."""
-    partial_path = target.with_name(f".{target.name}.{os.getpid()}")
     reported, size = 0, path.stat().st_size
     try:
-        with path.open("rb") as file, partial_path.open("wb") as out:
+        with path.open("rb") as file, atomic_writer(target) as out:
             text_stream = io.TextIOWrapper(file, encoding="utf-8", newline="")
             for ids in _encode_chunks(_split_text(text_stream), tokenizer):
                 out.write(np.array(ids, np.int32).tobytes())
                 if (position := file.tell()) < size:
                     yield position - reported
                     reported = position
-            out.flush()
-            os.fsync(out.fileno())
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8: {error}") from None
-    commit_file(partial_path, target)
     yield size - reported
 
 

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from echelon.data.packed.file_locks import describe_holders, try_lock, unlock
 from echelon.data.packed.parent_death import exit_with_parent
 from echelon.errors import DataError
+from echelon.files import acquire_lock, describe_holders
 
 #: Seconds after which one who waits for another's task says so.
 _WARN_AFTER_SECONDS = 60.0
@@ -52,14 +52,14 @@ def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
     while remaining:
         locked_elsewhere = []
         for task in remaining:
-            lock = os.open(task.lock, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                if not try_lock(lock):
-                    locked_elsewhere.append(task)
-                elif not task.is_done():
+                lock = acquire_lock(task.lock)
+            except TimeoutError:
+                locked_elsewhere.append(task)
+                continue
+            with lock:
+                if not task.is_done():
                     yield from task.run()
-            finally:
-                unlock(lock)
         if len(locked_elsewhere) < len(remaining):
             last_progress = time.monotonic()
         elif not has_warned and time.monotonic() > last_progress + _WARN_AFTER_SECONDS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import CorruptDataError, DataError
+from echelon.files import atomic_write
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
@@ -91,7 +91,7 @@ class Manifest:
         """Write it, whole or not at all: its presence says that the packing is done."""
         document = _to_document(self)
         text = json.dumps({**document, "hash": hash_document(document)}, separators=(",", ":"))
-        write_atomically(folder / FILE_NAME, text.encode())
+        atomic_write(folder / FILE_NAME, text)
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -233,23 +233,3 @@ def list_column_names(sample: Any) -> list[str]:
     if (container, type(parts)) not in (("dict", dict), ("tuple", list), ("list", list)):
         raise ValueError(f"a sample made of a {container}")
     return [name for part in (parts.values() if isinstance(parts, dict) else parts) for name in list_column_names(part)]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A file that is there with all its bytes or not at all, whenever the process or the machine dies."""
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial_path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    commit_file(partial_path, path)
-
-
-def commit_file(partial_path: Path, path: Path) -> None:
-    """Give a finished file its name, for good."""
-    partial_path.replace(path)
-    folder_fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)

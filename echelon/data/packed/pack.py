@@ -20,12 +20,13 @@ from typing import Any
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.block_layout import rows_per_block
-from echelon.data.packed.file_locks import describe_holders, hold_lock, try_lock, unlock
+from echelon.data.packed.file_locks import lock_file
 from echelon.data.packed.locked_tasks import Task, run_tasks
-from echelon.data.packed.manifest import Manifest, Shard, write_atomically
+from echelon.data.packed.manifest import Manifest, Shard
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback
 from echelon.data.packed.shard import ShardWriter
 from echelon.errors import DataError
+from echelon.files import atomic_write, describe_holders, release_lock, try_lock
 
 #: Bytes of a shard, about. A process that packs holds one in memory.
 SHARD_BYTES = 2**27
@@ -57,7 +58,7 @@ class _PackingSpec:
     def write_start_document(self) -> None:
         """Say that it has begun, and what it packs."""
         document = {**self.intent, "from": dict(self.source.provenance)}
-        write_atomically(self.folder / "packing.json", json.dumps(document).encode())
+        atomic_write(self.folder / "packing.json", json.dumps(document))
 
     def row_range(self, shard_index: int) -> tuple[int, int]:
         """The rows of a shard, from and to."""
@@ -78,7 +79,7 @@ class _PackingSpec:
     def write_note(self, shard_index: int, shard: Shard) -> None:
         """Say that a shard is finished."""
         document = {"intent": self.intent, "shard": asdict(shard)}
-        write_atomically(self.folder / f"{_shard_name(shard_index)}.json", json.dumps(document).encode())
+        atomic_write(self.folder / f"{_shard_name(shard_index)}.json", json.dumps(document))
 
 
 def pack(
@@ -104,16 +105,16 @@ def pack(
     folder.mkdir(parents=True, exist_ok=True)
     busy_lock = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with hold_lock(folder / ".lock"):
+        with lock_file(folder / ".lock"):
             finished = _prepare_folder(spec, overwrite, busy_lock)
             if finished is not None:
                 return finished
             try_lock(busy_lock, shared=True)
         _write_missing_shards(spec, processes, progress)
-        with hold_lock(folder / ".lock"):
+        with lock_file(folder / ".lock"):
             return _write_manifest(spec)
     finally:
-        unlock(busy_lock)
+        release_lock(busy_lock)
 
 
 def _find_finished(folder: Path, source: PackingSource, shards: int | None) -> Manifest | None:
@@ -316,7 +317,7 @@ def _clear_folder(folder: Path, busy_lock: int, kind: str) -> None:
                 "another folder. Ranks of one job must give the same data and function: is something in them different on each?"
             )
         time.sleep(0.05)
-    write_atomically(folder / "packing.json", json.dumps({"kind": kind}).encode())
+    atomic_write(folder / "packing.json", json.dumps({"kind": kind}))
     (folder / documents.FILE_NAME).unlink(missing_ok=True)
     _delete_matching(folder, _SHARD_FILES)
     _remove_work_files(folder)

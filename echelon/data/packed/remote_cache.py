@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data.packed.file_locks import hold_lock, is_deleted, try_lock, unlock
+from echelon.data.packed.file_locks import lock_file
 from echelon.errors import CacheFullError, DataError
+from echelon.files import release_lock, try_lock
 from echelon.plan.format_units import format_bytes as in_words
 from echelon.world import cache_folder
 
@@ -55,7 +56,7 @@ class CachedFile:
     @property
     def is_deleted(self) -> bool:
         """Whether it has been deleted; its room is free only once nobody has it open."""
-        return os.fstat(self._lock).st_nlink == 0
+        return _is_deleted(self._lock)
 
     def close(self) -> None:
         """It is not needed any more."""
@@ -96,9 +97,8 @@ class FileCache:
             cached_file = _open_cached(path)
             if cached_file is not None:
                 return cached_file
-            with hold_lock(
-                path.with_suffix(".lock"), timeout=fill_timeout, read_heartbeat=lambda: _modified_ns(partial_path)
-            ):
+            lock_path = path.with_suffix(".lock")
+            with lock_file(lock_path, timeout=fill_timeout, heartbeat=lambda: _modified_ns(partial_path)):
                 if path.exists():
                     continue
                 self._reserve(partial_path, size, space_timeout)
@@ -122,7 +122,7 @@ class FileCache:
             )
         deadline = time.monotonic() + space_timeout
         while True:
-            with hold_lock(self.folder / "room.lock"):
+            with lock_file(self.folder / "room.lock"):
                 partial_path.unlink(missing_ok=True)
                 fits = self._evict_for(size)
                 if fits and self._try_allocate(partial_path, size):
@@ -186,7 +186,7 @@ class FileCache:
 
     def clear(self) -> tuple[int, int]:
         """Delete the copies that nobody uses, and the locks of those who made them: how many, and how many are in use."""
-        with hold_lock(self.folder / "room.lock"):
+        with lock_file(self.folder / "room.lock"):
             deletions = [self._try_delete(path) for _, _, path in self._list_copies()]
             for path in self.folder.iterdir():
                 if _LOCK_NAME.fullmatch(path.name):
@@ -202,12 +202,12 @@ class FileCache:
         except FileNotFoundError:
             return False
         try:
-            if try_lock(lock) and not is_deleted(lock):
+            if try_lock(lock) and not _is_deleted(lock):
                 path.unlink(missing_ok=True)
                 return True
             return False
         finally:
-            unlock(lock)
+            release_lock(lock)
 
 
 def _open_cached(path: Path) -> CachedFile | None:
@@ -216,6 +216,10 @@ def _open_cached(path: Path) -> CachedFile | None:
     except FileNotFoundError:
         return None
     return cached_file if cached_file.pin() else None  # deleted between the two calls
+
+
+def _is_deleted(descriptor: int) -> bool:
+    return os.fstat(descriptor).st_nlink == 0
 
 
 def _modified_ns(partial_path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from echelon.data.packed import block_layout
-from echelon.data.packed.manifest import Column, Shard, commit_file
+from echelon.data.packed.manifest import Column, Shard
 from echelon.errors import DataError
+from echelon.files import atomic_writer
 
 #: Stored as integers of their size: NumPy lacks bfloat16, and Arrow packs eight booleans into a byte.
 STORAGE_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
@@ -52,7 +52,6 @@ class ShardWriter:
         import pyarrow as pa
 
         assert self._row_count == self._samples
-        partial_path = folder / f".{name}.{os.getpid()}"
         arrays = [self._to_arrow(column_index, pa) for column_index in range(len(self._columns))]
         fields = [
             pa.field(column.name, array.type, nullable=False)
@@ -60,21 +59,16 @@ class ShardWriter:
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
         try:
-            with partial_path.open("wb") as file:
+            with atomic_writer(folder / name) as file:
                 with pa.ipc.new_file(pa.PythonFile(file, "w"), batch.schema) as writer:
                     writer.write_batch(batch)
                 file.flush()
-                os.fsync(file.fileno())
-            shard = _describe_shard(partial_path, name, self._columns, self._samples, block)
-            commit_file(partial_path, folder / name)
+                return _describe_shard(Path(file.name), name, self._columns, self._samples, block)
         except OSError as error:
             raise DataError(
                 f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which goes "
                 "on where this one stopped"
             ) from None
-        finally:
-            partial_path.unlink(missing_ok=True)
-        return shard
 
     def _to_arrow(self, column_index: int, pa: Any) -> Any:
         column, fixed_rows = self._columns[column_index], self._fixed_columns[column_index]

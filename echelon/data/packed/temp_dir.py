@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from echelon.data.packed.file_locks import try_lock, unlock
+from echelon.files import release_lock, try_lock
 
 
 class SharedTempDir:
@@ -24,12 +24,12 @@ class SharedTempDir:
     def remove_if_unused(self) -> None:
         """Take it away, unless another holds it."""
         if self._lock >= 0:
-            unlock(self._lock)
+            release_lock(self._lock)
             self._lock = -1
         lock = self._try_lock(shared=False)
         if lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
-            unlock(lock)
+            release_lock(lock)
 
     def _try_lock(self, *, shared: bool) -> int:
         """Its lock, if nobody else has it; -1: another has, or the folder is gone."""
@@ -44,5 +44,5 @@ class SharedTempDir:
                 return lock
         except FileNotFoundError:
             pass
-        unlock(lock)
+        release_lock(lock)
         return -1
