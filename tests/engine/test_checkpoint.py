@@ -155,7 +155,7 @@ def test_a_bad_checkpoint_is_named_on_every_rank(
 def test_a_foreign_checkpoint_is_named(ranks: RankPool, place: Path) -> None:
     found = ranks.run(2, "tests.engine.jobs:load_failure", "mlp", "dp=2", str(place))
     assert all("made by another model: 0.weight is absent there and [12, 8] here" in each for each in found), found
-    assert all(each.startswith("ForeignCheckpoint: ") for each in found), found
+    assert all(each.startswith("IncompatibleCheckpointError: ") for each in found), found
 
 
 def test_another_order_of_samples_is_refused(place: Path) -> None:

@@ -58,7 +58,7 @@ def test_micro_batches_of_one_sample_keep_state(ranks: RankPool, plan: str) -> N
 @pytest.mark.parametrize("name", kept.REFUSED)
 def test_state_without_a_rule_ends_the_run(name: str) -> None:
     found = kept.trained(World(), [name], "dp=1 micro=4")[name]
-    assert found.startswith("UnpartedState: buffer state: ")
+    assert found.startswith("UnshardableStateError: buffer state: ")
 
 
 def test_a_rule_that_changes_is_named() -> None:
@@ -69,4 +69,4 @@ def test_a_rule_that_changes_is_named() -> None:
 
 def test_ranks_do_not_average_state_without_a_rule(ranks: RankPool) -> None:
     for found in ranks.run(2, "tests.engine.kept:trained", list(kept.REFUSED), "dp=2"):
-        assert all(found[name].startswith("UnpartedState: buffer state: ") for name in kept.REFUSED), found
+        assert all(found[name].startswith("UnshardableStateError: buffer state: ") for name in kept.REFUSED), found
