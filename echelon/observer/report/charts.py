@@ -1,17 +1,16 @@
-"""Line charts and histograms as HTML with inline SVG.
+"""Lay out line charts and histograms: SVG paths in a box of 1000 x 1000, labels in percent of it. The template draws them.
 
-The picture stretches to its place (the SVG has no fixed aspect, strokes do not scale) while labels are HTML laid over it, so that
-text has one size on a phone and on a wide screen. Colours are CSS variables of the page, so dark mode needs no second picture.
+The SVG stretches to its place while labels are HTML on top, so that text keeps its size on any screen. Colours are CSS variables.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import accumulate
+from typing import Any
 
 Points = Sequence[tuple[float, float]]
 
@@ -28,6 +27,21 @@ class Curve:
     points: Points
     role: str = "main"
     dots: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart laid out. `label` is for screen readers; without `hover` no values are shown under the pointer."""
+
+    title: str = ""
+    label: str
+    #: (CSS class, SVG path data)
+    paths: Sequence[tuple[str, str]]
+    #: (CSS class, position as CSS, text)
+    ticks: Sequence[tuple[str, str, str]]
+    #: (CSS variable of the colour, name) of each curve
+    legend: Sequence[tuple[str, str]] = ()
+    hover: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,74 +91,56 @@ def fit_scale(values: Sequence[float], *, zero: bool = False, log: bool = False)
 
 
 def line_chart(
+    title: str,
     curves: Sequence[Curve],
     format_value: Callable[[float], str],
     *,
     zero: bool = False,
     log: bool = False,
     marks: Sequence[tuple[float, str]] = (),
-) -> str:
-    """Curves over steps. `format_value` writes a value with its unit; `marks` are vertical lines with a word each."""
-    curves = [curve for curve in curves if curve.points]
+) -> Chart:
+    """Curves over steps. `format_value` writes a value with its unit; `marks` are labelled vertical lines."""
     steps = [x for curve in curves for x, _ in curve.points]
     x_scale = Scale(min(steps), max(steps)) if max(steps) > min(steps) else Scale(min(steps) - 1, min(steps) + 1)
     y_scale = fit_scale([y for curve in curves for _, y in curve.points], zero=zero, log=log)
-    paths = "".join(_draw_curve(curve, x_scale, y_scale) for curve in curves)
-    grid = "".join(f'<path class="grid" d="M0 {_y_position(y_scale, tick)}H1000"/>' for tick in y_scale.ticks())
-    grid += "".join(f'<path class="mark" d="M{1000 * x_scale.position(x):.1f} 0V1000"/>' for x, _ in marks)
-    labels = "".join(
-        f'<span class="tick y" style="top:{_y_position(y_scale, tick) / 10:.2f}%">{escape(format_value(tick))}</span>'
-        for tick in y_scale.ticks()
-    )
-    labels += _steps_axis(x_scale)
-    labels += "".join(
-        f'<span class="tick word" style="left:{100 * x_scale.position(x):.2f}%">{escape(word)}</span>'
-        for x, word in marks
-    )
-    hover_curves = [curve for curve in curves if curve.role != "raw"] or curves
-    hover = {
-        "low": x_scale.low,
-        "high": x_scale.high,
-        "lines": [
-            {
-                "label": curve.label,
-                "points": [[x, format_value(y)] for x, y in thin(curve.points, _MAX_POINTS)],
-            }
-            for curve in hover_curves
-        ],
-    }
-    return (
-        f'<div class="plot" data-hover="{escape(json.dumps(hover, separators=(",", ":")))}">'
-        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(", ".join(curve.label for curve in curves))} over steps">{grid}{paths}</svg>{labels}</div>'
+    y_ticks = [(_y_position(y_scale, tick), format_value(tick)) for tick in y_scale.ticks()]
+    x_ticks = [tick for tick in x_scale.ticks() if tick == int(tick)]
+    paths = [("grid", f"M0 {position}H1000") for position, _ in y_ticks]
+    paths += [("mark", f"M{1000 * x_scale.position(x):.1f} 0V1000") for x, _ in marks]
+    paths += [path for curve in curves for path in _curve_paths(curve, x_scale, y_scale)]
+    ticks = [("y", f"top:{position / 10:.2f}%", text) for position, text in y_ticks]
+    ticks += [_x_tick(x_scale, tick, f"{'step ' * (i == 0)}{tick:,.0f}") for i, tick in enumerate(x_ticks)]
+    ticks += [("word", f"left:{100 * x_scale.position(x):.2f}%", word) for x, word in marks]
+    lines = [
+        {"label": curve.label, "points": [[x, format_value(y)] for x, y in thin(curve.points, _MAX_POINTS)]}
+        for curve in [curve for curve in curves if curve.role != "raw"] or curves
+    ]
+    return Chart(
+        title=title,
+        label=f"{', '.join(curve.label for curve in curves)} over steps",
+        paths=paths,
+        ticks=ticks,
+        legend=[(curve.role, curve.label) for curve in curves],
+        hover={"low": x_scale.low, "high": x_scale.high, "lines": lines},
     )
 
 
-def histogram(values: Sequence[float], format_value: Callable[[float], str], *, bins: int = 40) -> str:
-    """How often each size occurs. The slowest half percent is cut off, so that one hiccup does not flatten the rest."""
+def histogram(values: Sequence[float], format_value: Callable[[float], str], *, bins: int = 40) -> Chart:
+    """How often each size occurs. The largest half percent is cut off, so that one outlier does not flatten the rest."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[min(int(len(ordered) * 0.995), len(ordered) - 1)]
     if high <= low:
         low, high = low * 0.9, low * 1.1 or 1.0
     bins = min(bins, max(len(ordered) // 4, 5))
-    counts = [0] * bins
-    for value in ordered:
-        if value <= high:
-            counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
-    tallest = max(counts)
-    width = 1000 / bins
-    bars = "".join(
-        f'<rect x="{i * width + width * 0.06:.1f}" y="{1000 - 960 * n / tallest:.1f}" width="{width * 0.88:.1f}" '
-        f'height="{960 * n / tallest:.1f}"/>'
-        for i, n in enumerate(counts)
-        if n
-    )
+    counts = Counter(min(int((value - low) / (high - low) * bins), bins - 1) for value in ordered if value <= high)
+    width, tallest = 1000 / bins, max(counts.values())
+    bars = [
+        ("bar", f"M{(i + 0.06) * width:.1f} 1000V{1000 - 960 * n / tallest:.1f}h{width * 0.88:.1f}V1000z")
+        for i, n in sorted(counts.items())
+    ]
     x_scale = Scale(low, high)
-    labels = "".join(_x_label(x_scale, tick, format_value(tick)) for tick in x_scale.ticks(5))
-    return (
-        '<div class="plot bars"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="distribution">{bars}</svg>{labels}</div>'
-    )
+    ticks = [_x_tick(x_scale, tick, format_value(tick)) for tick in x_scale.ticks(5)]
+    return Chart(label="distribution", paths=bars, ticks=ticks)
 
 
 def smooth(points: Points, window: int | None = None) -> list[tuple[float, float]]:
@@ -180,26 +176,19 @@ def envelope(points: Points, columns: int = _MAX_COLUMNS) -> list[tuple[float, f
     return extremes
 
 
-def _draw_curve(curve: Curve, x_scale: Scale, y_scale: Scale) -> str:
+def _curve_paths(curve: Curve, x_scale: Scale, y_scale: Scale) -> list[tuple[str, str]]:
     points = envelope(curve.points) if curve.role == "raw" else thin(curve.points, _MAX_POINTS)
-    positions = [(round(1000 * x_scale.position(x), 1), _y_position(y_scale, y)) for x, y in points]
-    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in positions)
-    drawn = f'<path class="line {curve.role}" d="{path}"/>'
-    if curve.dots or len(positions) == 1:
-        drawn += "".join(f'<path class="dot {curve.role}" d="M{x:g} {y:g}h.01"/>' for x, y in positions)
-    return drawn
+    positions = [f"{round(1000 * x_scale.position(x), 1):g} {_y_position(y_scale, y):g}" for x, y in points]
+    has_dots = curve.dots or len(positions) == 1
+    dots = [(f"dot {curve.role}", f"M{position}h.01") for position in positions if has_dots]
+    return [(f"line {curve.role}", f"M{'L'.join(positions)}"), *dots]
 
 
-def _steps_axis(x_scale: Scale) -> str:
-    ticks = [tick for tick in x_scale.ticks() if tick == int(tick)]
-    return "".join(_x_label(x_scale, tick, f"{'step ' * (i == 0)}{tick:,.0f}") for i, tick in enumerate(ticks))
-
-
-def _x_label(x_scale: Scale, tick: float, text: str) -> str:
-    """A label under the picture; at either end it keeps inside."""
+def _x_tick(x_scale: Scale, tick: float, text: str) -> tuple[str, str, str]:
+    """A label below the plot, kept inside at either end."""
     position = x_scale.position(tick)
-    side_class = " first" if position < 0.04 else " last" if position > 0.94 else ""
-    return f'<span class="tick x{side_class}" style="left:{100 * position:.2f}%">{escape(text)}</span>'
+    side = " first" if position < 0.04 else " last" if position > 0.94 else ""
+    return f"x{side}", f"left:{100 * position:.2f}%", text
 
 
 def _y_position(y_scale: Scale, value: float) -> float:

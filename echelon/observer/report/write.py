@@ -1,40 +1,38 @@
-"""The report: one page per run that needs nothing but a browser."""
+"""Render the report: one page per run that needs nothing but a browser."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 from echelon.errors import EchelonError
-from echelon.observer.report import about_run, training_sections
-from echelon.observer.report.page import render_page
+from echelon.observer.report.contents import collect_contents
 from echelon.observer.run_reader import read_run
+from echelon.plan import format_units
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. A run that still goes on, or was killed, has a report too."""
+    """Write `report.html` into a run folder and return its path. Works for running and killed runs too."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     record = read_run(folder)
-    body = "\n".join(
-        (
-            about_run.header(record),
-            training_sections.summary_tiles(record),
-            training_sections.curves_section(record),
-            training_sections.forecast_section(record),
-            training_sections.time_section(record),
-            about_run.plan_section(record),
-            about_run.machine_section(record),
-            about_run.checkpoints_section(record),
-            about_run.warnings_section(record),
-            about_run.repeat_section(record),
-            f"<footer>Written by echelon, {about_run.format_time(time.time())}. This page needs no network.</footer>",
-        )
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
+    environment.globals["units"] = format_units
+    environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    # "3 min 20 s" -> "3", "min", " 20", "s", ""
+    environment.filters["split_units"] = lambda text: re.split(r"(?<=\d) ([^\d\s]\S*)", text)
+    page = environment.get_template("report.html.j2").render(collect_contents(record), now=time.time())
     path = record.folder / "report.html"
     partial = path.with_name("report.html.partial")
     try:
-        partial.write_text(
-            render_page(f"{record.start.get('job') or record.folder.name}: training run", body), encoding="utf-8"
-        )
+        partial.write_text(page, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise EchelonError(
