@@ -9,7 +9,7 @@ import numpy as np
 import bench.common  # noqa: F401 (what the main module imports, which children import again)
 from bench.history_check import WIDTH, work
 from echelon.server import connect
-from echelon.server.client.combine import group_by_route
+from echelon.server.protocol.grouped_ids import group_by_route
 
 TABLE = "sums"
 

@@ -44,7 +44,7 @@ class ServerProcess:
         spill: Path | None = None,
         log: EventLogger = log_event,
     ) -> None:
-        from echelon.server.kernels.jit_warmup import warm_up
+        from echelon.server.jit_warmup import warm_up
 
         self._secret, self._controller_address, self._log_event = secret, controller, log
         self.name, self.incarnation = name, 0
@@ -239,8 +239,8 @@ class ServerProcess:
         )
 
     def _declare(self, store: Any, spec: Any) -> None:
+        from echelon.server.jit_warmup import warm_up_table
         from echelon.server.kernels.jit_cache import watch_compilation
-        from echelon.server.kernels.jit_warmup import warm_up_table
 
         with watch_compilation(self._mark_alive):
             warm_up_table(spec.dtype, spec.rule.every)

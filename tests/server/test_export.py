@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from echelon.errors import CheckpointError, DocumentError
 from echelon.plan.sealed_json import seal
 from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Init, Rule, StoreError, Table, spec_to_plain
+from echelon.server.protocol.wire_dtypes import dequantize
 from echelon.server.store import shard_checkpoint, table_export
-from echelon.server.store.narrow_numbers import dequantize
 from echelon.server.store.store import ParameterStore
 from echelon.verifier.job_reader import _load_server_tables
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import ServerError
-from echelon.server.client.combine import GroupedIds
 from echelon.server.client.connection_pool import Request
 from echelon.server.client.requests import (
     MAX_ROWS_BYTES,
@@ -34,6 +33,7 @@ from echelon.server.client.requests import (
 from echelon.server.client.session import Session
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import read_secret
+from echelon.server.protocol.grouped_ids import GroupedIds
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.protocol.specs import DTYPE_BYTES, Dense, Table, check_learning_rate, spec_to_plain
 
@@ -88,7 +88,7 @@ class Client:
             secret = read_secret(Path(secret))
         if window < 1:
             raise ServerError(f"window: {window}; at least one push must be under way, use 1 or more")
-        from echelon.server.kernels.jit_warmup import warm_up_client
+        from echelon.server.jit_warmup import warm_up_client
 
         warm_up_client()
         self.worker, self.window, self.step = worker, window, 0

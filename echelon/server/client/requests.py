@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server.client.combine import GroupedIds, group_by_route
 from echelon.server.client.outbox import Route
+from echelon.server.protocol.grouped_ids import GroupedIds, group_by_route
 from echelon.server.protocol.hashing import block_shards, shard_of
 from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Table
 from echelon.server.protocol.wire import ChunkedArray
-from echelon.server.store.narrow_numbers import dequantize
+from echelon.server.protocol.wire_dtypes import dequantize
 
 #: Which rows of a parcel: a slice where a route's lie together, else their numbers.
 RowIndex = slice | np.ndarray

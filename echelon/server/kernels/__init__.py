@@ -20,9 +20,8 @@ except ImportError as error:
         "pip install 'echelon[server]'"
     ) from error
 
-from echelon.server.kernels.first import init_row, normal_quantile
-from echelon.server.kernels.groups import all_unique, gather_rows, group_ids, segment_sum
-from echelon.server.kernels.index import (
+from echelon.server.kernels.constants import F2, F4, I1, I2, LR, NATIVE, STATE_INIT
+from echelon.server.kernels.hash_index import (
     LOOKUP_BATCH,
     copy_rows,
     find_rows,
@@ -33,11 +32,12 @@ from echelon.server.kernels.index import (
     rehash_slots,
     remove_rows,
 )
-from echelon.server.kernels.machine import mix64
-from echelon.server.kernels.narrow import dequantize_rows, quantize_rows
-from echelon.server.kernels.places import F2, F4, I1, I2, LR, NATIVE, STATE_INIT
+from echelon.server.kernels.initial_values import init_row, normal_quantile
+from echelon.server.kernels.intrinsics import mix64
+from echelon.server.kernels.quantization import dequantize_rows, quantize_rows
 from echelon.server.kernels.rows import read_rows, update_rows, write_rows
-from echelon.server.kernels.rules import lamb_block_direction, update_block
+from echelon.server.kernels.unique_ids import all_unique, gather_rows, group_ids, segment_sum
+from echelon.server.kernels.update_rules import lamb_block_direction, update_block
 
 __all__ = [
     "LOOKUP_BATCH",

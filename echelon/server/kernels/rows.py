@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.kernels.first import init_row
-from echelon.server.kernels.index import (
-    LOOKUP_BATCH,
-    LOW_32_BITS,
-    PREFETCH_DISTANCE,
-    allocate_row,
-    confirm_row,
-    find_candidates,
-    insert_slot,
-    prefetch_slots,
-)
-from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import GOLDEN, borrow, copy_elements, mix64, prefetch_line
-from echelon.server.kernels.narrow import fill_draws, load_weights, store_weights
-from echelon.server.kernels.places import (
+from echelon.server.kernels.constants import (
     COUNT_OFFSET,
     DIM,
     NATIVE,
@@ -29,7 +15,21 @@ from echelon.server.kernels.places import (
     WEIGHT_OFFSET,
     WORDS,
 )
-from echelon.server.kernels.rules import apply_rule
+from echelon.server.kernels.hash_index import (
+    LOOKUP_BATCH,
+    LOW_32_BITS,
+    PREFETCH_DISTANCE,
+    allocate_row,
+    confirm_row,
+    find_candidates,
+    insert_slot,
+    prefetch_slots,
+)
+from echelon.server.kernels.initial_values import init_row
+from echelon.server.kernels.intrinsics import GOLDEN, borrow, copy_elements, mix64, prefetch_line
+from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.quantization import fill_draws, load_weights, store_weights
+from echelon.server.kernels.update_rules import apply_rule
 
 _compiled = cached_njit()
 

@@ -8,7 +8,7 @@ its rows up to date and updates them. A row that was never pushed to is brought 
 - Adam's averages shrink by constants: a missed update is one division per number, and they end where the rest is below rounding.
 - Weight decay through Adam's or Adagrad's gradient has no such form: every missed update is computed.
 
-The compiled loops are in `kernels.missed`.
+The compiled loops are in `kernels.missed_updates`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.server.kernels.missed import (
+from echelon.server.kernels.missed_updates import (
     ADAGRAD,
     ADAM,
     ADAM_COUPLED,

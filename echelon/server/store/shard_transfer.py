@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.client.combine import make_hash_table
+from echelon.server.protocol.grouped_ids import make_hash_table
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import StoreError, spec_to_plain
 from echelon.server.store.dense_param import DenseBlock, DenseParameter

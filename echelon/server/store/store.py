@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.client.combine import group_by_route, make_hash_table
+from echelon.server.protocol.grouped_ids import group_by_route, make_hash_table
 from echelon.server.protocol.hashing import shard_bits, shard_of
 from echelon.server.protocol.specs import Dense, Init, Rule, StoreError, StoreFull, Table, check_learning_rate
+from echelon.server.protocol.wire_dtypes import quantize
 from echelon.server.store import shard_transfer
 from echelon.server.store.dense_param import DenseParameter
 from echelon.server.store.lazy_updates import LazySparseTable
-from echelon.server.store.narrow_numbers import quantize
 from echelon.server.store.shard_transfer import SnapshotPart
 from echelon.server.store.sparse_table import SparseTable, extract_weights
 from echelon.server.store.validate import as_block_values, as_id_array, as_row_values, unique_ids

@@ -50,7 +50,7 @@ def export_from_checkpoint(folder: Path, name: str, path: Path, wire_dtype: str 
 
 def iterate_rows(source: Path, name: str | None = None, dtype: str = "f4") -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids, rows) of a table, batch by batch, from a checkpoint's folder or an exported file."""
-    from echelon.server.store.narrow_numbers import dequantize
+    from echelon.server.protocol.wire_dtypes import dequantize
 
     source = Path(source)
     if not source.is_dir():
@@ -150,7 +150,7 @@ class ExportedTable:
 
     def read_rows(self, ids: np.ndarray, dtype: str = "f4") -> np.ndarray:
         """The row of each id; of one that has none, the value that training started it with, and that its rule has made of it."""
-        from echelon.server.store.narrow_numbers import dequantize
+        from echelon.server.protocol.wire_dtypes import dequantize
 
         assert isinstance(self.spec, Table)
         ids = np.asarray(ids, np.int64).reshape(-1)
@@ -244,9 +244,9 @@ def _find_table_spec(folder: Path, manifest: dict[str, Any], name: str | None) -
 def _read_checkpoint_batches(
     folder: Path, manifest: dict[str, Any], spec: Table, wire_dtype: str
 ) -> Iterator[RowBatch]:
+    from echelon.server.protocol.wire_dtypes import dequantize, quantize
     from echelon.server.store import shard_checkpoint
     from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_from_runs
-    from echelon.server.store.narrow_numbers import dequantize, quantize
     from echelon.server.store.sparse_table import extract_weights
 
     for shard in range(manifest["shards"]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.client.combine import make_hash_table
+from echelon.server.protocol.grouped_ids import make_hash_table
 from echelon.server.protocol.specs import StoreError
 from echelon.server.store.dense_param import DenseParameter
 from echelon.server.store.sparse_table import SparseTable

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.server.client.combine import group_by_route
+from echelon.server.protocol.grouped_ids import group_by_route
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import StoreError
 

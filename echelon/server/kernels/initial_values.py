@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from echelon.server.kernels.constants import CONSTANT, UNIFORM
+from echelon.server.kernels.intrinsics import GOLDEN, mix64
 from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import GOLDEN, mix64
-from echelon.server.kernels.places import CONSTANT, UNIFORM
 
 _compiled = cached_njit()
 _inlined = cached_njit(forceinline=True)

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from echelon.server.kernels.intrinsics import integer_power
 from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import integer_power
 
 #: How missed updates are made up for.
 LINEAR, ADAM, ADAM_COUPLED, ADAGRAD = range(4)

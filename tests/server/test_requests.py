@@ -9,7 +9,7 @@ from echelon.server.client.outbox import build_routes
 from echelon.server.client.requests import Pull, Push, RoutingTable, TablePull, TablePush
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import Table
-from echelon.server.store.narrow_numbers import quantize
+from echelon.server.protocol.wire_dtypes import quantize
 
 CHAINS = [("a", "b"), ("b", "a"), (), ("a", "b")]
 IDS = np.arange(500) // 2

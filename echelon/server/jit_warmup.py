@@ -16,10 +16,10 @@ import numba
 import numpy as np
 
 from echelon.server import kernels
-from echelon.server.client.combine import group_by_route
 from echelon.server.kernels.jit_cache import cache_folder, hash_sources, watch_compilation
+from echelon.server.protocol.grouped_ids import group_by_route
 from echelon.server.protocol.specs import RULE_KINDS, Dense, Rule, Table
-from echelon.server.store.narrow_numbers import dequantize, quantize
+from echelon.server.protocol.wire_dtypes import dequantize, quantize
 from echelon.server.store.store import ParameterStore
 
 #: Told the share that is done, at each sign of life of whoever compiles.

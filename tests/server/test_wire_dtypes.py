@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from echelon.server.protocol.specs import Init, Rule, StoreError, Table
-from echelon.server.store.narrow_numbers import dequantize, quantize
+from echelon.server.protocol.wire_dtypes import dequantize, quantize
 from echelon.server.store.store import ParameterStore
 
 values = arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 19)), elements=st.floats(-1e4, 1e4, width=32))

@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import (
+from echelon.server.kernels.constants import DIM, F2, F4, I2, NATIVE, SCALE_OFFSET, STORED, WEIGHT_OFFSET, WORDS
+from echelon.server.kernels.intrinsics import (
     GOLDEN,
     bits_to_float,
     borrow,
@@ -20,7 +20,7 @@ from echelon.server.kernels.machine import (
     mix64,
     round_stochastically,
 )
-from echelon.server.kernels.places import DIM, F2, F4, I2, NATIVE, SCALE_OFFSET, STORED, WEIGHT_OFFSET, WORDS
+from echelon.server.kernels.jit_cache import cached_njit
 
 _compiled = cached_njit()
 _inlined = cached_njit(forceinline=True)

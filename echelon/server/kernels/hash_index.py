@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from echelon.server.kernels.intrinsics import borrow, copy_elements, mix64, prefetch_line
 from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import borrow, copy_elements, mix64, prefetch_line
 
 LOW_32_BITS = np.uint64(0xFFFFFFFF)
 #: How many rows ahead a loop over rows fetches.

@@ -6,9 +6,7 @@ import math
 
 import numpy as np
 
-from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import integer_power, sum_squares_by_eight
-from echelon.server.kernels.places import (
+from echelon.server.kernels.constants import (
     ADAGRAD,
     ADAM,
     B1,
@@ -31,6 +29,8 @@ from echelon.server.kernels.places import (
     STEP,
     WIDTH,
 )
+from echelon.server.kernels.intrinsics import integer_power, sum_squares_by_eight
+from echelon.server.kernels.jit_cache import cached_njit
 
 _compiled = cached_njit()
 _inlined = cached_njit(forceinline=True)

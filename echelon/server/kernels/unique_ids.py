@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from echelon.server.kernels.intrinsics import borrow, copy_elements, mix64
 from echelon.server.kernels.jit_cache import cached_njit
-from echelon.server.kernels.machine import borrow, copy_elements, mix64
 
 _compiled = cached_njit()
 

@@ -17,8 +17,8 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.server import Servers, kernels
+from echelon.server.jit_warmup import _warmup_lock, warm_up_client
 from echelon.server.kernels.jit_cache import cache_folder
-from echelon.server.kernels.jit_warmup import _warmup_lock, warm_up_client
 from echelon.server.local_servers import ChildProcess
 
 
