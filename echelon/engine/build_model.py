@@ -17,18 +17,15 @@ from echelon.engine.backends.parameter_server import remove_tables
 from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.checks.hook_checks import require_supported_hooks
 from echelon.engine.data_setup import BatchMover
-from echelon.engine.init_model import broadcast_model, initialize_model, model_fingerprint, move_model
+from echelon.engine.init_model import broadcast_model, initialize_model, model_fingerprint
 from echelon.engine.parallel.fsdp import ZeroSharding, unit_modules
 from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
 from echelon.engine.parallel.max_norm_sync import max_norm_weights
+from echelon.engine.parallel.module_tensors import move_model
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import TPShard
-from echelon.engine.parallel.tensor_parallel import (
-    TPCommunicator,
-    find_tp_shards,
-    install_tensor_parallel,
-    shard_parameters,
-)
+from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tensor_parallel, shard_parameters
+from echelon.engine.parallel.tp_collectives import TPCommunicator
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.engine.weights import load_weights
 from echelon.errors import PlanError
@@ -208,9 +205,9 @@ class RankModel:
             raise PlanError(
                 f"tp={tensor_parallel.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
             )
-        axis = TPCommunicator(tensor_parallel)
-        tp_shards = find_tp_shards(model, plan.tensor.placements, axis)
-        install_tensor_parallel(model, plan.tensor.placements, axis, plan.tensor.segments)
+        tp = TPCommunicator(tensor_parallel)
+        tp_shards = find_tp_shards(model, plan.tensor.placements, tp)
+        install_tensor_parallel(model, plan.tensor.placements, tp, plan.tensor.segments)
         return tp_shards
 
     def _find_tied(self, trained: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Communicator, list[nn.Parameter]]]:

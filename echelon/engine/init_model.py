@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from echelon.engine.parallel.placeholder_tensor import make_placeholder
-from echelon.engine.parallel.shard_layout import TPShard
+from echelon.engine.parallel.module_tensors import named_tensors
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, cast_model, disable_sparse_gradients, require_trainable
@@ -169,11 +166,6 @@ def materialize_meta_modules(model: nn.Module, job: Job, server_initialized: Set
             reset()
 
 
-def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, each once."""
-    return chain(model.named_parameters(), model.named_buffers())
-
-
 def model_fingerprint(model: nn.Module) -> str:
     """Hash of the parameters' names, shapes and dtypes, as profiles have it."""
     named_parameters = model.named_parameters()
@@ -211,60 +203,6 @@ def _require_same_model(model: nn.Module, ranks: WorldCommunicator) -> None:
         f"model= returns different models per rank: {name} is {first_shapes.get(name, 'absent')} on rank 0 and "
         f"{other_shapes.get(name, 'absent')} on rank {other_rank}; build it from the job alone, not from the rank or the host"
     )
-
-
-@torch.no_grad()
-def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move what has numbers; tensors of other stages stay without."""
-    for module in model.modules():
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for name, value in registry.items():
-                if value is None or value.is_meta:
-                    continue
-                if isinstance(value, nn.Parameter):
-                    value.data = value.data.to(device)  # the same object: it may be shared
-                else:
-                    registry[name] = value.to(device)
-
-
-@torch.no_grad()
-def materialize_module(
-    model: nn.Module,
-    path: str,
-    ranks: WorldCommunicator,
-    materialized: dict[int, Tensor],
-    tp_shards: Mapping[str, TPShard],
-    other_stage_names: Set[str] = frozenset(),
-) -> None:
-    """Put the parameters and buffers of the module at `path` on the device with rank 0's values. Shared tensors stay shared
-    (`materialized`), of those that the tensor axis cuts only this rank's piece stays, and of `other_stage_names` ones nothing but the shape."""
-    for submodule_path, module in model.get_submodule(path).named_modules(prefix=path):
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for key, initial in registry.items():
-                name = f"{submodule_path}.{key}" if submodule_path else key
-                if initial is None or isinstance(initial, DTensor):
-                    continue
-                if name in tp_shards and initial.shape == tp_shards[name].local_shape:
-                    continue  # a buffer that was cut with the unit that it belongs to
-                if id(initial) not in materialized:
-                    value = (
-                        torch.empty_like(initial, device=ranks.device)
-                        if initial.is_meta
-                        else initial.detach().to(ranks.device)
-                    )
-                    value = value.contiguous()  # all that fully_shard takes
-                    dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    if name in tp_shards:
-                        value = tp_shards[name].extract(value)
-                    registered = (
-                        nn.Parameter(value, initial.requires_grad) if isinstance(initial, nn.Parameter) else value
-                    )
-                    materialized[id(initial)] = (
-                        make_placeholder(registered) if name in other_stage_names else registered
-                    )
-                registry[key] = materialized[id(initial)]
 
 
 @torch.no_grad()

@@ -250,7 +250,7 @@ def as_graph_leaves(tree: Any) -> Any:
         if type(value) is ShardedLogits and value._full_tensor is not None:
             return as_graph_leaf(value._full_tensor)
         if type(value) is ShardedLogits:
-            return ShardedLogits(as_graph_leaf(value._local), value._dim, value._shard_sizes, value._tp)
+            return value.with_local(as_graph_leaf(value._local))
         if type(value) is not Tensor or not value.is_floating_point():
             return value
         return ModelOutputMarker.apply(value.detach().requires_grad_())

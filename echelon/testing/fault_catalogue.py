@@ -28,8 +28,7 @@ from echelon.engine import run as engine
 from echelon.engine.backends.parameter_server import ServerBackend
 from echelon.engine.data_setup import RunData, open_run_data
 from echelon.engine.full_state import optimizer_tensors, tp_shard_of
-from echelon.engine.parallel import tensor_parallel
-from echelon.engine.parallel import tp_collectives as tensor_axis
+from echelon.engine.parallel import tp_collectives, tp_forwards
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator, WorldCommunicator
@@ -201,18 +200,18 @@ def _keep_local_norm_gradients() -> Sequence[AbstractContextManager[object]]:
     "no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1"
 )
 def _skip_backward_sum() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(tensor_axis._CopyToRegion, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
+    return [patch.dict(tp_collectives._OPERATIONS, copy=(tp_collectives._copy, "copy"))]
 
 
 @_register_fault(
     "bias added by every rank", "a row-cut layer adds its bias before the ranks are added up", needs="tp > 1"
 )
 def _add_bias_on_all_ranks() -> Sequence[AbstractContextManager[object]]:
-    def row_forward(module: Any, axis: tensor_parallel.TPCommunicator) -> Callable[..., Tensor]:
-        product = tensor_parallel._local_product(module)
-        return lambda x: axis.reduce_from_region(product(x, module.bias))
+    def row_forward(module: Any, tp: tp_collectives.TPCommunicator) -> Callable[..., Tensor]:
+        product = tp_forwards.local_product(module)
+        return lambda x: tp.reduce_from_region(product(x, module.bias))
 
-    return [patch.dict(tensor_parallel._FORWARD_BUILDERS, {"row": row_forward})]
+    return [patch.dict(tp_forwards.FORWARD_BUILDERS, {"row": row_forward})]
 
 
 @_register_fault(

@@ -7,12 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.engine.parallel.shard_layout import to_local
-from echelon.engine.parallel.tensor_parallel import (
-    TPCommunicator,
-    find_tp_shards,
-    install_tensor_parallel,
-    shard_parameters,
-)
+from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tensor_parallel, shard_parameters
+from echelon.engine.parallel.tp_collectives import TPCommunicator
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.engine.run import Run
 from echelon.partition.find_sequence_parallel import find_segments

@@ -12,12 +12,8 @@ from torch.nn import functional as F
 
 from echelon.engine.parallel.pipeline_parallel import sum_gradients
 from echelon.engine.parallel.shard_layout import TPShard, local_regions
-from echelon.engine.parallel.tensor_parallel import (
-    TPCommunicator,
-    find_tp_shards,
-    install_tensor_parallel,
-    shard_parameters,
-)
+from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tensor_parallel, shard_parameters
+from echelon.engine.parallel.tp_collectives import TPCommunicator
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.partition.find_sequence_parallel import find_segments
 from echelon.partition.find_tp import find_tensor_cuts

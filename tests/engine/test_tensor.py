@@ -83,4 +83,6 @@ def test_ids_and_targets_out_of_range_are_refused_as_on_one_device(ranks: RankPo
 
 def test_a_cut_model_is_not_copied(ranks: RankPool) -> None:
     """The copy would compute with the weights of the first."""
-    assert all("tp: a model that is cut cannot be copied" in each for each in ranks.run(2, "tests.engine.jobs:copied"))
+    assert all(
+        "tp: a tensor-parallel model cannot be copied" in each for each in ranks.run(2, "tests.engine.jobs:copied")
+    )

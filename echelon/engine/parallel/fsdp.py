@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.dtensor_reads import patch_host_reads
-from echelon.engine.init_model import materialize_module
 from echelon.engine.parallel.max_norm_sync import max_norm_weights
+from echelon.engine.parallel.module_tensors import materialize_module
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import TPShard
 from echelon.engine.process_groups import Communicator, WorldCommunicator
@@ -127,8 +127,8 @@ class ZeroSharding:
             [*([] if plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""] if pipeline is None else ()
         ):
             # Values arrive and are cut unit by unit: the whole model is never on one device.
-            unit, materialized = model.get_submodule(path), dict[int, Tensor]()
-            materialize_module(model, path, ranks, materialized, tp_shards)
+            unit = model.get_submodule(path)
+            materialize_module(model, path, ranks, tp_shards)
             # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
             ignored_parameters = _find_unshardable(unit)
             fully_shard(
@@ -177,7 +177,7 @@ class ZeroSharding:
         other_stage_names = {
             name for name, holding_ranks in pipeline.holding_ranks.items() if pipeline.rank not in holding_ranks
         }
-        materialize_module(model, "", ranks, {}, tp_shards, other_stage_names)
+        materialize_module(model, "", ranks, tp_shards, other_stage_names)
         parameters = dict(model.named_parameters())
         shared = {parameters[name] for name in pipeline.shared_parameters()}
         for path in pipeline.unit_paths:

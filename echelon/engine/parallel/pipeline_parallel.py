@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from echelon.engine.parallel.module_tensors import named_tensors, replace_tensors
 from echelon.engine.parallel.pipeline_stage import SeedFunction, Stage
 from echelon.engine.parallel.placeholder_tensor import make_placeholder
 from echelon.engine.parallel.shard_layout import to_local
@@ -102,19 +103,13 @@ class Pipeline:
                 "shares the memory)"
             )
 
-    @torch.no_grad()
     def drop_other_stages(self) -> None:
-        """Let go of what only other ranks' stages need: it stays by name and shape, without numbers."""
-        named_tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        other_stage_ids = {
-            id(tensor) for name, tensor in named_tensors if self._pp.rank not in self.holding_ranks[name]
-        }
-        placeholders: dict[int, Any] = {}
-        for module in self._model.modules():
-            for registry in (module._parameters, module._buffers):
-                for name, tensor in registry.items():
-                    if tensor is not None and id(tensor) in other_stage_ids:
-                        registry[name] = placeholders.setdefault(id(tensor), make_placeholder(tensor))
+        """Free what only other ranks' stages need: placeholders keep its names and shapes."""
+
+        def drop(name: str, tensor: Tensor) -> Tensor | None:
+            return None if self.rank in self.holding_ranks[name] else make_placeholder(tensor)
+
+        replace_tensors(self._model, drop)
 
     def shared_parameters(self) -> list[str]:
         """Parameters (by first name) that no unit has for itself: tied over stages, or used between units."""
@@ -303,11 +298,7 @@ def _find_holding_ranks(
             module = model.get_submodule(path)
             for tensor in (*module.parameters(), *module.buffers()):
                 ranks_by_id.setdefault(id(tensor), set()).add(stage % pp_size)
-    named_tensors = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    tensors_by_name = dict(named_tensors)
+    tensors_by_name = dict(named_tensors(model, remove_duplicate=False))
     for call_index, call in enumerate(unit_calls):
         for (
             name
@@ -315,7 +306,7 @@ def _find_holding_ranks(
             ranks_by_id.setdefault(id(tensors_by_name[name]), set()).update(
                 stage % pp_size for stage, last in enumerate(stage_bounds[1:]) if last > call_index
             )
-    return {name: frozenset(ranks_by_id.get(id(tensor), range(pp_size))) for name, tensor in named_tensors}
+    return {name: frozenset(ranks_by_id.get(id(tensor), range(pp_size))) for name, tensor in tensors_by_name.items()}
 
 
 @torch.no_grad()
