@@ -1,4 +1,4 @@
-"""What becomes of events: a log, a progress bar, TensorBoard, and a report when the run is over.
+"""Turn the events of a training into a log, a progress bar, TensorBoard scalars and a report.
 
 from echelon.observer import observers, write_report
 
@@ -28,9 +28,9 @@ __all__ = ["observers", "read_events", "write_report"]
 def observers(
     folder: str | Path | None, *, world: World, quiet: bool = False, forecast: Forecast | None = None
 ) -> list[Listener]:
-    """The listeners of this rank. Rank 0 speaks, logs and draws; the others only tell what goes wrong.
+    """The listeners of this rank. Rank 0 prints and logs everything, the others only warnings and failures.
 
-    `folder=None` keeps nothing on disk. `forecast` is what parallel efficiency is held against.
+    `folder=None` writes nothing to disk. Parallel efficiency is relative to `forecast`.
     """
     listeners: list[Listener] = [EventLog(folder, rank=world.rank)] if folder is not None else []
     if not world.is_main:

@@ -1,8 +1,7 @@
-"""Hands events on to the listeners, steps in handfuls.
+"""Pass events on to listeners, steps in batches.
 
-Between two steps the processor's caches fill with the model, so the same code costs about 100 µs where it is called once per step
-and 15 µs where it runs over a handful of steps in a row (both measured; `docs/report.md`). Anything that is not a step is
-handed on at once, after the steps before it.
+Between two steps the model evicts everything else from the CPU caches: handling a step costs about 100 µs when done once per step
+and 15 µs within a batch of steps (measured; `docs/report.md`). Other events are passed on at once, after the steps before them.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Sequence
 
 from echelon.events import Event, Listener
 
-#: A step is handed on at most this late (seconds); slower steps than this go straight through.
+#: Longest delay of a step in seconds; slower steps are passed on at once.
 _MAX_DELAY = 0.2
-#: More than this many never wait, whatever the clock does.
+#: Most steps that wait, whatever the clock does.
 _MAX_WAITING = 500
 
 
 class EventBatcher:
-    """One listener that stands for several."""
+    """A listener that batches events for other listeners."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = tuple(listeners)
@@ -33,12 +32,12 @@ class EventBatcher:
         self._flush_time = event.time + _MAX_DELAY
         self.flush()
         if event.kind == "start":
-            atexit.register(self.flush)  # an end that nobody tells of
+            atexit.register(self.flush)  # the process may end without an end event
         elif event.kind == "end":
             atexit.unregister(self.flush)
 
     def flush(self) -> None:
-        """Give the listeners everything that waits."""
+        """Pass all waiting events on."""
         waiting, self._waiting = self._waiting, []
         for listener in self.listeners:
             for event in waiting:

@@ -1,4 +1,4 @@
-"""How fast a training goes and when it will be done. Pure arithmetic over step events; the clock is theirs."""
+"""Estimate a training's speed and time left from its step events."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
-#: Seconds over which the rate is averaged: long enough to be calm, short enough to show a change.
+#: Seconds over which the rate is averaged.
 _RATE_SECONDS = 10.0
 #: Steps over which the loss is averaged.
 _LOSS_STEPS = 50
 
 
 class ProgressTracker:
-    """Running averages of a run. The first step, which warms everything up, counts only until there is a second."""
+    """Running averages of a run. The first step is a warm-up: it counts only until there is a second."""
 
     __slots__ = ("_loss", "_samples", "_seconds", "_steps", "_weight", "ideal_rate", "step", "steps_seen", "total")
 
     def __init__(self, *, total: int | None = None, step: int = 0, ideal_rate: float | None = None) -> None:
         self.total = total
-        #: Steps of the training that are done.
+        #: Steps done.
         self.step = step
-        #: Samples per second that all ranks would make if none waited for another; None: not known.
+        #: Samples per second of all ranks if none waited for another; None: unknown.
         self.ideal_rate = ideal_rate
         self.steps_seen = 0
         self._samples = self._seconds = self._steps = 0.0
         self._loss = self._weight = 0.0
 
     def add(self, step: int, data: Mapping[str, Any]) -> None:
-        """Take in one step event."""
+        """Count one step event."""
         self.step = step
         seconds = data["seconds"]
         if self.steps_seen == 1:
@@ -48,29 +48,29 @@ class ProgressTracker:
 
     @property
     def loss(self) -> float | None:
-        """Average of the last losses, the newest weighing most; None before the first."""
+        """Exponential moving average of the loss; None before the first."""
         return self._loss / self._weight if self._weight else None
 
     @property
     def rate(self) -> float | None:
-        """Samples per second, now."""
+        """Current samples per second."""
         return self._samples / self._seconds if self._seconds > 0 else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step, at the present pace; None where there is no end or no pace yet."""
+        """Seconds until the last step at the current rate; None: unknown."""
         if self.total is None or not self._steps:
             return None
         return max(self.total - self.step, 0) * self._seconds / self._steps
 
     @property
     def efficiency(self) -> float | None:
-        """Samples per second as a part of what the ranks would make without each other; None: nothing to hold it against."""
+        """Samples per second relative to `ideal_rate`; None: unknown."""
         return self.rate / self.ideal_rate if self.rate is not None and self.ideal_rate else None
 
 
 def ideal_rate(forecast: Forecast | None) -> float | None:
-    """Ranks x the rate of one rank alone on its share of the batch, by the forecast. None for one rank: it waits for nobody."""
+    """The forecast samples per second of all ranks without exchange. None for one rank, which waits for nobody."""
     if forecast is None or forecast.plan.ranks == 1:
         return None
     compute_seconds = forecast.time.step - forecast.time.exchange

@@ -1,15 +1,13 @@
-"""The event log: `events.jsonl` in the run folder, one line per event, readable while it grows and after any death.
+"""The event log: `events.jsonl` in the run folder, one line per event, readable while it grows and after a crash.
 
-Each line reaches the kernel before the log takes the next event, so that `kill -9` costs at most the line being written (and
-the steps of the last fifth of a second, which wait in the relay; a resumed run does those again). Ranks other than 0 write
-a file of their own (`events-3.jsonl`), and only when something went wrong there: appends of several machines to one file on
-a network disk would tear each other's lines.
+Each line reaches the kernel before the next event is taken, so `kill -9` loses at most the line being written and the steps of
+the last 0.2 s, which wait in `EventBatcher` and are repeated by a resumed run. Other ranks write a file of their own
+(`events-3.jsonl`) and only warnings and failures: concurrent appends to one file on a network disk would tear lines.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,20 +16,17 @@ from echelon.errors import EchelonError
 from echelon.events import Event
 from echelon.observer.stderr import write_stderr
 
-#: Allowing no NaN makes the fast C encoder refuse what `Event.to_line` must replace; that walk costs more than the rest.
-_encode = json.JSONEncoder(allow_nan=False).encode
-
-#: What a resumed run does again.
+#: What a resumed run repeats.
 _REPEATED_KINDS = frozenset({"step", "evaluation", "checkpoint"})
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
-    """Where `rank` writes its events."""
+    """The file of a rank's events."""
     return Path(folder) / ("events.jsonl" if rank == 0 else f"events-{rank}.jsonl")
 
 
 class EventLog:
-    """Writes events to the run folder. A disk that refuses is told once; the training goes on."""
+    """Writes events to the run folder. A disk error is reported once and does not stop the training."""
 
     def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
         self._path = log_path(folder, rank)
@@ -43,7 +38,7 @@ class EventLog:
     def __call__(self, event: Event) -> None:
         if not self._is_rank_zero and not _is_warning_or_failure(event):
             return
-        line = (_encode_event(event) + "\n").encode()
+        line = (event.to_line() + "\n").encode()
         try:
             if self._file is None:
                 self._open()
@@ -73,36 +68,26 @@ class EventLog:
         if not self._has_complained:
             self._has_complained = True
             write_stderr(
-                f"{self._path} cannot be written ({error.strerror}): the training goes on, its log and report will have gaps; free "
-                "some space or make the folder writable"
+                f"{self._path} cannot be written ({error.strerror}): the training continues, but its log and report will have gaps; "
+                "free some space or make the folder writable"
             )
 
 
 def read_events(folder: str | Path) -> list[Event]:
-    """What happened in the run, in order, each step once: of a step that was run again after a resume, the last run counts.
+    """The events of a run in order, each step once: of a step repeated after a resume, the last run counts.
 
-    A line that was cut short (by `kill -9`, by a full disk) is skipped.
+    Lines that were cut short (`kill -9`, a full disk) are skipped.
     """
     folder = Path(folder)
     path = log_path(folder)
     if not path.is_file():
         problem = "no such folder" if not folder.is_dir() else f"no {path.name} in it"
         raise EchelonError(
-            f"{folder}: {problem}, so it is not the folder of a run; give the folder that `echelon train` made (runs/NAME)"
+            f"{folder}: {problem}, so it is not a run folder; give the folder that `echelon train` created (runs/NAME)"
         )
     other_paths = sorted(folder.glob("events-*.jsonl"))
     streams = [_drop_repeats(_read_file(path)), *(list(_read_file(other_path)) for other_path in other_paths)]
     return list(heapq.merge(*streams, key=lambda event: event.time))
-
-
-def _encode_event(event: Event) -> str:
-    """The same as `event.to_line()`, at a third of the cost where every number is finite: this runs once a step."""
-    try:
-        return _encode(
-            {"kind": event.kind, "step": event.step, "rank": event.rank, "time": round(event.time, 3), **event.data}
-        )
-    except ValueError:
-        return event.to_line()
 
 
 def _is_warning_or_failure(event: Event) -> bool:
@@ -119,11 +104,10 @@ def _read_file(path: Path) -> Iterator[Event]:
 
 
 def _drop_repeats(events: Iterable[Event]) -> list[Event]:
-    """Without what later lines did again.
+    """Drop what a later part of the run repeated.
 
-    The first step after a `start` says where that part of the run began: whatever the parts before it did from that step
-    on has been undone. Steps are compared with steps only, so it does not matter whether a checkpoint carries the number
-    of the step before it or after it.
+    The first step after a `start` shows where that part began: what earlier parts did from that step on has been undone. Only
+    steps are compared, so it does not matter whether a checkpoint carries the number of the step before or after it.
     """
     segments: list[list[Event]] = [[]]
     for event in events:

@@ -1,4 +1,4 @@
-"""A plan as a picture: its pipeline over time, its memory by stage, its ranks on the nodes; and as a trace that Perfetto opens."""
+"""Draw a plan: its pipeline over time, its memory by stage, its ranks on the nodes. Also writes traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _COMPONENT_COLOURS = {
     "parameters": "#4c78a8", "gradients": "#f58518", "optimizer": "#54a24b", "activations": "#e45756", "temporary": "#eeca3b", "buckets": "#b279a2",
     "framework": "#9d9d9d",
 }  # fmt: skip
-#: Nodes that are drawn; more look the same.
+#: Most nodes drawn.
 _MAX_NODES = 8
-#: Rows of a chart that are labelled one by one.
+#: Most labels along an axis.
 _MAX_LABELS = 16
 
 
 def write_figure(timeline: Timeline, path: str | Path) -> Path:
-    """Write the picture as SVG or PNG, by the file's ending."""
+    """Write the figure as SVG or PNG, by the suffix of `path`."""
     target = Path(path)
     if target.suffix not in (".svg", ".png"):
-        raise PlanError(f"{path}: a picture is a .svg or a .png file")
+        raise PlanError(f"{path}: a figure is a .svg or .png file")
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
         _save_figure(timeline, file, target.suffix[1:])
@@ -37,7 +37,7 @@ def write_figure(timeline: Timeline, path: str | Path) -> Path:
 
 
 def to_svg(timeline: Timeline) -> str:
-    """The picture as an element of a page."""
+    """The figure as an SVG element."""
     file = io.BytesIO()
     _save_figure(timeline, file, "svg")
     text = file.getvalue().decode()
@@ -48,7 +48,7 @@ def _save_figure(timeline: Timeline, file: BinaryIO, file_format: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Text as text, and the same bytes for the same picture.
+    # Text stays text, and equal figures have equal bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 9}):
         pp = timeline.plan.mesh.pp
         height = min(max(pp, 3), 24) * 0.28
@@ -136,7 +136,7 @@ def _draw_mesh(axes: Any, timeline: Timeline) -> None:
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write the step as a trace in the form that Perfetto and chrome://tracing open."""
+    """Write the step as a trace for Perfetto or chrome://tracing."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
         for rank in range(timeline.plan.mesh.pp)

@@ -1,4 +1,4 @@
-"""What a person sees while a training runs: a bar on a terminal, a line now and then elsewhere, every warning at once."""
+"""Print progress: a bar on a terminal, a line every ten seconds elsewhere, warnings at once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from echelon.plan import format_units
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
-#: Drawing takes at most this part of the time: a bar that costs more than it tells is switched to a slower beat.
+#: Largest share of the time spent on drawing; a slow terminal is drawn less often.
 _DRAWING_SHARE = 1 / 1000
 _MIN_INTERVAL, _MAX_INTERVAL = 0.2, 1.0
-#: Seconds between lines where there is no terminal.
+#: Seconds between lines without a terminal.
 _LINE_INTERVAL = 10.0
 
 
 class Progress:
-    """The voice of rank 0."""
+    """Prints the events of rank 0."""
 
     def __init__(self, *, forecast: Forecast | None = None, console: Console | None = None) -> None:
         self._console = console or StderrConsole()
@@ -119,12 +119,12 @@ class Progress:
         self._bar = Live(
             _Bar(self._tracker, "", "first step ..."),
             console=self._console,
-            auto_refresh=False,  # a drawing thread would take its time from the training whenever it likes
-            # Standard output that goes to a file must stay there: only a terminal's is drawn above the bar.
+            auto_refresh=False,  # a drawing thread would compete with the training
+            # stdout that is redirected to a file must stay there; a terminal's is printed above the bar.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._bar.start()
-        atexit.register(self._close_bar)  # an end that nobody told of must not leave the cursor hidden
+        atexit.register(self._close_bar)  # without an end event the cursor must not stay hidden
 
     def _close_bar(self) -> None:
         bar, self._bar = self._bar, None
@@ -134,12 +134,12 @@ class Progress:
                 bar.stop()
 
     def _print(self, line: str, style: str = "") -> None:
-        self._update_bar(refresh=True)  # printing draws the bar again, as it was last renewed
+        self._update_bar(refresh=True)  # printing redraws the bar
         self._console.print(Text(line, style=style), soft_wrap=True)
 
 
 class _Bar:
-    """One line: epoch, bar, figures. Rich's own Progress lays out a table each time, at six times the cost."""
+    """Epoch, bar and figures in one line. rich's Progress lays out a table each time, at six times the cost."""
 
     def __init__(self, tracker: ProgressTracker, epoch: str, status: str) -> None:
         self._tracker, self._epoch, self._status = tracker, epoch, status
@@ -159,7 +159,7 @@ class _Bar:
 
 
 class WarningPrinter:
-    """Warnings only: the voice of the other ranks, and of rank 0 where a person asked for quiet."""
+    """Prints warnings only: on ranks other than 0, and with `--quiet`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or StderrConsole()
@@ -171,7 +171,7 @@ class WarningPrinter:
 
 
 def start_line(data: Mapping[str, Any]) -> str:
-    """What is about to be trained, and how."""
+    """The job, its plan and its size."""
     ranks = data.get("ranks", 1)
     parts = [f"{data.get('job', 'job')}: {data.get('plan', '')}".rstrip(": "), f"{ranks} rank{'s' * (ranks != 1)}"]
     if data.get("device"):
@@ -190,12 +190,12 @@ def start_line(data: Mapping[str, Any]) -> str:
 
 
 def status_line(event: Event, tracker: ProgressTracker, epochs: int | None) -> str:
-    """Where the training stands, in one line."""
+    """The current figures in one line."""
     return "  ".join(_status_texts(event, tracker, epochs))
 
 
 def evaluation_line(event: Event) -> str:
-    """What an evaluation found."""
+    """The metrics of an evaluation."""
     data = event.data
     metrics = ", ".join(
         f"{name} {format_units.format_number(value)}" for name, value in data.get("metrics", {}).items()
@@ -206,7 +206,7 @@ def evaluation_line(event: Event) -> str:
 
 
 def checkpoint_line(event: Event) -> str:
-    """What was saved, and where."""
+    """The path and size of a checkpoint."""
     data = event.data
     facts = [format_units.format_bytes(data["bytes"])] if data.get("bytes") else []
     facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
@@ -215,16 +215,16 @@ def checkpoint_line(event: Event) -> str:
 
 
 def warning_line(event: Event) -> str:
-    """A warning and the rank that gave it."""
+    """A warning with its rank."""
     return f"warning (rank {event.rank}): {event.data.get('message', '')}"
 
 
 def end_line(event: Event, tracker: ProgressTracker, latest: Event | None, metrics: Mapping[str, Any]) -> str:
-    """How it ended: the last step's own loss, which the log and `echelon train --json` give too, and the last evaluation."""
+    """How the run ended, with the loss of its last step and the last evaluation."""
     data = event.data
     reason, message = data.get("reason", "ended"), data.get("message")
     if reason == "finished" and latest is None and message:
-        return str(message)  # there was nothing left to do
+        return str(message)  # nothing was left to train
     parts = [f"{reason} after step {tracker.step:,}"]
     if data.get("seconds") is not None:
         parts.append(format_units.format_seconds(data["seconds"]))
@@ -236,7 +236,7 @@ def end_line(event: Event, tracker: ProgressTracker, latest: Event | None, metri
     if tracker.rate is not None:
         parts.append(format_units.format_rate(tracker.rate))
     line = ", ".join(parts)
-    # Why it failed is said by whoever the error reaches, once.
+    # The error itself is printed once, by the caller that catches it.
     return f"{line}: {message}" if message and reason != "failed" else line
 
 

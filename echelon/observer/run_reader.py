@@ -1,4 +1,4 @@
-"""A run folder, read back: what the report and other readers of a finished run ask of it."""
+"""Read a run folder back, for the report and other readers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from echelon.plan.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What happened in a run, and the documents beside it. A document that cannot be read is the sentence that says why."""
+    """The events and documents of a run. In place of a document that cannot be read there is the reason."""
 
     folder: Path
     events: Sequence[Event]
     events_by_kind: Mapping[str, Sequence[Event]]
-    #: The steps that tell how fast the run is: all but the first of each part, which warms everything up.
+    #: The steps that show the speed: all but the first after each start, which is a warm-up.
     warm_steps: Sequence[Event]
     plan: Plan | str
     forecast: Forecast | str
@@ -41,13 +41,13 @@ class RunRecord:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """What the newest `start` said; empty before there is one."""
+        """The data of the newest `start`; empty before there is one."""
         starts = self.events_of("start")
         return starts[-1].data if starts else {}
 
     @property
     def end(self) -> Event | None:
-        """How the newest part of the run ended; None: it runs, or was killed. Of ranks that failed, the first is to blame."""
+        """How the newest part of the run ended, by the first rank that did; None: it is running, or was killed."""
         end = None
         for event in self.events:
             if event.kind == "start":
@@ -58,8 +58,7 @@ class RunRecord:
 
     @property
     def duration(self) -> float:
-        """Seconds of all parts of the run: as an end counted them, with all that came before the start was told; else from the
-        start to the last sign of life."""
+        """Seconds of all parts of the run: as counted by the end event, else from the start to the last event."""
         total = 0.0
         starts = [index for index, event in enumerate(self.events) if event.kind == "start"]
         for begin, stop in itertools.pairwise([*starts, len(self.events)]):
@@ -76,28 +75,24 @@ class RunRecord:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second of training, evaluations and checkpoints apart."""
+        """Samples per second of training, without evaluations and checkpoints."""
         spent = sum(event.data["seconds"] for event in self.warm_steps)
         return sum(read_number(event, "samples") or 0 for event in self.warm_steps) / spent if spent else None
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """What the newest memory event said; empty where there is none."""
+        """The data of the newest memory event; empty: none."""
         events = self.events_of("memory")
         return events[-1].data if events else {}
 
     def series(self, kind: str, *path: str) -> list[tuple[float, float]]:
-        """(step, value) of one figure of the events of one kind; steps without that figure are left out."""
-        points = []
-        for event in self.events_of(kind):
-            value = read_number(event, *path)
-            if value is not None:
-                points.append((float(event.step), value))
-        return points
+        """(step, value) of the number at `path` in the events of one kind, where it is a number."""
+        values = ((event.step, read_number(event, *path)) for event in self.events_of(kind))
+        return [(float(step), value) for step, value in values if value is not None]
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The record in a run folder. What is missing beside the event log is noted, not refused."""
+    """Read a run folder. Only the event log is required."""
     folder = Path(folder)
     events = read_events(folder)
     events_by_kind: dict[str, list[Event]] = {}
@@ -108,7 +103,7 @@ def read_run(folder: str | Path) -> RunRecord:
         events=events,
         events_by_kind=events_by_kind,
         warm_steps=_warm_steps(events),
-        plan=_read_document(Plan, folder, "the plan was not kept"),
+        plan=_read_document(Plan, folder, "the plan was not saved"),
         forecast=_read_document(Forecast, folder, "this run was not forecast"),
         cluster=_read_document(Cluster, folder, "the machine was not measured"),
         certificate=_read_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
@@ -117,7 +112,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_number(event: Event, *path: str) -> float | None:
-    """The number at `path` in the event's data; None where there is none (a NaN is written as null)."""
+    """The number at `path` in the event's data; None: there is none (NaN is written as null)."""
     value: Any = event.data
     for name in path:
         value = value.get(name) if type(value) is dict else None

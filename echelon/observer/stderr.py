@@ -1,4 +1,4 @@
-"""A listener's own trouble, told to whoever reads standard error."""
+"""Report listener failures on stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 
 
 def write_stderr(message: str) -> None:
-    """One line, if anybody can read it; a reader who has gone must not end a training."""
+    """Print one line. A closed stderr must not end a training."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"echelon: {message}\n")

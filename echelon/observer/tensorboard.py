@@ -1,7 +1,8 @@
-"""TensorBoard: loss, learning rate, gradient norm, samples/s and evaluation metrics, in `tensorboard/` of the run folder."""
+"""Write loss, learning rate, gradient norm, samples/s and evaluation metrics to `tensorboard/` of the run folder."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 from echelon.events import Event
 from echelon.observer.stderr import write_stderr
 
-#: Seconds between points. One point costs about 0.1 ms, and TensorBoard shows a thousand per curve at most.
+#: Seconds between points. A point costs about 0.1 ms, and TensorBoard shows at most a thousand per curve.
 _INTERVAL = 0.5
 
 
 class TensorBoardWriter:
-    """Writes scalars. tensorboard is imported at the first point, after the first step: nobody waits for it to start."""
+    """Writes scalars. Imports tensorboard at the first point, so that training starts without it."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder) / "tensorboard"
@@ -47,13 +48,13 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Write what is pending and close the file; a later point opens a new one."""
-        self._flush()  # closing alone does not tell of what could not be written
+        self._flush()  # closing alone raises no write error
         writer, self._writer = self._writer, None
         if writer is not None:
             self._call_guarded(writer.close)
 
     def _add_pending(self) -> None:
-        """The newest step, though its turn has not come: a curve ends where the training does."""
+        """Write the newest step, so that curves end where the training does."""
         event, self._pending = self._pending, None
         if event is not None:
             self._add_scalars(event, _step_scalars(event.data))
@@ -75,11 +76,14 @@ class TensorBoardWriter:
             self._writer = EventFileWriter(str(self._folder), flush_secs=10)
             self._opened = True
             if resumed:
-                # Points from this step on belong to the part of the run that was undone: tell the reader to drop them.
+                # Points from this step on were undone by the resume: have readers drop them.
                 restart = SessionLog(status=SessionLog.START)
                 self._writer.add_event(Record(wall_time=event.time, step=event.step, session_log=restart))
-        values = [Summary.Value(tag=name, simple_value=_to_float(value)) for name, value in scalars.items()]
-        # One record for all of them: half the cost of one each.
+        values = [
+            Summary.Value(tag=name, simple_value=math.nan if value is None else value)
+            for name, value in scalars.items()
+        ]
+        # One record for all scalars costs half as much as one each.
         self._writer.add_event(Record(wall_time=event.time, step=event.step, summary=Summary(value=values)))
 
     def _flush(self) -> None:
@@ -87,12 +91,12 @@ class TensorBoardWriter:
             self._call_guarded(self._writer.flush)
 
     def _call_guarded(self, call: Any, *arguments: Any) -> None:
-        """A picture that cannot be written does not stop a training; it is told once."""
+        """Report the first failure; it does not stop the training."""
         try:
             call(*arguments)
         except (OSError, ImportError) as error:
             if not self._failed:
-                write_stderr(f"no TensorBoard for this run, or not all of it: {self._folder}: {error}")
+                write_stderr(f"the TensorBoard scalars of this run are incomplete: {self._folder}: {error}")
             self._failed, self._writer = True, None
 
 
@@ -103,7 +107,3 @@ def _step_scalars(data: Mapping[str, Any]) -> dict[str, float | None]:
     if data["seconds"] > 0:
         scalars["train/samples_per_second"] = data["samples"] / data["seconds"]
     return scalars
-
-
-def _to_float(value: float | None) -> float:
-    return float("nan") if value is None else float(value)

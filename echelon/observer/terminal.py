@@ -1,4 +1,4 @@
-"""Standard error as the place that people look at, which may go away: `| head`, a closed terminal, a full disk."""
+"""A console on stderr that survives the end of its reader: `| head`, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.console import Console
 
 
 class StderrConsole(Console):
-    """A console whose end is not the training's: rich ends the process where the reader of a pipe has gone."""
+    """A console that goes quiet where rich would end the process: when the reader of a pipe is gone."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
-        """Say nothing more."""
+        """Go quiet."""
         silence_console(self)
 
 
 @contextlib.contextmanager
 def muting_on_error(console: Console) -> Iterator[None]:
-    """Show what can be shown; a screen that refuses is left alone from then on."""
+    """Silence `console` once printing to it fails."""
     try:
         yield
     except OSError:
@@ -31,7 +31,7 @@ def muting_on_error(console: Console) -> Iterator[None]:
 
 
 def silence_console(console: Console) -> None:
-    """Print nothing more there. Standard error itself leads nowhere then: Python would stumble over it when it ends."""
+    """Print nothing more. stderr itself is redirected to /dev/null: Python would fail to flush it at exit."""
     console.quiet = True
     with contextlib.suppress(OSError, ValueError):
         if console.file.fileno() == sys.stderr.fileno():

@@ -90,13 +90,13 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no TensorBoard for this run, or not all of it") == 1
+    assert done.stderr.count("TensorBoard scalars of this run are incomplete") == 1
 
 
 def test_a_folder_that_refuses_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     write(tmp_path, *training(last=3, total=3))
-    assert capsys.readouterr().err.count("no TensorBoard for this run") == 1
+    assert capsys.readouterr().err.count("TensorBoard scalars of this run are incomplete") == 1
 
 
 def test_nothing_is_imported_before_the_first_point() -> None:

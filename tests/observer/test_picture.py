@@ -77,7 +77,7 @@ def test_pictures_are_written(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"a picture is a \.svg or a \.png file"):
+    with pytest.raises(PlanError, match=r"a figure is a \.svg or \.png file"):
         write_figure(step(), tmp_path / "plan.gif")
 
 

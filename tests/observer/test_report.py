@@ -116,7 +116,7 @@ def test_a_run_cut_short(run_folder: MakeRun, last: int, end: str | None, expect
 
 def test_without_documents_each_gap_is_a_sentence(run_folder: MakeRun) -> None:
     words = read(write_report(run_folder(documents=False)))
-    for expected in ("this run was not forecast", "the plan was not kept", "the machine was not measured"):
+    for expected in ("this run was not forecast", "the plan was not saved", "the machine was not measured"):
         assert expected in words
     assert "efficiency" not in words
 
@@ -192,7 +192,7 @@ def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_told(run_folder: MakeRun) -> None:
     folder = run_folder()
-    (folder / "report.html.partial").mkdir()  # in the way, whoever runs this
+    (folder / "report.html").mkdir()  # in the way, even for root
     with pytest.raises(EchelonError, match=r"report\.html: cannot be written \(.*make the folder writable"):
         write_report(folder)
 

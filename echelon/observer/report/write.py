@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from echelon.errors import EchelonError
+from echelon.files import atomic_write
 from echelon.observer.report.contents import collect_contents
 from echelon.observer.run_reader import read_run
 from echelon.plan import format_units
@@ -30,10 +31,8 @@ def write_report(folder: str | Path) -> Path:
     environment.filters["split_units"] = lambda text: re.split(r"(?<=\d) ([^\d\s]\S*)", text)
     page = environment.get_template("report.html.j2").render(collect_contents(record), now=time.time())
     path = record.folder / "report.html"
-    partial = path.with_name("report.html.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        atomic_write(path, page)
     except OSError as error:
         raise EchelonError(
             f"{path}: cannot be written ({error.strerror}); make the folder writable, or copy the run to one that is"
