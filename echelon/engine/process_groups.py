@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,14 @@ class Communicator:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, group=self.process_group, group_dst=0)
         return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The first rank's `value`, on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.process_group, group_src=0)
+        return values[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over the ranks, in place."""
@@ -193,6 +201,12 @@ class WorldCommunicator(Communicator):
                     own = Communicator(ranks.index(self.rank), len(ranks), self.device)
                     own.process_group = process_group
         return own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""

@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from echelon.plan import batch_split
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
 from echelon.plan.parameter_server import DEFAULT_MIN_ROWS, ServedTable
@@ -180,6 +181,14 @@ class Plan(Document):
     def asynchronous(self) -> bool:
         """Whether ranks proceed independently: no sum over all ranks, no step that waits for all."""
         return self.uses_servers and self.server.dense == "server" and self.server.staleness != 0
+
+    def split_batch(self, samples: int) -> list[list[batch_split.SampleRange]]:
+        """The micro-batches of each data rank in a batch of `samples`, as slices of it."""
+        return batch_split.split_batch(samples, self.mesh.dp, self.micro, self.data.batch_shares)
+
+    def count_micro_batches(self, samples: int) -> int:
+        """How many micro-batches each data rank runs for a batch of `samples`."""
+        return batch_split.count_micro_batches(samples, self.mesh.dp, self.micro, self.data.batch_shares)
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text

@@ -8,7 +8,7 @@
 
 The functions of `random` and `numpy.random` are replaced for a while, the methods of `random.Random` with them; `default_rng` makes held
 generators. Names that other modules imported (`from random import uniform`) are replaced too. NumPy's generators that exist already
-cannot be patched: `make_fixed_generator` gives a held one to put in their place. What escapes moves a state, which `read_host_random_states` shows.
+cannot be patched: `make_fixed_generator` gives a held one to put in their place. What escapes moves a state, which `random_state.read_host_random_state` shows.
 """
 
 from __future__ import annotations
@@ -239,9 +239,3 @@ def _patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-def read_host_random_states() -> tuple[Any, ...]:
-    """What the default generators stand at, to see whether something drew from them."""
-    state: Any = np.random.get_state(legacy=True)
-    return random.getstate(), state[1].tobytes(), *state[2:]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public name; used throughout torch's own tools
 from torch.utils._pytree import tree_leaves
 
-from echelon.trials import host_random
 from echelon.trials.determinism import WIDENED_DTYPES
+from echelon.trials.random_state import read_host_random_state
 from echelon.verifier.compare_outputs import hookable_modules
 
 
@@ -47,7 +47,7 @@ class NondeterminismScan(TorchDispatchMode):
         self._stack.pop()  # a hook that returned it would replace the module's output
 
     def _read_host_state(self) -> Any:
-        return host_random.read_host_random_states(), [generator.getstate() for generator in self._module_generators]
+        return read_host_random_state(), [generator.getstate() for generator in self._module_generators]
 
     def _check_host_state(self) -> None:
         """Python's and NumPy's generators move unseen by torch: whoever ran since they were looked at has drawn."""
