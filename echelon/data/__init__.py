@@ -16,8 +16,8 @@ _EXPORTS = {
     "StreamLoader": "stream",
     "evaluation_batches": "loader",
     "evaluation_stream": "stream",
-    "is_stream": "source",
-    "open_source": "source",
+    "is_stream": "open_data",
+    "open_source": "open_data",
     "prepare_dataset": "packed.prepare",
 }
 

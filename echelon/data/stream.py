@@ -20,8 +20,9 @@ from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pin_batch
 from echelon.data.error_text import collation_error, type_name
 from echelon.data.loader import MicroBatch, StepBatch
+from echelon.data.open_data import is_stream
 from echelon.data.sample_digest import digest
-from echelon.data.source import Collate, is_stream
+from echelon.data.source import Collate
 from echelon.data.workers import prefetch_in_process
 from echelon.errors import DataError
 from echelon.plan.batch_split import SampleRange, split_batch, split_evenly

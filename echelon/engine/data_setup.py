@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.data.loader import Loader
+from echelon.data.open_data import is_stream, open_source
 from echelon.data.sample_digest import digest
-from echelon.data.source import Source, is_stream, open_source
+from echelon.data.source import Source
 from echelon.data.stream import Stream, StreamLoader
 from echelon.data.warmup import StepLoader, WarmupLoader
 from echelon.engine.process_groups import Communicator, WorldCommunicator

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loader import MicroBatch, evaluation_batches
-from echelon.data.source import is_stream, open_source
+from echelon.data.open_data import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions, snapshot_metrics
 from echelon.engine.loss_averages import ClampedCounts

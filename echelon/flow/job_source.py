@@ -80,7 +80,7 @@ class JobSource:
             self._job = dataclasses.replace(self._job, name=self._default_name)
         path_fields = [name for name in ("data", "eval_data") if isinstance(getattr(self._job, name), str | Path)]
         if path_fields:
-            from echelon.data.source import open_if_packed
+            from echelon.data.open_data import open_if_packed
 
             self._job = dataclasses.replace(
                 self._job, **{name: open_if_packed(getattr(self._job, name)) for name in path_fields}

@@ -8,7 +8,7 @@ from echelon.job import Job
 
 def require_evaluation(job: Job) -> None:
     """Refuse an evaluation that cannot be opened."""
-    from echelon.data.source import is_stream, open_source
+    from echelon.data.open_data import is_stream, open_source
 
     if job.eval_data is None or is_stream(job.eval_data):
         return

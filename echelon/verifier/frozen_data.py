@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from echelon.data.source import is_stream, open_source
+from echelon.data.open_data import is_stream, open_source
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.job import Job
 from echelon.trials.dataset_state import preserve_datasets

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.source import is_stream, open_source
+from echelon.data.open_data import is_stream, open_source
 from echelon.data.stream import Stream
 from echelon.job import Job
 from echelon.tree import copy_tensors

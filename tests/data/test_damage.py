@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from bench.damage import mutated
 from bench.sample_dataset import WAYS, make, outcome
 from echelon.data import Packed, open_source
-from echelon.data.packed import reader, row_reader
 from echelon.data.packed.block_layout import fold_crc
 from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.inspect import find_damage
 from echelon.data.packed.manifest import hash_document
 from echelon.data.packed.pack import pack
+from echelon.data.packed.shard_file import ShardFile
 from echelon.errors import DataError
 from tests.data.test_packed import images
 
@@ -81,14 +81,14 @@ def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
     """Training and evaluation may read parts of one data set at the same time."""
     images(tmp_path / "set", 2, 200)
     data, meeting = Packed(tmp_path / "set"), threading.Barrier(2)
-    real = row_reader.find_block_damage
+    find_block_damage = ShardFile.find_block_damage
 
     def together(*arguments: Any) -> str | None:
         with contextlib.suppress(threading.BrokenBarrierError):
             meeting.wait(0.2)
-        return real(*arguments)
+        return find_block_damage(*arguments)
 
-    monkeypatch.setattr(row_reader, "find_block_damage", together)
+    monkeypatch.setattr(ShardFile, "find_block_damage", together)
     threads = [threading.Thread(target=data.read_batch, args=(np.arange(50),)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -115,15 +115,16 @@ def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_s
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole / "shard-00001.arrow").rename(whole / "gone")
-    looks: list[row_reader.ShardFile] = []
+    looks: list[ShardFile] = []
+    find_problem = ShardFile.find_problem
 
-    def wrong(file: row_reader.ShardFile) -> str | None:
+    def find_problem_once(file: ShardFile) -> str | None:
         looks.append(file)
-        if len(looks) == 9:
+        if len(looks) == 3:
             (whole / "gone").rename(whole / "shard-00001.arrow")
-        return row_reader.find_file_problem(file)
+        return find_problem(file)
 
-    monkeypatch.setattr(reader, "find_file_problem", wrong)
+    monkeypatch.setattr(ShardFile, "find_problem", find_problem_once)
     with pytest.warns(UserWarning, match="100 of 400 samples are skipped in 1 damaged part, "):
         data = Packed(whole, damaged="skip")
     assert data.read_batch(np.arange(300))[1].tolist() == [*range(100), *range(200, 400)]
@@ -196,7 +197,7 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     pack(SamplePackingSource([b"abc", b"\xff\xfe"], {}), tmp_path, shards=1)
     rewritten(tmp_path, lambda told: told["columns"][0].update(kind="text"))
     assert Packed(tmp_path)[0] == "abc"
-    with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
+    with pytest.raises(DataError, match="sample 1 has text that is not UTF-8"):
         Packed(tmp_path)[1]
 
 
@@ -211,7 +212,7 @@ def test_damage_outside_of_the_samples_is_found_by_verify(whole: Path) -> None:
         file.seek(-3, os.SEEK_END)
         file.write(b"?")
     assert [problem.rpartition("/")[2] for problem in find_damage(whole)] == [
-        "shard-00001.arrow: Arrow's own part of it is damaged (its samples are not): other programs may fail to read it"
+        "shard-00001.arrow: Arrow's metadata in it is damaged (its samples are not): other programs may fail to read it"
     ]
     assert Packed(whole)[150][1].item() == 150
 

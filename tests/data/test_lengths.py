@@ -155,14 +155,16 @@ def test_lengths_are_read_without_the_content(texts: Path, far: bool) -> None:
 
 def test_a_column_that_is_not_ragged_has_no_lengths(texts: Path) -> None:
     with pytest.raises(
-        DataError, match=r"'label' is no column of rows that differ in length; the columns are tokens: int64\[any\]"
+        DataError, match=r"'label' is not a column of rows that differ in length; the columns are tokens: int64\[any\]"
     ):
         Packed(texts).pack_sequences(8, "label")
 
 
 def test_which_of_several_columns_is_laid_out_must_be_said(tmp_path: Path) -> None:
     pack(SamplePackingSource([{"x": [1] * n, "y": [2] * n} for n in range(1, 5)], {}), tmp_path)
-    with pytest.raises(DataError, match=r"filled\(8\) lays out one of x, y: say which, as filled\(8, 'x'\)"):
+    with pytest.raises(
+        DataError, match=r"pack_sequences\(8\) takes one of x, y: choose one, as pack_sequences\(8, 'x'\)"
+    ):
         Packed(tmp_path).pack_sequences(8)
     assert Packed(tmp_path).pack_sequences(8, "y")[0]["tokens"].max() == 2
 

@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from echelon.data.column_gather import make_column_gather
 from echelon.data.loader import Loader, MicroBatch, StepBatch, _nearest_valid_batch, evaluation_batches
+from echelon.data.open_data import open_source
 from echelon.data.order import Order
-from echelon.data.source import SampleSource, Source, TensorSource, open_source
+from echelon.data.source import GatherSource, SampleSource, Source
 from echelon.errors import DataError
 from echelon.plan.batch_split import split_batch
 
@@ -236,14 +237,14 @@ def test_a_worker_that_dies_is_named() -> None:
 
 
 def test_the_thread_gives_the_same() -> None:
-    class Unpinned(TensorSource):
+    class Unpinned(GatherSource):
         def read_micro_batches(self, ids: Any, sizes: Any, epoch: int, *, pin: bool = False) -> Any:
             assert pin
             return super().read_micro_batches(ids, sizes, epoch)
 
     order, gather = Order(samples=50, batch=7), make_column_gather(torch.arange(50))
     assert gather is not None
-    source = Unpinned([gather], length=50, single_column=False)
+    source = Unpinned(lambda ids, pin: [gather(ids, pin)], list, 50)
     assert run(source, order, 1, 2, 3, 20, pin=True) == run(columns(50), order, 1, 2, 3, 20)
 
 

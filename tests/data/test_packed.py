@@ -122,7 +122,7 @@ def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Pa
     assert np.array_equal(batch["image"].numpy(), rows["image"][ids])
     assert batch["label"].tolist() == ids.tolist()
     kinds = {type(gather).__name__ for gather in data._rows._gathers}  # type: ignore[attr-defined]
-    assert kinds == ({"_ContiguousGather"} if first == "image" else {"_ContiguousGather", "_AddressGather"})
+    assert kinds == ({"ContiguousGather"} if first == "image" else {"ContiguousGather", "AddressGather"})
 
 
 @given(

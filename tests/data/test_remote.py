@@ -399,7 +399,7 @@ def test_a_text_that_is_none_is_no_reason_to_fetch_a_file_again(tmp_path: Path) 
     data = Packed(f"file://{tmp_path / 'far'}", cache=tmp_path / "cache")
     assert data[0] == "abc"
     (tmp_path / "far/shard-00000.arrow").unlink()
-    with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
+    with pytest.raises(DataError, match="sample 1 has text that is not UTF-8"):
         data[1]
 
 

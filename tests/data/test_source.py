@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate, random_split
 
-from echelon.data.source import SampleSource, Source, TensorSource, open_source
+from echelon.data.open_data import open_source
+from echelon.data.source import GatherSource, SampleSource, Source
 from echelon.errors import DataError
 
 IDS = np.array([3, 17, 0, 8, 5])
@@ -274,7 +275,7 @@ class Endless(IterableDataset[int]):
         ({"train": [1], "test": [2]}, r"dict with the keys 'train', 'test': give one of its data sets"),
         ("data/train", r"'data/train' is text: give a torch Dataset"),
         (DataLoader([1, 2]), r"data is a DataLoader: give its data set, data=loader.dataset"),
-        (Subset(COLUMNS, [3, 20]), r"Subset names sample 20 of a data set of 20: its indices must lie in it"),
+        (Subset(COLUMNS, [3, 20]), r"Subset has the index 20, its data set 20 samples: make"),
         (Endless(), r"Endless is a stream \(IterableDataset\)"),
         (torch.tensor(3.0), r"tensor has no length"),
     ],
@@ -320,7 +321,7 @@ class Forgetful(Squares):
             TogetherOnly(),
             r"samples \[3, 17, 0, 8, 5\], read together with `__getitems__`, of 20 could not be read: OSError",
         ),
-        (Forgetful(), r"Forgetful: `__getitems__` gave 4 samples for the 5 numbers"),
+        (Forgetful(), r"Forgetful: `__getitems__` returned 4 samples for the 5 indices"),
         (
             [(torch.zeros(6 if index == 8 else 5), 0) for index in range(20)],
             r"samples 3 and 8 cannot be put into one batch as torch does.*sample 3 is \(float32\[5\], int\), "
@@ -362,7 +363,7 @@ def test_pinned_batches(name: str) -> None:
 
 
 def test_kinds() -> None:
-    assert isinstance(open_source(COLUMNS), TensorSource)
+    assert isinstance(open_source(COLUMNS), GatherSource)
     assert isinstance(open_source(COLUMNS, collate=default_collate), SampleSource)
 
 

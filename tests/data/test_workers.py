@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from echelon.data.source import open_source
+from echelon.data.open_data import open_source
 from echelon.data.workers import BatchRequest, prefetch_in_process, read_with_workers
 
 

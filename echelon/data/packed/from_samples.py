@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from echelon.data.error_text import describe_shape
+from echelon.data.open_data import open_if_packed, open_source
 from echelon.data.packed import sample_schema
 from echelon.data.packed.manifest import ITEM_BYTES, Column, list_column_names
 from echelon.data.packed.packing_source import PackingSource, digest_file_stats
 from echelon.data.sample_digest import digest
-from echelon.data.source import SampleSource, open_if_packed, open_source
+from echelon.data.source import SampleSource
 from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.

@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from echelon.data.packed import block_layout
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
 from echelon.data.packed.packing_source import ProgressCallback
 from echelon.data.packed.remote_cache import FileCache
 from echelon.data.packed.remote_files import open_remote_rows
 from echelon.data.packed.remote_store import RemoteStore, is_url
-from echelon.data.packed.row_reader import ShardFile, find_block_damage, find_file_problem
+from echelon.data.packed.shard_file import list_shard_files
 from echelon.errors import DataError
 
 #: Seconds without a byte from a store.
@@ -54,22 +51,10 @@ def _find_remote_damage(url: str, progress: ProgressCallback) -> Iterator[str]:
 
 def _find_local_damage(folder: Path, progress: ProgressCallback) -> Iterator[str]:
     manifest = documents.load_manifest(folder)
-    done_bytes, first_sample = 0, 0
-    for shard in manifest.shards:
-        file = ShardFile(path=folder / shard.file, shard=shard, block=manifest.block, first_sample=first_sample)
-        first_sample += shard.samples
-        problem = find_file_problem(file)
-        if problem:
-            yield problem
-        else:
-            content = np.memmap(file.path, np.uint8, "r")
-            for block in range(len(shard.checksums)):
-                problem = find_block_damage(content, manifest.columns, file, block)
-                if problem:
-                    yield problem
-            if block_layout.frame_checksum(content, manifest.columns, shard) != shard.frame:
-                yield f"{file.path}: Arrow's own part of it is damaged (its samples are not): other programs may fail to read it"
-        done_bytes += shard.bytes
+    done_bytes = 0
+    for file in list_shard_files([folder], [manifest]):
+        yield from file.verify(manifest.columns)
+        done_bytes += file.shard.bytes
         progress(done_bytes, manifest.bytes)
 
 

@@ -1,4 +1,4 @@
-"""A packed data set: a map-style data set of torch's kind, and a Source that gathers whole batches."""
+"""A packed data set: a map-style Dataset, and sources that gather whole batches of it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from echelon.data.collate import collate as collated
+from echelon.data.collate import collate as collate_as_torch
 from echelon.data.packed import manifest as documents
 from echelon.data.packed import sample_schema
 from echelon.data.packed.manifest import Column, Manifest
 from echelon.data.packed.remote_cache import FileCache, default_cache_folder
 from echelon.data.packed.remote_files import RemoteRowReader, open_remote_rows
 from echelon.data.packed.remote_store import RemoteStore, is_url, redact_credentials
-from echelon.data.packed.row_reader import (
-    LocalRowReader,
-    RowReader,
-    RowSubset,
-    ShardFile,
-    find_block_damage,
-    find_file_problem,
-    list_shard_files,
-)
-from echelon.data.source import Source
+from echelon.data.packed.row_reader import LocalRowReader, RowReader, RowSubset
+from echelon.data.packed.sequence_packing import PackedSequences
+from echelon.data.packed.shard_file import ShardFile, list_shard_files
+from echelon.data.source import Collate, GatherSource, SampleSource, Source
 from echelon.errors import DataError
 
-if TYPE_CHECKING:
-    from echelon.data.packed.sequence_packing import PackedSequences
-
-
-#: Steps ahead of which remote files begin to be copied.
+#: Remote files start to be copied this many steps before they are read.
 _PREFETCH_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenOptions:
-    """How a data set was asked for: another process opens it in the same way."""
+    """How the data set was opened: another process opens it in the same way."""
 
     folders: tuple[str | Path, ...]
     damaged: str
@@ -56,16 +45,16 @@ class _OpenOptions:
 
 
 class Packed:
-    """Packed data in one or more folders, one behind the other. Give it to a job as data=, index it, or read batches of it.
+    """Packed data in one or more folders, concatenated. Give it to a job as data=, index it, or read batches of it.
 
-    `transform(sample)` is applied to each sample as it is read (in workers, seeded per sample). `pad`: fill rows that differ in
-    length up to the longest of the batch with this value. `bucket`: the column by whose length samples of a batch are to be alike.
-    `damaged`: "stop" at a damaged file or block, naming it, or "skip" them all, found by reading everything once when it is opened.
-    `check=False` reads without looking at checksums.
+    `transform(sample)` is applied to each sample as it is read (in workers, seeded per sample). `pad`: pad rows that differ in
+    length to the longest of the batch with this value. `bucket`: the column by whose length samples are grouped into batches.
+    `damaged`: "stop" at a damaged file or block with an error that names it, or "skip" them all, which reads everything once when the
+    data set is opened. `check=False` does not compare checksums.
 
-    Folders may be on remote stores (s3://...): their files are copied to the folder `cache`, of `cache_bytes` at most, which the
-    ranks of a machine share; a read from which nothing comes for `timeout` seconds ends with an error. `window`: shuffle so many
-    files of a lane at a time instead of all, so that a cache smaller than the data serves; `lanes`: so many instead of one per file.
+    Folders may be on remote stores (s3://...). Their files are copied to the folder `cache`, of at most `cache_bytes`, which the
+    ranks of a machine share; a read that receives nothing for `timeout` seconds fails. `window`: shuffle this many files of a lane
+    at a time instead of all, so that a cache smaller than the data suffices; `lanes`: this many instead of one per file.
     """
 
     def __init__(
@@ -78,12 +67,10 @@ class Packed:
         if damaged not in ("stop", "skip"):
             raise DataError(f"damaged={damaged!r}: stop or skip")
         if window is not None and (type(window) is not int or window < 1):
-            raise DataError(f"window={window!r}: give a whole number of files, 1 or more")
-        for name, value in (("cache_bytes", cache_bytes), ("timeout", timeout)):
+            raise DataError(f"window={window!r}: give a whole number of files, at least 1")
+        for name, value, unit in (("cache_bytes", cache_bytes, "bytes"), ("timeout", timeout, "seconds")):
             if not isinstance(value, int | float) or not value > 0:
-                raise DataError(
-                    f"{name}={value!r}: give a number above 0 of {'bytes' if name == 'cache_bytes' else 'seconds'}"
-                )
+                raise DataError(f"{name}={value!r}: give a number of {unit} above 0")
         remote = [folder for folder in folders if is_url(folder)]
         if remote and len(remote) < len(folders):
             raise DataError(
@@ -91,19 +78,12 @@ class Packed:
             )
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
         self._options = _OpenOptions(
-            folders=folders,
-            damaged=damaged,
-            check=check,
-            lanes=lanes,
-            cache=cache,
-            cache_bytes=cache_bytes,
-            timeout=timeout,
-        )
+            folders=folders, damaged=damaged, check=check, lanes=lanes, cache=cache, cache_bytes=cache_bytes, timeout=timeout
+        )  # fmt: skip
         self._open()
 
     def _open(self) -> None:
-        options = self._options
-        folders = options.folders
+        options, folders = self._options, self._options.folders
         stores = [RemoteStore(str(folder), options.timeout) for folder in folders if is_url(folder)]
         self.manifests = [store.read_manifest() for store in stores] or [
             documents.load_manifest(Path(folder)) for folder in folders
@@ -112,29 +92,27 @@ class Packed:
         for folder, manifest in zip(folders, self.manifests, strict=True):
             if (manifest.columns, manifest.sample) != (first_manifest.columns, first_manifest.sample):
                 raise DataError(
-                    f"{redact_credentials(folder)} holds {describe_columns(manifest)} and {redact_credentials(folders[0])} {describe_columns(first_manifest)}: pack them alike"
+                    f"{redact_credentials(folder)} holds {describe_columns(manifest)} and {redact_credentials(folders[0])} "
+                    f"{describe_columns(first_manifest)}: pack them alike"
                 )
         self.columns: tuple[Column, ...] = first_manifest.columns
         self._structure, self._column_names = first_manifest.sample, [column.name for column in first_manifest.columns]
-        files = list_shard_files(
-            [Path(redact_credentials(folder)) if stores else Path(folder) for folder in folders], self.manifests
-        )
+        files = list_shard_files([Path(redact_credentials(folder)) for folder in folders], self.manifests)
         self.identity = documents.content_identity(self.manifests)
-        self._length, self.skipped, self.files = files[-1].first_sample + files[-1].shard.samples, 0, len(files)
+        self._length, self.skipped, self.files = files[-1].end_sample, 0, len(files)
         self.lanes = len(files) if options.lanes is None else options.lanes
         if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
             raise DataError(f"lanes={options.lanes!r}: lanes are equal numbers of the {len(files)} files")
         if self.window is not None and (not _are_equal_parts(files) or options.damaged == "skip"):
             raise DataError(
-                f"window={self.window} needs files that hold equally many samples each: pack the data in one go, and let damaged= stop"
+                f"window={self.window} needs files of equally many samples: pack the data in one go, and leave damaged= at stop"
             )
         if stores:
             folder = default_cache_folder() if options.cache is None else Path(options.cache)
-            self._rows: RowReader = open_remote_rows(
-                stores, self.manifests, FileCache(folder, options.cache_bytes), options.timeout
-            )
-            if options.damaged == "skip":
-                self._rows = self._select_undamaged(files, self._rows)
+            cache = FileCache(folder, options.cache_bytes)
+            remote_rows = open_remote_rows(stores, self.manifests, cache, options.timeout)
+            skips_damaged = options.damaged == "skip"
+            self._rows: RowReader = self._select_undamaged(files, remote_rows) if skips_damaged else remote_rows
         elif options.damaged == "stop":
             self._rows = LocalRowReader(files, self.columns, check=options.check)
         else:
@@ -142,53 +120,35 @@ class Packed:
         self.build_batch = sample_schema.make_batch_builder(self._structure, self._column_names)
 
     def _open_undamaged(self, files: list[ShardFile]) -> RowReader:
-        """The rows that can be read; what cannot is counted and told."""
-        problems: list[str] = []
-        damaged_spans: list[tuple[int, int]] = []
-        damaged_files: list[tuple[int, int]] = []  # of those, whole files
-        undamaged_files: list[ShardFile] = []
-        for file in files:
-            problem = find_file_problem(file)
-            if problem:
-                problems.append(problem)
-                damaged_files.append((file.first_sample, file.first_sample + file.shard.samples))
-                damaged_spans.append(damaged_files[-1])
-                continue
-            undamaged_files.append(file)
-            content = np.memmap(file.path, np.uint8, "r")
-            for block in range(len(file.shard.checksums)):
-                problem = find_block_damage(content, self.columns, file, block)
-                if problem:
-                    start = file.first_sample + block * file.block
-                    problems.append(problem)
-                    damaged_spans.append((start, min(start + file.block, file.first_sample + file.shard.samples)))
-        if not damaged_spans:
+        """Open the rows that can be read; count the others and warn of them."""
+        damage = [part for file in files for part in file.find_damage(self.columns)]
+        if not damage:
             return LocalRowReader(files, self.columns, check=False)
-        self._skip_damaged(damaged_spans, problems)
-        remaining = sum(file.shard.samples for file in undamaged_files)
-        remaining_spans = [
-            (_shift_past_removed(start_row, damaged_files), _shift_past_removed(stop_row, damaged_files))
-            for start_row, stop_row in damaged_spans
-            if (start_row, stop_row) not in damaged_files
-        ]
-        return RowSubset.excluding(
-            LocalRowReader(undamaged_files, self.columns, check=False), remaining, remaining_spans
-        )
+        spans = [(start, stop) for start, stop, _ in damage]
+        self._skip_damaged(spans, [problem for *_, problem in damage])
+        remaining_files, excluded, skipped, whole_files = [], [], 0, set(spans)
+        for file in files:
+            if (file.first_sample, file.end_sample) in whole_files:
+                skipped += file.shard.samples
+                continue
+            remaining_files.append(file)
+            inside = [span for span in spans if file.first_sample <= span[0] < file.end_sample]
+            excluded += [(start - skipped, stop - skipped) for start, stop in inside]
+        total = sum(file.shard.samples for file in remaining_files)
+        return RowSubset(LocalRowReader(remaining_files, self.columns, check=False), total, excluded)
 
     def _select_undamaged(self, files: Sequence[ShardFile], rows: RemoteRowReader) -> RemoteRowReader:
-        """The remote files that can be had; a damaged one is left out whole. Each is copied to the cache for it."""
+        """Leave out remote files with any damage; finding it copies every file to the cache."""
         problems = [rows.find_problem(file_index) for file_index in range(len(files))]
         damaged_files = [file for file, problem in zip(files, problems, strict=True) if problem]
         if not damaged_files:
             return rows
-        self._skip_damaged(
-            [(file.first_sample, file.first_sample + file.shard.samples) for file in damaged_files],
-            [p for p in problems if p],
-        )
+        spans = [(file.first_sample, file.end_sample) for file in damaged_files]
+        self._skip_damaged(spans, [problem for problem in problems if problem])
         return rows.select([file_index for file_index, problem in enumerate(problems) if not problem])
 
     def _skip_damaged(self, damaged_spans: Sequence[tuple[int, int]], problems: Sequence[str]) -> None:
-        """Count what is left out, and say so."""
+        """Count what is left out, and warn."""
         self.skipped = sum(stop - start for start, stop in damaged_spans)
         self.identity += f" without {damaged_spans}"
         if self.skipped == self._length:
@@ -218,74 +178,79 @@ class Packed:
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def read_batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
-        """The samples `ids` as one batch, without `transform`: a tensor for each column, padded where `pad` says so."""
-        return self.build_batch(self.gather_columns(self._check_ids(ids), pin=pin))
+        """Read the samples `ids` as one batch, without `transform`: a tensor per column, padded as `pad` says."""
+        return self.build_batch(self.gather_columns(self._check_ids(ids), pin))
 
     def prefetch(self, ids: np.ndarray) -> None:
-        """These samples are needed soon: remote files begin to be copied."""
+        """Start to copy the remote files of samples that are needed soon."""
         self._rows.prefetch(ids)
 
     def _check_ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The numbers, once it is sure that there are such samples: a gather by address would find something else."""
+        """Refuse numbers out of range: a gather by address would read something else."""
         ids = np.asarray(indices, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._length:
             raise IndexError(f"samples {ids.min()} to {ids.max()} of {self._length}: they count from 0")
         return ids
 
-    def gather_columns(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        """The columns of a batch; `ids` are known to lie in it."""
+    def gather_columns(self, ids: np.ndarray, pin: bool = False) -> list[Any]:
+        """Read the columns of a batch; `ids` must be in range."""
         if self.pad is not None:
             return self._rows.take_padded(ids, self.pad, pin=pin)
-        for column in self.columns:
-            if column.ragged and column.kind == "array":
-                raise DataError(explain_ragged(column))
+        ragged = next((column.name for column in self.columns if column.ragged and column.kind == "array"), None)
+        if ragged is not None:
+            raise DataError(
+                f"{ragged!r} differs in length from sample to sample: give Packed(..., pad=0), a transform=, or the job's collate="
+            )
         return self._rows.take(ids, pin=pin)
 
-    def subset_identity(self, rows: np.ndarray | None) -> str:
-        """What it holds as one short text, or what these samples of it are."""
-        if rows is None:
-            return self.identity
-        return f"{self.identity}, {len(rows):,} samples of it ({hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()})"
+    @property
+    def can_gather(self) -> bool:
+        """Whether whole batches can be gathered: nothing has to run for each sample."""
+        return self.transform is None and all(
+            column.kind != "image" and (not column.ragged or column.kind != "array" or self.pad is not None)
+            for column in self.columns
+        )
+
+    @property
+    def packed_collate(self) -> Callable[[list[Any]], Any] | None:
+        """Collates single samples where `pad` is set; None: collate as torch does."""
+        return None if self.pad is None else partial(_collate_padded, value=self.pad)
 
     @property
     def is_remote(self) -> bool:
         """Whether its files come from a store."""
         return isinstance(self._rows, RemoteRowReader)
 
-    @property
-    def packed_collate(self) -> Callable[[list[Any]], Any] | None:
-        """How single samples become a batch where `pad` says that they are padded; None: as torch does."""
-        return None if self.pad is None else partial(_collate_padded, value=self.pad)
+    def subset_identity(self, rows: np.ndarray | None) -> str:
+        """What the samples `rows` (None: all) hold, as one short text."""
+        if rows is None:
+            return self.identity
+        digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+        return f"{self.identity}, {len(rows):,} samples of it ({digest})"
 
     def read_column(self, name: str, ids: np.ndarray) -> Any:
-        """One column of the samples `ids`, not padded."""
+        """Read one column of the samples `ids`, not padded."""
         return self._rows.take_column(self._column_names.index(name), self._check_ids(ids))
 
     def lengths(self, name: str) -> np.ndarray:
-        """The number of items of each sample in a column that differs in length."""
+        """The number of items of each sample in a ragged column."""
         if name not in self._column_names or not self.columns[self._column_names.index(name)].ragged:
             raise DataError(
-                f"{name!r} is no column of rows that differ in length; the columns are {describe_columns(self.manifests[0])}"
+                f"{name!r} is not a column of rows that differ in length; the columns are {describe_columns(self.manifests[0])}"
             )
         return self._rows.lengths(self._column_names.index(name))
 
-    def bucket_lengths(self) -> np.ndarray | None:
-        """The lengths by which batches are put together, if any."""
-        return None if self.bucket is None else self.lengths(self.bucket)
-
     def pack_sequences(self, length: int, column: str | None = None) -> PackedSequences:
-        """Rows of `length` tokens, filled with samples of a column that differs in length (filled.py); other columns are left out."""
-        from echelon.data.packed.sequence_packing import PackedSequences
-
+        """Fill rows of `length` tokens with whole samples of a ragged column; other columns are left out."""
         ragged = [candidate.name for candidate in self.columns if candidate.ragged and candidate.kind == "array"]
         if column is None and len(ragged) > 1:
             raise DataError(
-                f"filled({length}) lays out one of {', '.join(ragged)}: say which, as filled({length}, {ragged[0]!r})"
+                f"pack_sequences({length}) takes one of {', '.join(ragged)}: choose one, as pack_sequences({length}, {ragged[0]!r})"
             )
         return PackedSequences(self, column or (ragged[0] if ragged else ""), length)
 
     def __getstate__(self) -> Any:
-        # The maps are of this process: a worker opens its own.
+        # A worker maps the files itself.
         return self._options, self.transform, self.pad, self.window, self.bucket, self.identity
 
     def __setstate__(self, state: Any) -> None:
@@ -297,65 +262,48 @@ class Packed:
             )
 
 
-class PackedSource(Source):
+def open_packed_source(
+    packed: Packed, data: Any, rows: np.ndarray | None, collate: Collate | None, seed: int
+) -> Source:
+    """Open `packed` as a source that gathers where it can. `data`: `packed` itself or torch's Subset of it, of the samples `rows`."""
+    if collate is None and type(packed) is Packed and packed.can_gather:
+        source: Source = _PackedSource(packed, rows)
+    else:
+        source = SampleSource(data, collate=collate, padding_collate=packed.packed_collate, seed=seed)
+    source.identity = packed.subset_identity(rows)
+    if packed.bucket is not None:
+        lengths = packed.lengths(packed.bucket)
+        source.lengths = lengths if rows is None else lengths[rows]
+    if rows is None:
+        source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
+    return source
+
+
+class _PackedSource(GatherSource):
     """Batches of a packed data set, each one gather per column."""
 
-    supports_gather = True
-
-    def __init__(self, data: Packed, rows: np.ndarray | None = None) -> None:
-        """`rows`: which of its samples (None: all)."""
-        self._data, self._rows = data, rows
-        if rows is None:
-            self.lanes, self.files, self.window = data.lanes, data.files, data.window
+    def __init__(self, data: Packed, rows: np.ndarray | None) -> None:
+        super().__init__(data.gather_columns, data.build_batch, len(data), rows)
+        self._data = data
         self.prefetch_steps = _PREFETCH_STEPS if data.is_remote else 0
-        self.identity = data.subset_identity(rows)
-        bucket_lengths = data.bucket_lengths()
-        self.lengths = bucket_lengths if bucket_lengths is None or rows is None else bucket_lengths[rows]
         if not data.is_remote and not any(column.ragged for column in data.columns):
             self.sample_bytes = float(sum(column.item_bytes for column in data.columns))
 
-    def __len__(self) -> int:
-        return len(self._data) if self._rows is None else len(self._rows)
-
     def prefetch(self, ids: np.ndarray) -> None:
-        self._data.prefetch(ids if self._rows is None else self._rows[ids])
-
-    def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        data = self._data
-        if self._rows is not None:
-            ids = self._rows[ids]
-        columns = data.gather_columns(ids, pin=pin)
-        if len(sizes) == 1:
-            return [data.build_batch(columns)]
-        split_columns = [_split_column(column, sizes) for column in columns]
-        return [data.build_batch(list(part)) for part in zip(*split_columns, strict=True)]
-
-
-def can_gather(data: Packed) -> bool:
-    """Whether whole batches can be gathered: nothing has to run for each sample."""
-    has_gatherable_columns = all(
-        column.kind != "image" and (not column.ragged or column.kind != "array" or data.pad is not None)
-        for column in data.columns
-    )
-    return data.transform is None and has_gatherable_columns
-
-
-def explain_ragged(column: Column) -> str:
-    """Why rows of this column make no batch as they are."""
-    return f"{column.name!r} differs in length from sample to sample: give Packed(..., pad=0), a transform=, or the job's collate="
+        self._data.prefetch(self.map_ids(ids))
 
 
 def describe_columns(manifest: Manifest) -> str:
-    """The columns in words."""
+    """Name the columns and their types."""
     return ", ".join(f"{column.name}: {column}" for column in manifest.columns)
 
 
 def _collate_padded(samples: list[Any], value: float) -> Any:
-    return collated(_pad_samples(samples, value))
+    return collate_as_torch(_pad_samples(samples, value))
 
 
 def _pad_samples(samples: list[Any], value: float) -> list[Any]:
-    """The samples with tensors in the same place of equal length."""
+    """Pad tensors in the same place of each sample to equal length."""
     first = samples[0]
     if isinstance(first, Tensor):
         lengths = {len(sample) if sample.ndim else 0 for sample in samples}
@@ -369,19 +317,7 @@ def _pad_samples(samples: list[Any], value: float) -> list[Any]:
     return samples
 
 
-def _split_column(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    if isinstance(column, Tensor):
-        return torch.split(column, list(sizes))
-    ends = np.cumsum(sizes).tolist()
-    return [column[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
 def _are_equal_parts(files: Sequence[ShardFile]) -> bool:
     """Whether files are equal parts, rounded as the order rounds them."""
-    total, count = files[-1].first_sample + files[-1].shard.samples, len(files)
+    total, count = files[-1].end_sample, len(files)
     return all(file.first_sample == position * total // count for position, file in enumerate(files))
-
-
-def _shift_past_removed(row: int, removed_spans: Sequence[tuple[int, int]]) -> int:
-    """The number of a row once whole spans before it are gone."""
-    return row - sum(stop - start for start, stop in removed_spans if stop <= row)

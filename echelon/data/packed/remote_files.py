@@ -21,15 +21,8 @@ from echelon.data.packed import block_layout
 from echelon.data.packed.manifest import RESTORE_SHARD, Column, Manifest
 from echelon.data.packed.remote_cache import CachedFile, FileCache
 from echelon.data.packed.remote_store import RemoteStore
-from echelon.data.packed.row_reader import (
-    LocalRowReader,
-    RowReader,
-    ShardFile,
-    find_block_damage,
-    find_file_problem,
-    list_shard_files,
-    parse_lengths,
-)
+from echelon.data.packed.row_reader import LocalRowReader, RowReader, parse_lengths
+from echelon.data.packed.shard_file import ShardFile, list_shard_files
 from echelon.errors import CacheFullError, CorruptDataError, MissingDataError
 
 #: A file that no batch to come is known to need stays mapped for so many batches: to open it again costs as much as thirty gathers.
@@ -203,7 +196,7 @@ class RemoteRowReader(RowReader):
     def _open_file(self, file_index: int, needed: Sequence[int]) -> tuple[LocalRowReader, CachedFile]:
         file = self._files[file_index][1]
         cached_file = self._acquire_copy(file_index, needed)
-        if find_file_problem(replace(file, path=cached_file.path)) is not None:  # cut off since it was copied
+        if replace(file, path=cached_file.path).find_problem() is not None:  # cut off since it was copied
             cached_file.path.unlink(missing_ok=True)
             cached_file.close()
             cached_file = self._acquire_copy(file_index, needed)
@@ -230,21 +223,8 @@ class RemoteRowReader(RowReader):
 
         def fill(path: Path) -> None:
             store.copy_file(file.shard.file, path)
-            local_file = replace(file, path=path)
-            problem = find_file_problem(local_file)
-            if problem is None:
-                content = np.memmap(path, np.uint8, "r")
-                block_problems = (
-                    find_block_damage(content, self._columns, local_file, block)
-                    for block in range(len(file.shard.checksums))
-                )
-                problem = next((block_problem for block_problem in block_problems if block_problem), None)
-                if (
-                    problem is None
-                    and block_layout.frame_checksum(content, self._columns, file.shard) != file.shard.frame
-                ):
-                    problem = f"{path}: Arrow's own part of it is damaged"
-            if problem:
+            problem = next(replace(file, path=path).verify(self._columns), None)
+            if problem is not None:
                 raise MissingDataError(problem.replace(str(path), f"{store.display_url}/{file.shard.file}"))
 
         key = f"{store.url}/{file.shard}"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from echelon.errors import DataError
 
-if TYPE_CHECKING:
-    from echelon.data.packed.reader import Packed
+
+class _RaggedData(Protocol):
+    identity: str
+
+    def lengths(self, name: str) -> np.ndarray: ...
+
+    def read_column(self, name: str, ids: np.ndarray) -> Any: ...
 
 
 class PackedSequences:
@@ -20,7 +25,7 @@ class PackedSequences:
     `positions` (of a token in its sample). Which samples share a row follows from their lengths alone: each is in exactly one, and one
     that is longer than a row is cut into several pieces."""
 
-    def __init__(self, data: Packed, column: str, length: int) -> None:
+    def __init__(self, data: _RaggedData, column: str, length: int) -> None:
         if length < 1:
             raise DataError(f"length={length}: a row holds at least one token")
         self._data, self._column, self._row_length = data, column, length

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.data.error_text import type_name
 from echelon.data.loader import Loader, StepBatch
+from echelon.data.open_data import is_stream
 from echelon.data.sample_digest import digest
-from echelon.data.source import is_stream
 from echelon.data.warmup import StepLoader, WarmupLoader
 from echelon.data.workers import prefetch_in_process
 from echelon.errors import CheckpointError

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from echelon.data.error_text import type_name
+from echelon.data.open_data import is_stream, open_source
 from echelon.data.sample_digest import digest
-from echelon.data.source import SampleSource, Source, is_stream, open_source
+from echelon.data.source import SampleSource, Source
 from echelon.errors import DataError, VerificationError
 from echelon.job import Job
 from echelon.trials.dataset_state import DatasetState, may_change_on_read
