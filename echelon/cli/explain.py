@@ -12,10 +12,10 @@ from echelon.plan.format_units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from echelon.plan.check import Problem
     from echelon.plan.cluster import Cluster
     from echelon.plan.forecast import Forecast
     from echelon.plan.plan import Plan
+    from echelon.plan.problem import Problem
     from echelon.plan.profile import Profile
 
 
@@ -56,8 +56,8 @@ def _read_plan(text: str, argument: str) -> Plan:
 
 def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
     from echelon.plan.check import check, require_executable
-    from echelon.plan.text import describe_plan as in_words
-    from echelon.plan.text import diff_plans
+    from echelon.plan.describe import describe_plan as in_words
+    from echelon.plan.describe import diff_plans
 
     job_source, profile, target_cluster = None, None, _read_known_cluster(job, cluster)
     if job is not None:

@@ -44,8 +44,9 @@ def simulate(
     """
     from echelon.errors import PlanError
     from echelon.flow.resolve_plan import parse_plan
-    from echelon.plan.check import check, raise_on_errors, require_executable
+    from echelon.plan.check import check, require_executable
     from echelon.plan.codec import to_plain
+    from echelon.plan.problem import raise_on_errors
     from echelon.simulator import simulate as forecast_of
     from echelon.simulator.step import uses_data_sheets
 

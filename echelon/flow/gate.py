@@ -28,7 +28,8 @@ from echelon.flow.job_source import JobSource
 from echelon.flow.resolve_plan import PlanLike, ResolvedPlan, parse_plan, resolve_plan
 from echelon.flow.spawn import DISPROOF_ERRORS
 from echelon.launchers.rank_ipc import format_error
-from echelon.plan.check import require_executable, unsplit_batch_changes
+from echelon.plan.check import require_executable
+from echelon.plan.check_model import unsplit_batch_changes
 from echelon.plan.document_cache import DocumentCache
 from echelon.plan.plan import Plan
 from echelon.world import World, cache_folder

@@ -20,13 +20,14 @@ from echelon.flow.job_file import load_job, make_job
 from echelon.flow.job_identity import JobIdentity, identify_job
 from echelon.flow.job_inputs import RecordedInputs, record_inputs
 from echelon.job import Job
-from echelon.plan.check import Problem, require_executable
+from echelon.plan.check import require_executable
 from echelon.plan.cluster import Cluster
 from echelon.plan.document_cache import DocumentCache, hash_files, installed_versions, user_source_files
 from echelon.plan.fallback import apply_problem_changes, fall_back_to_data_parallel
 from echelon.plan.format_units import format_bytes, format_seconds
 from echelon.plan.input_digests import digest_arguments
 from echelon.plan.plan import Plan
+from echelon.plan.problem import Problem
 from echelon.plan.profile import Profile
 from echelon.world import cache_folder, usable_cores, usable_memory
 

@@ -14,11 +14,13 @@ from echelon.errors import EchelonError, PlanError, UnsplittableModelError
 from echelon.job import Job, call_loss, call_model, cast_model
 from echelon.partition.find_sequence_parallel import find_segments
 from echelon.partition.find_tp import TensorCuts, find_tensor_cuts
-from echelon.plan.check import Problem, check_stored_weights, raise_on_errors, require_executable
+from echelon.plan.check import require_executable
+from echelon.plan.check_model import check_stored_weights
 from echelon.plan.check_parameter_server import check_server_tables
 from echelon.plan.parameter_server import choose_served_tables
 from echelon.plan.placement import Placement, ReplicatedModule
 from echelon.plan.plan import Plan
+from echelon.plan.problem import Problem, raise_on_errors
 from echelon.plan.profile import Profile, find_fsdp_units, model_fingerprint
 from echelon.plan.stages import NO_STAGES_REASON, find_stages, stage_count
 from echelon.profiler.pipeline_units import find_pipeline_units

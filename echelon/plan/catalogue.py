@@ -413,7 +413,7 @@ def _require_text(path: str | Path, name: str, value: Any) -> str:
 
 def _require_positive_int(path: str | Path, name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise DocumentError(f"{path}: {name}={value!r}: a whole number of at least 1")
+        raise DocumentError(f"{path}: {name}={value!r}: an integer of at least 1")
     return value
 
 

@@ -1,15 +1,16 @@
-"""How a plan cuts a model, for people: repeated blocks folded, each cut with where it comes from, each stage with its work."""
+"""A plan for people: in words, as a difference, and how it cuts a model (repeated blocks folded)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
+from echelon.plan.batch_split import count_micro_batches, largest_micro_batch
 from echelon.plan.placement import cuts_by_parameter
-from echelon.plan.plan import Plan
+from echelon.plan.plan import GROUPS, Plan
 from echelon.plan.profile import PipelineUnit, Profile, fold_path
-from echelon.plan.stages import stage_ranges
+from echelon.plan.stages import stage_count, stage_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,100 @@ def fold_index_ranges(paths: Iterable[str]) -> Iterable[str]:
             run.append(current)
 
 
+def pluralize(count: int, noun: str) -> str:
+    """`1 sample`, `3 samples`, `2 micro-batches`."""
+    return f"{count:,} {noun}{('es' if noun.endswith('h') else 's') * (count != 1)}"
+
+
 def cut_fraction(plan: Plan, profile: Profile, *cuts: str) -> float:
     """Share of the parameters' bytes that tp cuts; in these ways, where some are named."""
     cut_names = cuts_by_parameter(each for each in plan.tensor.placements if not cuts or each.cut in cuts).keys()
     cut_size = sum(each.bytes for each in profile.parameters if cut_names & {each.name, *each.aliases})
     return cut_size / (profile.bytes or 1)
+
+
+def describe_plan(plan: Plan, batch: int | None = None) -> str:
+    """The plan in words, one decision per line."""
+    ranks, dp, tp, pp = plan.ranks, plan.mesh.dp, plan.mesh.tp, plan.mesh.pp
+    if ranks == 1:
+        lines = ["one process"]
+    elif ranks == dp:
+        lines = [f"{ranks} ranks, each with its own samples"]
+    else:
+        lines = [f"{ranks} ranks, {'all' if dp == 1 else f'groups of {ranks // dp}'} with the same samples"]
+    if tp > 1:
+        lines.append(f"tp={tp}: modules are cut into {tp} shards, one per rank of the axis")
+    if plan.tensor.sequence:
+        where = "; ".join(", ".join(fold_index_ranges(segment.blocks)) for segment in plan.tensor.segments)
+        lines.append(f"sequence parallelism between the cut modules{f' of {where}' if where else ''}")
+    if pp > 1:
+        num_stages = stage_count(plan)
+        per_rank = f", {num_stages // pp} per rank" if num_stages > pp else ""
+        lines.append(f"pp={pp}: {num_stages} stages{per_rank}, schedule {plan.pipeline.schedule}")
+    lines += [f"{axis}={size}" for axis, size in plan.mesh.sizes.items() if axis in ("cp", "ep") and size > 1]
+    if dp > 1 and plan.server.dense == "allreduce":
+        lines.append(_ZERO_STAGES[plan.zero])
+    if plan.uses_servers:
+        lines += _describe_servers(plan)
+    if plan.data.batch_shares:
+        lines.append(f"unequal shares of the batch per data rank: {' : '.join(map(str, plan.data.batch_shares))}")
+    if plan.data.keep_gradients:
+        lines.append("full gradients are kept between micro-batches and reduced once per step")
+    if batch is not None and batch < dp:
+        lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
+    elif batch is not None:
+        count = count_micro_batches(batch, dp, plan.micro, plan.data.batch_shares)
+        largest = largest_micro_batch(batch, dp, plan.micro, plan.data.batch_shares)
+        lines.append(
+            f"a batch of {batch}: {pluralize(count, 'micro-batch')} of up to {pluralize(largest, 'sample')} per rank"
+        )
+    elif plan.micro:
+        lines.append(f"micro-batches of {pluralize(plan.micro, 'sample')} per rank")
+    compiled, unfused = ", compiled" if plan.compile else "", "" if plan.fused else ", unfused optimizer kernels"
+    lines.append(f"computes in {plan.precision or 'the precision of the job'}{compiled}{unfused}")
+    if plan.recompute == "block":
+        lines.append("each block saves only its input and is recomputed in backward")
+    elif plan.recompute == "selective":
+        lines.append("each block saves the outputs of matrix products and attention; backward recomputes the rest")
+    if plan.batchnorm == "sync":
+        lines.append("batch-norm statistics are taken over all ranks")
+    if plan.threads:
+        lines.append(f"{pluralize(plan.threads, 'CPU thread')} per rank")
+    return "\n".join(lines)
+
+
+_ZERO_STAGES = (
+    "every rank holds the whole model; gradients are all-reduced in buckets during backward",
+    "optimizer state is sharded; gradients are reduced and parameters gathered once per step",
+    "optimizer state and gradients are sharded; gradients are reduced every micro-batch",
+    "parameters, gradients and optimizer state are sharded; each block is gathered when it is needed",
+)
+
+
+def _describe_servers(plan: Plan) -> Iterator[str]:
+    server = plan.server
+    tables = f" ({', '.join(table.path or 'the model itself' for table in server.tables)})" if server.tables else ""
+    rest = " and all other parameters" if server.dense == "server" else ""
+    copies = f", each row on {server.replicas} of them" if server.replicas > 1 else ""
+    verb = "holds" if server.servers == 1 else "hold"
+    yield f"{pluralize(server.servers, 'parameter server')} {verb} the tables{tables}{rest}{copies}"
+    if server.staleness is None:
+        yield "asynchronous: ranks never wait for each other"
+    elif server.staleness:
+        yield f"a rank waits while it is more than {pluralize(server.staleness, 'step')} ahead of the slowest"
+    else:
+        yield "synchronous: the gradients of a step are summed over all ranks and applied once"
+
+
+def diff_plans(left: Plan, right: Plan) -> list[str]:
+    """What differs between two plans, field by field, as `name: left -> right`; empty when they are equal."""
+
+    def format_value(value: object) -> object:
+        if isinstance(value, tuple) and value and not isinstance(value[0], int):  # hundreds of modules
+            return pluralize(len(value), "module")
+        return list(value) if isinstance(value, tuple) else value
+
+    top_level = [item.name for item in fields(Plan) if item.name not in ("mesh", *GROUPS.values())]
+    pairs = {axis: (size, right.mesh.sizes[axis]) for axis, size in left.mesh.sizes.items()}
+    pairs |= {name: (left.get(name), right.get(name)) for name in (*top_level, *GROUPS)}
+    return [f"{name}: {format_value(a)} -> {format_value(b)}" for name, (a, b) in pairs.items() if a != b]

@@ -12,7 +12,7 @@ The last axis varies fastest, so that tp, which talks most, lies on neighbouring
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -31,11 +31,16 @@ class Mesh:
         for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
-                raise ValueError(f"{axis}={size!r}: an axis has a whole size of at least 1")
+                raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
         if (self.dp * self.cp) % self.ep:
             raise ValueError(
                 f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; experts are spread over those ranks"
             )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by axis, `ep` included."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def ranks(self) -> int:

@@ -40,7 +40,7 @@ class Placement:
     cut: Cut
     #: What of it is cut; anything else is whole on every rank.
     slices: tuple[TensorSlice, ...] = ()
-    #: Columns that stay together (a head): a rank has a whole number of them.
+    #: Columns that stay together (a head): a rank has an integer of them.
     unit: int = 1
     #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
     divided_attributes: tuple[str, ...] = ()

@@ -191,11 +191,31 @@ class Plan(Document):
         return batch_split.count_micro_batches(samples, self.mesh.dp, self.micro, self.data.batch_shares)
 
     def __str__(self) -> str:
-        from echelon.plan.text import to_text
+        """The short form: what differs from the defaults, and dp."""
+        default = type(self)()
+        words = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if axis == "dp" or size != 1]
+        for word, name in VALUE_WORDS.items():
+            value = self.get(name)
+            if value != default.get(name):
+                text = ":".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else value
+                words.append(f"{word}={text}")
+        return " ".join(words + [word for word, (name, value) in FLAG_WORDS.items() if self.get(name) == value])
 
-        return to_text(self)
 
-
+#: Words of the short form that take a value, and their fields.
+VALUE_WORDS = {
+    "zero": "zero", "micro": "micro", "threads": "threads", "bucket": "bucket_megabytes", "servers": "servers", "replicas": "replicas",
+    "rows": "min_table_rows", "precision": "precision", "batchnorm": "batchnorm", "schedule": "schedule", "recompute": "recompute",
+    "exchange": "exchange", "dense": "dense", "staleness": "staleness", "shares": "batch_shares",
+}  # fmt: skip
+#: Words that stand alone -> (field, value).
+FLAG_WORDS = {
+    "keep": ("keep_gradients", True),
+    "whole": ("shard_as_one", True),
+    "sequence": ("sequence", True),
+    "compile": ("compile", True),
+    "unfused": ("fused", False),
+}
 #: field of a group -> group.
 GROUPS = {
     item.name: group

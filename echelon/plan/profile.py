@@ -285,6 +285,11 @@ def fold_path(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
+def is_within(path: str, module: str) -> bool:
+    """Whether `path` is that module or inside it."""
+    return path == module or path.startswith(f"{module}.")
+
+
 def model_fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     """Hash of (name, shape, dtype) in the model's order: equal for models that can hold each other's weights."""
     lines = "\n".join(f"{name} {tuple(shape)} torch.{dtype}" for name, shape, dtype in parameters)
@@ -328,7 +333,5 @@ def _path_prefixes(path: str) -> list[str]:
 
 def _shares_parameters(unit: str, tree: Sequence[tuple[str, str, Mapping[int, int]]], use_counts: Counter[int]) -> bool:
     """Whether a parameter of `unit` is also used outside it."""
-    inner_uses = Counter(
-        key for path, _, own_parameters in tree if path == unit or path.startswith(unit + ".") for key in own_parameters
-    )
+    inner_uses = Counter(key for path, _, own_parameters in tree if is_within(path, unit) for key in own_parameters)
     return any(use_counts[key] > count for key, count in inner_uses.items())

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 
 from echelon.errors import PlanError
-from echelon.plan.check import Problem, check
+from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Recompute, Schedule
+from echelon.plan.problem import Problem
 from echelon.plan.profile import Profile
 from echelon.plan.stages import find_stages
 from echelon.planner.candidate import Candidate, CompletePlan

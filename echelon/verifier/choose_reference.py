@@ -16,7 +16,8 @@ from echelon.job import Job
 from echelon.partition.complete_plan import complete
 from echelon.plan import format_units
 from echelon.plan.certificate import ReferenceKind
-from echelon.plan.check import require_executable, splits_batch
+from echelon.plan.check import require_executable
+from echelon.plan.check_model import splits_batch
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile

@@ -21,7 +21,8 @@ from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
-from echelon.plan.check import require_executable, splits_batch
+from echelon.plan.check import require_executable
+from echelon.plan.check_model import splits_batch
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.sample_coupling import first_line

@@ -63,7 +63,7 @@ def test_a_plan_that_the_job_cannot_have_is_wrong_use(tmp_path: Path) -> None:
     machine("cpu", 4).save(tmp_path / "cluster.json")
     code, text = explain("dp=17", "--job", JOB, "--cluster", str(tmp_path / "cluster.json"))
     assert code == 2
-    assert "dp=17: a batch of 16 gives some rank no sample; use dp=16 or less" in text
+    assert "dp=17: a batch of 16 leaves some rank without a sample; use dp=16 or less" in text
 
 
 def test_more_ranks_than_a_machine_bears_are_remarked(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
         ("nodes = 2", r"\[device\] with a name is missing"),
         ('[device]\nname = "X1"', "is not in the catalogue, so memory_gb"),
         ('[device]\nname = "H100-80GB"\nspeed = 3', "device.speed: not part of a cluster"),
-        ('nodes = 0\n[device]\nname = "H100-80GB"', "nodes=0: a whole number of at least 1"),
+        ('nodes = 0\n[device]\nname = "H100-80GB"', "nodes=0: an integer of at least 1"),
         ('[device]\nname = "H100-80GB"\n[inside]\nkind = "x"', r"\[inside\] needs kind and gb_s"),
         (
             '[device]\nname = "X"\ncount = 2\nmemory_gb = 1\nbandwidth_gb_s = 1\nunits = 1\nvector_tflops = 1\ntflops = {fp32 = 1}',
@@ -93,7 +93,7 @@ def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
         ("nodes = ", "cannot be read as a cluster"),
         ('[device]\nname = "H100-80GB"\npower = 3.0', r"\[device\] power=3.0: a share is at most 1"),
         ('[device]\nname = "H100-80GB"\nprice = -1', "device.price=-1: a number above 0"),
-        ('[device]\nname = "H100-80GB"\nunits = 1.5', "device.units=1.5: a whole number"),
+        ('[device]\nname = "H100-80GB"\nunits = 1.5', "device.units=1.5: an integer"),
         ('[device]\nname = "H100-80GB"\nmemory_gb = true', "device.memory_gb=True: a number above 0"),
         ('[device]\nname = "H100-80GB"\ntflops = {half = inf}', "device.tflops.half=inf: a number above 0"),
         ('[device]\nname = "H100-80GB"\ntflops = {int8 = 1}', "int8: not a precision"),

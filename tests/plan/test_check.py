@@ -11,10 +11,11 @@ from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.check import check, require_executable
 from echelon.plan.cluster import Cluster, Device, Node, RateCurve, RatePoint
+from echelon.plan.describe import describe_plan
 from echelon.plan.placement import Placement, ReplicatedModule, TensorSlice
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, MemorySnapshot, ParameterProfile, PipelineUnit, Profile
-from echelon.plan.text import describe_plan, from_text
+from echelon.plan.text import from_text
 from tests.plan.strategies import plans
 
 PROFILE = Profile(
@@ -41,10 +42,10 @@ def machine(kind: str, count: int) -> Cluster:
         (
             "tp=2 pp=2 sequence",
             "sequence",
-            "what passes between the stages of a pipeline is whole; leave `sequence` out, or use pp=1",
+            "pipeline stages pass full sequences; leave `sequence` out, or use pp=1",
         ),
-        ("dp=2 zero=1 keep", "keep_gradients", "zero=1 keeps full gradients as it is"),
-        ("dp=32", "dp", "a batch of 16 gives some rank no sample; use dp=16 or less"),
+        ("dp=2 zero=1 keep", "keep_gradients", "zero=1 keeps full gradients anyway"),
+        ("dp=32", "dp", "a batch of 16 leaves some rank without a sample; use dp=16 or less"),
         ("dp=2 micro=9", "micro", "a rank's share of batch=16 over dp=2 is 8 samples; use micro=8 or less"),
         ("dp=8", "dp", "the last batch of an epoch has 4 of 100 samples; use dp=4 or less"),
     ],
@@ -94,7 +95,7 @@ def test_a_batch_whose_samples_see_each_other_is_not_parted() -> None:
         (problem,) = check(from_text(text), coupled)
         assert (problem.path, problem.severity) == (path, "error")
         assert "a sample's loss depends on the others of its batch" in str(problem)
-        assert "use dp=1 without micro; or give the loss as (sum, count)" in str(problem)
+        assert "use dp=1 without micro; or return the loss as (sum, count)" in str(problem)
         assert check(from_text(text), replace(coupled, samples_coupled=False, batch_norms=("1",))) == ()
     for text in ("dp=1", "micro=16"):
         assert check(from_text(text), coupled) == ()
@@ -105,10 +106,7 @@ def test_a_batch_whose_samples_may_see_each_other_is_parted_with_a_warning() -> 
     for text, path in (("dp=2", "dp"), ("micro=8", "micro")):
         (problem,) = check(from_text(text), unknown)
         assert (problem.path, problem.severity) == (path, "warning")
-        assert (
-            "not known whether samples of a batch see each other, as in contrastive losses, because the model is too large"
-            in str(problem)
-        )
+        assert "as in contrastive losses, is unknown: the model is too large" in str(problem)
     assert check(from_text("micro=16"), unknown) == ()
     with pytest.raises(ValueError, match="the reason belongs to what is not known"):
         replace(PROFILE, samples_coupled=None)
@@ -118,7 +116,7 @@ def test_untraced_models_are_sharded_whole() -> None:
     untraced = replace(
         PROFILE, varying_blocks_reason="the model could not be traced: if its samples decide which blocks run"
     )
-    assert "if its samples decide which blocks run, block by block sharding would fail or deadlock; add `whole`" in str(
+    assert "if its samples decide which blocks run, sharding block by block would fail or deadlock; add `whole`" in str(
         check(from_text("dp=2 zero=3"), untraced)[0]
     )
     assert check(from_text("dp=2 zero=3 whole"), untraced) == ()
@@ -134,7 +132,7 @@ def test_a_check_never_fails_and_says_something_for_other_axes(plan: Plan) -> No
 def test_a_batch_of_more_than_there_is_is_a_warning() -> None:
     (problem,) = check(Plan(), replace(PROFILE, batch=1000, samples=40))
     assert problem.severity == "warning"
-    assert str(problem).startswith("batch=1000: the data set has 40 samples: a step takes them all")
+    assert str(problem).startswith("batch_size=1000: the data set has 40 samples: each step takes all of them")
     assert check(Plan(), replace(PROFILE, batch=40, samples=40)) == ()
     assert check(Plan(), replace(PROFILE, batch=1000, samples=0)) == ()  # a stream
 
@@ -153,8 +151,8 @@ def test_a_plan_that_is_still_to_be_completed_may_pass() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ("pp=6", "pp=6: 6 stages, and the model has 5 units that forward calls one after another; use pp=5 or less, or dp=6 zero=3"),
-        ("pp=3 schedule=interleaved", "6 stages, and the model has 5 units that forward calls one after another; use schedule=1f1b"),
+        ("pp=6", "pp=6: 6 stages, and the model has 5 units that forward calls in sequence; use pp=5 or less, or dp=6 zero=3"),
+        ("pp=3 schedule=interleaved", "6 stages, and the model has 5 units that forward calls in sequence; use schedule=1f1b"),
         ("dp=2 pp=2 zero=1 schedule=zero-bubble", "use schedule=interleaved, or zero=0"),
         ("pp=2 schedule=zero-bubble recompute=block", "use schedule=interleaved, or leave `recompute` out"),
         ("pp=2 compile", "leave `compile` out, or use pp=1"),
@@ -168,7 +166,7 @@ def test_pipelines_that_cannot_be(plan: str, words: str) -> None:
 def test_few_micro_batches_leave_a_pipeline_empty() -> None:
     (problem,) = check(from_text("pp=4"), STAGED)
     assert problem.severity == "warning"
-    assert ": 1 micro-batch through 4 stages: ranks wait" in str(problem)
+    assert "1 micro-batch for 4 stages: ranks idle" in str(problem)
     assert "None" not in str(problem)
     assert "use micro=2" in str(problem)
     assert check(from_text("pp=4 micro=2"), STAGED) == ()
@@ -178,9 +176,9 @@ def test_few_micro_batches_leave_a_pipeline_empty() -> None:
 @pytest.mark.parametrize(
     ("plan", "stages", "words"),
     [
-        ("pp=2", (1, 2), "they make 3 stages, and schedule=1f1b needs one per rank of pp=2; give 1 places"),
-        ("pp=2 schedule=interleaved", (1, 2), "needs a multiple of pp=2; give 1 places where a stage begins, or 3"),
-        ("pp=3", (2, 2), "each after the one before"),
+        ("pp=2", (1, 2), "they make 3 stages, and schedule=1f1b needs one per rank of pp=2; give 1 stage starts"),
+        ("pp=2 schedule=interleaved", (1, 2), "needs a multiple of pp=2; give 1 stage starts, or 3"),
+        ("pp=3", (2, 2), "stage starts must ascend"),
         ("pp=2", (5,), "the model has 5 units, and each stage needs one"),
         ("dp=2", (2,), "stages are spread over pp, and pp is 1; use pp=2"),
     ],
@@ -192,9 +190,9 @@ def test_stages_that_cannot_be(plan: str, stages: tuple[int, ...], words: str) -
 def test_no_stage_of_a_document_begins_within_a_pair() -> None:
     cut = (Placement(path="blocks.1.up", cut="column"), Placement(path="blocks.2.down", cut="row"))
     plan = from_text("tp=2 pp=2 micro=4").replace(placements=cut)
-    words = "one begins at blocks.2, inside a pair that tp cuts"
+    words = "one starts at blocks.2, inside a pair that tp cuts"
     assert any(words in each for each in refused(plan.replace(stages=(2,)), STAGED))
-    assert not any("one begins at" in each for each in refused(plan.replace(stages=(3,)), STAGED))
+    assert not any("one starts at" in each for each in refused(plan.replace(stages=(3,)), STAGED))
 
 
 def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
@@ -202,7 +200,7 @@ def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
         from_text("tp=7").replace(replicated=(ReplicatedModule(path="up", reason="3 outputs are too few for 7 ranks"),))
     )
     assert problem == (
-        "tp=7: it divides no module of this model (up: 3 outputs are too few for 7 ranks); use a smaller tp, or dp=7 zero=3, which also "
+        "tp=7: no module of this model can be cut (up: 3 outputs are too few for 7 ranks); use a smaller tp, or dp=7 zero=3, which also "
         "shares the memory"
     )
 
@@ -245,7 +243,7 @@ def test_recomputation_needs_blocks_and_no_compiler() -> None:
 def test_shares_too_far_apart_for_a_micro_batch_are_refused_and_told_as_they_are() -> None:
     plan, profile = from_text("dp=2 shares=9:1 micro=1"), replace(PROFILE, batch=20)
     (problem,) = check(plan, profile)
-    assert str(problem).startswith("micro=1: the smallest share of batch=20 lasts for 2 micro-batches")
+    assert str(problem).startswith("micro=1: the smallest share of batch=20 makes 2 micro-batches")
     assert "use micro=9" in str(problem)
     assert not check(replace(plan, micro=9), profile)
     assert "of up to 9 samples per rank" in describe_plan(plan, batch=20)
@@ -255,7 +253,7 @@ def test_bf16_on_devices_without_units_for_it_is_warned_of() -> None:
     plan = from_text("dp=8 precision=bf16")
     (told,) = [each for each in check(plan, None, catalogue.parse_cluster("8xV100-32GB")) if each.path == "precision"]
     assert told.severity == "warning"
-    assert "V100-32GB has no matrix units for bf16: products take 8 times as long as in fp16" in str(told)
+    assert "V100-32GB has no bf16 matrix units: products take 8 times as long as in fp16" in str(told)
     assert not check(plan, None, catalogue.parse_cluster("8xA100-80GB"))
     assert not check(from_text("precision=bf16"), None, catalogue.parse_cluster("XEON-8480"))
     assert check(from_text("precision=bf16"), None, catalogue.parse_cluster("XEON-8380"))
@@ -272,7 +270,7 @@ def test_experts_are_shared_evenly() -> None:
     said = [
         str(each) for each in check(from_text("dp=8 ep=4"), profile) if not each.not_implemented and each.path == "ep"
     ]
-    assert said == ["ep=4: a block has 6 experts, which so many ranks cannot share evenly; use a divisor of 6"]
+    assert said == ["ep=4: 6 experts per block cannot be divided evenly; use a divisor of 6"]
     assert not [
         each for each in check(from_text("dp=6 ep=3"), profile) if not each.not_implemented and each.path == "ep"
     ]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from echelon.plan.check import check
+from echelon.plan.describe import describe_plan
 from echelon.plan.parameter_server import MAX_RANK_TABLE_BYTES, ServedTable, choose_served_tables
 from echelon.plan.plan import Plan, ServerPlan
 from echelon.plan.profile import Amount, MemorySnapshot, OptimizerProfile, Profile, TableProfile
-from echelon.plan.text import describe_plan, from_text
+from echelon.plan.text import from_text
 
 USERS = TableProfile(path="users", rows=50_000, dim=16, lookups=Amount(0.0, 1.0), optimizer="Adagrad")
 SMALL = TableProfile(path="days", rows=7, dim=4, lookups=Amount(0.0, 1.0), optimizer="Adagrad")
@@ -102,8 +103,8 @@ def test_tables_are_found_by_their_size() -> None:
 
 def test_in_words() -> None:
     words = describe_plan(from_text("dp=2 exchange=server servers=3 replicas=2 staleness=4"))
-    assert "3 servers of parameters hold the tables, each row on 2 of them" in words
-    assert "no more than 4 steps ahead of the slowest" in words
+    assert "3 parameter servers hold the tables, each row on 2 of them" in words
+    assert "more than 4 steps ahead of the slowest" in words
     assert "gradients are all-reduced" not in describe_plan(from_text("dp=2 exchange=server dense=server"))
     assert Plan(
         exchange="server",
@@ -120,7 +121,7 @@ def test_rows_that_are_touched() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("staleness=soon", "staleness='soon' is not a whole number"),
+        ("staleness=soon", "staleness='soon' is not an integer"),
         ("staleness", "staleness needs a number of steps, or none"),
         ("replicas=4", "each row is on 1 to 3 servers"),
         ("exchange=pigeon", "is not one of allreduce, server"),

@@ -95,7 +95,7 @@ def test_number_of_ranks_can_be_given() -> None:
 def test_when_all_plans_are_refused_each_reason_is_told_once() -> None:
     with pytest.raises(PlanError, match="no plan of 64 ranks can be executed") as caught:
         search(make_profile(batch=16), make_cluster(), ranks=64)
-    assert str(caught.value).count("a batch of 16 gives some rank no sample; use dp=16 or less") == 1
+    assert str(caught.value).count("a batch of 16 leaves some rank without a sample; use dp=16 or less") == 1
     with pytest.raises(PlanError, match=r"dp=4: the last batch of an epoch has 2 of 18 samples; use dp=2") as caught:
         search(make_profile(batch=16, samples=18), make_cluster(), ranks=4)
     assert [problem.path for problem in caught.value.problems] == ["dp"]

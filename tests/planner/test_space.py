@@ -324,7 +324,7 @@ def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:
     for text, told in (
         ("dp=2 shares=1:2:3", "one for each of dp=2"),
         ("dp=2 shares=3", "one for each"),
-        ("dp=2 shares=3:x", "whole numbers"),
+        ("dp=2 shares=3:x", "integers"),
     ):
         with pytest.raises(PlanError, match=told):
             from_text(text)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from echelon.job import Job
-from echelon.plan.check import check_optimizers
+from echelon.plan.check_model import check_optimizers
 from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.profiler.profile_optimizer import profile_optimizers

@@ -26,7 +26,6 @@ from echelon.engine.checks.shared_state_check import iterate_user_objects
 from echelon.errors import IncompatibleCheckpointError
 from echelon.plan.codec import from_plain, to_plain
 from echelon.plan.plan import Plan
-from echelon.plan.text import to_text
 from echelon.tree import tree_tensors
 from echelon.trials.snapshot import Snapshot
 
@@ -318,7 +317,7 @@ class RunAttributes:
                     else "another plan cannot take over"
                 )
                 + "; the run would go on with other numbers. Have the optimizer's state_dict() return them"
-                + ("" if missing else f', resume under "{to_text(from_plain(Plan, stored_plan, "plan"))}"')
+                + ("" if missing else f', resume under "{from_plain(Plan, stored_plan, "plan")}"')
                 + f", or begin a new run with weights={str(folder)!r}"
             )
 

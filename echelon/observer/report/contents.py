@@ -15,10 +15,10 @@ from echelon.observer.run_reader import RunRecord, read_number
 from echelon.plan import format_units
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
+from echelon.plan.describe import describe_plan
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.plan.text import describe_plan
 
 #: Different warnings and nodes that are shown.
 _MAX_WARNINGS, _MAX_NODES = 30, 8
