@@ -30,9 +30,10 @@ class Problem:
     def of(cls, plan: Plan, path: str, rule: str, remedy: str, **more: Any) -> Self:
         """The problem with the axis or field `path` of `plan`; shows its value there unless `value` is given."""
         if "value" not in more:
-            value = plan.mesh.sizes[path] if path in plan.mesh.sizes else plan.get(path)
-            is_numbers = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
-            more["value"] = list(value) if is_numbers else len(value) if isinstance(value, tuple) else value
+            value: Any = plan.mesh.sizes[path] if path in plan.mesh.sizes else plan.get(path)
+            if isinstance(value, tuple):
+                value = list(value) if all(isinstance(item, int) for item in value) else len(value)
+            more["value"] = value
         return cls(path=path, rule=rule, remedy=remedy, **more)
 
     @classmethod
