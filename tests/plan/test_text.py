@@ -85,7 +85,7 @@ def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
     )
     parted = from_text("tp=2 sequence").replace(segments=(segment,))
     assert "sequence parallelism between the cut modules of h.0-2" in describe_plan(parted)
-    assert describe_plan(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
+    assert describe_plan(from_text("dp=3 tp=2")).startswith("6 ranks, groups of 2 with the same samples\ntp=2: ")
     assert "every rank holds the whole model" not in describe_plan(from_text("tp=2"))
 
 
