@@ -16,7 +16,7 @@ from echelon.plan.format_units import format_bytes as in_words
 if TYPE_CHECKING:
     from echelon.data.packed.packing_source import PackingSource
 
-SOURCE_HELP = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, JSON lines, text, pictures by class), or FILE.py:name of a torch Dataset."
+SOURCE_HELP = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, ORC, JSON lines, text, images by class), or FILE.py:name of a torch Dataset."
 
 
 def pack(

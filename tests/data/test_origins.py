@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from pyarrow import csv, feather, orc
 from typer.testing import CliRunner
 
 from echelon.cli import pack as cli
@@ -67,7 +68,9 @@ def test_idx_that_is_cut_off_is_named(tmp_path: Path) -> None:
     idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
-    assert "has 11 bytes of values, its head promises (3, 2, 2)" in echelon("pack", tmp_path, tmp_path / "p", code=2)
+    assert "has 11 bytes of values, but its header declares (3, 2, 2)" in echelon(
+        "pack", tmp_path, tmp_path / "p", code=2
+    )
 
 
 @pytest.mark.parametrize("ending", ["npy", "npz"])
@@ -92,13 +95,15 @@ def test_numpy_never_unpickles(tmp_path: Path) -> None:
 TABLE = {"number": [1, 2, 3], "name": ["a", "", "ccc"], "weight": [0.5, 1.5, -1.0], "good": [True, False, True]}
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "folder"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "arrow", "feather", "orc", "folder"])
 def test_tables(tmp_path: Path, kind: str) -> None:
     table = pa.table(TABLE)
-    if kind == "csv":
-        from pyarrow import csv
-
-        csv.write_csv(table, tmp_path / "t.csv")
+    if kind in ("csv", "tsv"):
+        csv.write_csv(table, tmp_path / f"t.{kind}", csv.WriteOptions(delimiter="," if kind == "csv" else "\t"))
+    elif kind == "feather":
+        feather.write_feather(table, tmp_path / "t.feather", compression="zstd")
+    elif kind == "orc":
+        orc.write_table(table, tmp_path / "t.orc")
     elif kind == "parquet":
         pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
     elif kind == "arrow":
@@ -129,6 +134,37 @@ def test_lists_in_tables(tmp_path: Path) -> None:
     assert data[1]["kind"] == "y"
 
 
+def test_rows_are_read_from_anywhere_in_a_file(tmp_path: Path) -> None:
+    """Text, bytes, lists and truths that begin in the middle of a row group, and files of several."""
+    rows = 1000
+    columns = {
+        "text": [f"row {number}" for number in range(rows)],
+        "bytes": [bytes([number % 256]) * (number % 5) for number in range(rows)],
+        "ids": [[number] * (number % 3) for number in range(rows)],
+        "good": [number % 7 == 0 for number in range(rows)],
+    }
+    (tmp_path / "in").mkdir()
+    for part in range(2):
+        table = pa.table(columns).slice(part * 600, 600)
+        pq.write_table(table, tmp_path / f"in/{part}.parquet", row_group_size=130, use_dictionary=part == 0)
+    source = open_packing_source(tmp_path / "in", work_folder=tmp_path / "kept")
+    source.prepare()
+    assert source.samples == rows
+    for start, stop in ((0, 1000), (125, 135), (599, 601), (999, 1000), (3, 4)):
+        text, content, ids, good = source.read(start, stop)
+        assert [bytes(value).decode() for value in text] == columns["text"][start:stop]
+        assert [bytes(value) for value in content] == columns["bytes"][start:stop]
+        assert [value.tolist() for value in ids] == columns["ids"][start:stop]
+        assert good.tolist() == columns["good"][start:stop]
+
+
+def test_a_table_that_is_damaged_is_named(tmp_path: Path) -> None:
+    for name, kind in (("t.parquet", "Parquet"), ("t.arrow", "Arrow"), ("t.orc", "ORC")):
+        (tmp_path / name).write_bytes(b"PAR1 or not")
+        told = " ".join(echelon("pack", tmp_path / name, tmp_path / "p", code=2).split())
+        assert f"{name} cannot be read as {kind}: " in told
+
+
 def test_a_place_without_a_value_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2, None]}), tmp_path / "t.parquet")
     assert "column 'a' has no value in row 2" in echelon("pack", tmp_path / "t.parquet", tmp_path / "p", code=2)
@@ -145,7 +181,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert len(data) == 9
     assert (data[8]["text"], data[8]["ids"].tolist(), data[8]["meta"]["score"].item()) == ("line 8", [8, 8], 4.0)
     (tmp_path / "y.jsonl").write_text('{"a": 1}\n{"a": \n')
-    assert "y.jsonl: its value 1 is no JSON" in echelon("pack", tmp_path / "y.jsonl", tmp_path / "p", code=2)
+    assert "y.jsonl: value 1 is not valid JSON" in echelon("pack", tmp_path / "y.jsonl", tmp_path / "p", code=2)
 
 
 def test_text_as_bytes(tmp_path: Path) -> None:
@@ -156,7 +192,7 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     assert bytes(rows.reshape(-1).tolist()) == b"hello world!"
     echelon("pack", tmp_path / "t", tmp_path / "whole", "--tokens", "byte", "--dtype", "uint8")
     assert bytes(Packed(tmp_path / "whole")[1].tolist()) == b"world!!"
-    assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
+    assert "is text: choose how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
 
 
 def test_a_header_that_names_two_columns_alike_is_told(tmp_path: Path) -> None:
@@ -377,7 +413,7 @@ def test_pictures_by_class(tmp_path: Path) -> None:
     echelon("pack", tmp_path / "in", tmp_path / "sized", "--size", "4x3")
     assert Packed(tmp_path / "sized").read_batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
     (tmp_path / "in/dog/1.png").write_bytes(b"no picture")
-    assert "dog/1.png is no picture that can be read" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+    assert "dog/1.png cannot be read as an image" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
 
 
 def test_pictures_by_class_are_packed_in_random_order(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""NumPy files and the IDX files of MNIST and its relatives, as they lie on the disk."""
+"""NumPy files, and IDX files as of MNIST."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _IMAGES_FILE_NAME = re.compile(r"(.*?)[-_.]?images?[-.].*ubyte(\.gz)?$")
 
 
 class ArrayPackingSource(PackingSource):
-    """Arrays of equal length; `sample` is a tuple of a row of each, in their order, a dict, or the row itself."""
+    """Arrays of equal length, and the structure of a sample over them."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], sample: Any, provenance: Mapping[str, str]) -> None:
         lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
             lengths_text = ", ".join(f"{name}: {length:,}" for name, length in lengths.items()) or "no array at all"
-            raise DataError(f"arrays of one data set have equally many rows, at least one; here are {lengths_text}")
+            raise DataError(f"the arrays of a data set have equally many rows, at least one; these have {lengths_text}")
         self.columns = tuple(_make_column(name, array) for name, array in arrays.items())
         self.samples, self.sample, self.provenance = next(iter(lengths.values())), sample, provenance
         self.row_bytes = float(sum(column.item_bytes for column in self.columns))
@@ -44,13 +44,13 @@ def _make_column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
     if dtype not in ITEM_BYTES or 0 in array.shape[1:]:
         raise DataError(
-            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: make it numbers, with rows that hold some"
+            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: give numbers, in rows that are not empty"
         )
     return Column(name=name, dtype=dtype, shape=array.shape[1:])
 
 
 def open_numpy_file(path: Path) -> ArrayPackingSource:
-    """A .npy file (rows), or a .npz file (named columns)."""
+    """Open a .npy file (rows) or a .npz file (named columns)."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
@@ -66,7 +66,7 @@ def open_numpy_file(path: Path) -> ArrayPackingSource:
 
 
 def find_idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of images and labels in a folder, by what their names begin with (`train`, `t10k`)."""
+    """Pairs of images and labels in a folder, by the prefix of their names (`train`, `t10k`)."""
     pairs = {}
     for images in sorted(folder.iterdir()):
         match = _IMAGES_FILE_NAME.fullmatch(images.name)
@@ -77,7 +77,7 @@ def find_idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
-    """A folder of MNIST-style files: samples are (image, label)."""
+    """Open a folder of IDX files: samples are (image, label)."""
     pairs = find_idx_pairs(folder)
     if split is None and len(pairs) > 1:
         split = "train" if "train" in pairs else None
@@ -95,17 +95,17 @@ def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The array in an IDX file, packed with gzip or not."""
+    """Read the array in an IDX file, gzip-compressed or not."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         raise DataError(f"{path} cannot be read: {error}") from None
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_DTYPES or len(content) < 4 + 4 * content[3]:
-        raise DataError(f"{path} is no IDX file: it begins with {content[:4].hex(' ') or 'nothing'}")
+        raise DataError(f"{path} is not an IDX file: it begins with {content[:4].hex(' ') or 'nothing'}")
     shape = tuple(np.frombuffer(content, ">u4", content[3], 4).tolist())
     dtype, header_bytes = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
     if len(content) - header_bytes != dtype.itemsize * int(np.prod(shape, dtype=object)):
         raise DataError(
-            f"{path} has {len(content) - header_bytes:,} bytes of values, its head promises {shape} of {dtype.itemsize} bytes"
+            f"{path} has {len(content) - header_bytes:,} bytes of values, but its header declares {shape} of {dtype.itemsize} bytes"
         )
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(shape)

@@ -1,4 +1,4 @@
-"""A folder of pictures, one folder per class: samples are (image, label)."""
+"""Folders of images, one per class: samples are (image, label)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".ti
 
 
 class ImagePackingSource(PackingSource):
-    """Sorted by class. The pictures as their files hold them, or, with `size` (height, width), decoded and resized to uint8[3, height, width]."""
+    """Images sorted by class: as encoded in their files, or, with `size` (height, width), resized to uint8[3, height, width]."""
 
     def __init__(self, folder: Path, size: tuple[int, int] | None) -> None:
         classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -29,9 +29,7 @@ class ImagePackingSource(PackingSource):
             if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
         ]
         if not self._files:
-            raise DataError(
-                f"{folder} has no pictures in folders of their classes ({', '.join(sorted(IMAGE_SUFFIXES))})"
-            )
+            raise DataError(f"{folder} has no images in folders per class ({', '.join(sorted(IMAGE_SUFFIXES))})")
         self._size = size
         self.samples, self.sample = len(self._files), {"tuple": ["image", "label"]}
         image = (
@@ -41,9 +39,8 @@ class ImagePackingSource(PackingSource):
         )
         self.columns = image, Column(name="label", dtype="int64")
         paths = [path for path, _ in self._files]
-        self.row_bytes = 8 + float(
-            np.mean([path.stat().st_size for path in paths]) if size is None else image.item_bytes
-        )
+        image_bytes = np.mean([path.stat().st_size for path in paths]) if size is None else image.item_bytes
+        self.row_bytes = 8 + float(image_bytes)
         self.provenance = {
             "source": str(folder), "kind": "image folder", "classes": json.dumps(classes), "stamp": digest_file_stats(paths),
             "size": "as it is" if size is None else f"{size[0]}x{size[1]}",
@@ -57,17 +54,17 @@ class ImagePackingSource(PackingSource):
             content = path.read_bytes()
             pixels = decode_image(
                 content, str(path), self._size
-            )  # also where it stays encoded: a broken one is told of now
+            )  # also where it stays encoded: refuse damaged ones now
             images.append(np.frombuffer(content, np.uint8) if self._size is None else pixels)
         return [images if self._size is None else np.stack(images), labels]
 
 
 def decode_image(content: bytes, source_name: str, size: tuple[int, int] | None = None) -> np.ndarray:
-    """A picture as uint8[3, height, width]."""
+    """Decode an image to uint8[3, height, width]."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
-        raise DataError("reading pictures needs Pillow: pip install pillow") from None
+        raise DataError("reading images needs Pillow: pip install pillow") from None
     try:
         with Image.open(io.BytesIO(content)) as image:
             rgb = image.convert("RGB")
@@ -75,4 +72,4 @@ def decode_image(content: bytes, source_name: str, size: tuple[int, int] | None 
                 rgb = rgb.resize((size[1], size[0]), Image.Resampling.BILINEAR)
             return np.moveaxis(np.asarray(rgb), -1, 0).copy()
     except Exception as error:
-        raise DataError(f"{source_name} is no picture that can be read: {error}; repair it or leave it out") from None
+        raise DataError(f"{source_name} cannot be read as an image: {error}; repair it or leave it out") from None

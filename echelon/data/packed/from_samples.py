@@ -1,4 +1,4 @@
-"""Any data set whose samples are Python values: a torch Dataset, a list, lines of JSON."""
+"""Data sets whose samples are Python values: a torch Dataset, a list, lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,31 +20,24 @@ from echelon.data.sample_digest import digest
 from echelon.data.source import SampleSource
 from echelon.errors import DataError
 
-#: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
+#: Samples that are read to infer the columns: the first ones, and as many spread over the rest.
 _INSPECTED_SAMPLES = 16
-#: Bytes of a text that are searched for ends of lines at once.
+#: Bytes that are searched for line ends at once.
 _SCAN_BYTES = 2**24
 
 
 class SamplePackingSource(PackingSource):
-    """Samples as the first epoch of a training would see them: a random augmentation is drawn once, from the seed."""
+    """Samples as the first epoch of a training sees them: random augmentation is drawn once, from the seed."""
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
         self._source = SampleSource(open_dataset(data), seed=seed)
         self.samples = len(self._source)
-        inspected_indices = sorted(
-            {
-                *range(min(_INSPECTED_SAMPLES, self.samples)),
-                *np.linspace(0, self.samples - 1, _INSPECTED_SAMPLES, dtype=int).tolist(),
-            }
-        )
+        spread_indices = np.linspace(0, self.samples - 1, _INSPECTED_SAMPLES, dtype=int).tolist()
+        inspected_indices = sorted({*range(min(_INSPECTED_SAMPLES, self.samples)), *spread_indices})
         first_sample = self._source.read_sample(0)
-        self.sample, self._first_sample_shape = (
-            sample_schema.infer_structure(first_sample),
-            describe_shape(first_sample),
-        )
+        self.sample, self._first_shape = sample_schema.infer_structure(first_sample), describe_shape(first_sample)
         if not list_column_names(self.sample):
-            raise DataError(f"sample 0 is {self._first_sample_shape}: it holds nothing that could be packed")
+            raise DataError(f"sample 0 is {self._first_shape}: it holds nothing to pack")
         inspected_leaves = [self._read_leaves(index) for index in inspected_indices]
         self.columns = tuple(
             _infer_column(name, values, inspected_indices)
@@ -73,25 +66,27 @@ class SamplePackingSource(PackingSource):
             return sample_schema.flatten_sample(sample, self.sample)
         except ValueError:
             raise DataError(
-                f"sample {index} is {describe_shape(sample)}, sample 0 has another structure ({self._first_sample_shape}): the samples of a packed data set "
-                "are alike"
+                f"sample {index} is {describe_shape(sample)}, sample 0 is {self._first_shape}: the samples of a packed data set have the "
+                "same structure"
             ) from None
 
 
 def open_dataset(data: Any) -> Any:
-    """`data` as a job would read it: a path as the packed data set there; what a job refuses is refused here, in the same words."""
+    """Open `data` as a job would: a path as the packed data set there. Refuses what a job refuses, with the same message."""
     data = open_if_packed(data)
     open_source(data)
     return data
 
 
 class JsonLines(Sequence[Any]):
-    """A file of JSON, one value per line, by number. Empty lines are none."""
+    """The values in a file of JSON lines, by number; empty lines are skipped.
+
+    Not read with pyarrow: it takes objects only, makes timestamps of text that looks like one, and has no access by number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        scan_starts = range(0, len(self._bytes), _SCAN_BYTES)  # to compare takes a byte for each byte that is compared
+        scan_starts = range(0, len(self._bytes), _SCAN_BYTES)  # comparing takes a byte of memory per byte
         newlines = [
             np.flatnonzero(self._bytes[scan_start : scan_start + _SCAN_BYTES] == ord("\n")) + scan_start
             for scan_start in scan_starts
@@ -114,25 +109,25 @@ class JsonLines(Sequence[Any]):
         try:
             return json.loads(text)
         except ValueError as error:
-            raise DataError(f"{self._path}: its value {index} is no JSON: {error}") from None
+            raise DataError(f"{self._path}: value {index} is not valid JSON: {error}") from None
 
 
 def open_json_lines(path: Path) -> SamplePackingSource:
-    """A .jsonl file."""
+    """Open a .jsonl file."""
     return SamplePackingSource(
         JsonLines(path), {"source": str(path), "kind": "JSON lines", "stamp": digest_file_stats([path])}
     )
 
 
 def _unique_column_names(structure: Any) -> list[str]:
-    names_found = list_column_names(structure)
-    if len(set(names_found)) < len(names_found):
-        raise DataError(f"two parts of a sample would have the same name among {', '.join(names_found)}: rename a key")
-    return names_found
+    names = list_column_names(structure)
+    if len(set(names)) < len(names):
+        raise DataError(f"two parts of a sample would have the same name among {', '.join(names)}: rename a key")
+    return names
 
 
 def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> Column:
-    """The column that these values of a few samples belong to."""
+    """Infer a column from its values in a few samples."""
     first = values[0]
     if isinstance(first, str):
         return Column(name=name, dtype="uint8", ragged=True, kind="text")
@@ -146,17 +141,16 @@ def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> C
             )
         arrays.append(_to_array(value, name, index))
     is_list = isinstance(first, list)
-    nonempty = (
-        [pair for pair in arrays if pair[0].size] if is_list else arrays
-    )  # a list of nothing does not say of what it is
-    dtypes = {dtype for _, dtype in nonempty or arrays}
-    # 1 and 1.5, as Python and JSON write numbers: where some are not whole, all are floats.
+    # An empty list does not show its dtype.
+    typed = ([pair for pair in arrays if pair[0].size] if is_list else arrays) or arrays
+    dtypes = {dtype for _, dtype in typed}
+    # Python and JSON write 1 and 1.5: where some numbers are not whole, all are floats.
     is_mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
-    dtype = "float64" if is_mixed else (nonempty or arrays)[0][1]
+    dtype = "float64" if is_mixed else typed[0][1]
     if len(dtypes) > 1 and not is_mixed:
         raise DataError(f"{name!r} has {' and '.join(sorted(dtypes))} in different samples: make it one of them")
     if dtype not in ITEM_BYTES:
-        raise DataError(f"{name!r} is {dtype}, a kind that cannot be packed: make it {', '.join(ITEM_BYTES)}")
+        raise DataError(f"{name!r} is {dtype}, which cannot be packed: make it {', '.join(ITEM_BYTES)}")
     shapes = {array.shape for array, _ in arrays}
     inner_shapes = {shape[1:] for shape in shapes}
     if is_list or (len(shapes) > 1 and len(inner_shapes) == 1 and () not in shapes):
@@ -169,12 +163,12 @@ def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> C
         )
     shape = shapes.pop()
     if 0 in shape:
-        raise DataError(f"{name!r} has shape {list(shape)}: it holds nothing")
+        raise DataError(f"{name!r} has shape {list(shape)}: it is empty")
     return Column(name=name, dtype=dtype, shape=shape)
 
 
 def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
-    """A value as an array, and the name of its dtype. `name`, `index`: of the column and the sample, for messages."""
+    """Convert a value to an array, and name its dtype. `name`, `index`: the column and the sample, for messages."""
     if isinstance(value, Tensor):
         try:
             value = value.detach().cpu().contiguous()
@@ -184,8 +178,8 @@ def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
         except (TypeError, RuntimeError):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
             raise DataError(
-                f"{name!r} of sample {index} is a tensor ({kind}) that is no plain array of numbers: make it one, as with "
-                ".to_dense(), .dequantize() or .float()"
+                f"{name!r} of sample {index} is a tensor ({kind}) that is not a plain array: convert it, as with .to_dense(), "
+                ".dequantize() or .float()"
             ) from None
         return array, array.dtype.name
     if isinstance(value, bool | np.bool_):
@@ -204,26 +198,24 @@ def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
             ) from None
         except (TypeError, ValueError):
             pass
-    if hasattr(value, "getbands") and hasattr(
-        value, "tobytes"
-    ):  # a picture of PIL's, laid out as torchvision's ToTensor does
+    if hasattr(value, "getbands") and hasattr(value, "tobytes"):  # a PIL image, to the layout of torchvision's ToTensor
         pixels = np.asarray(value)
         return (pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)).copy(), pixels.dtype.name
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return array.astype(array.dtype.newbyteorder("="), copy=False), array.dtype.newbyteorder("=").name
     raise DataError(
-        f"{name!r} of sample {index} is a {type(value).__name__}: only numbers, tensors, arrays, pictures, text and bytes can be packed"
+        f"{name!r} of sample {index} is a {type(value).__name__}: only numbers, tensors, arrays, images, text and bytes can be packed"
     )
 
 
 def _format_integer(value: int) -> str:
-    """Python itself refuses to write down thousands of digits."""
+    """Python refuses to format thousands of digits."""
     return str(value) if value.bit_length() < 200 else f"of {value.bit_length():,} bits"
 
 
 def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
-    """The value as the column stores it, or a message that names the sample."""
+    """Convert a value to what its column stores; an error names the sample."""
     if column.kind in ("text", "bytes") and isinstance(value, str if column.kind == "text" else bytes):
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     if column.kind == "array" and not isinstance(value, str | bytes):
@@ -237,6 +229,6 @@ def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
         if dtype == column.dtype and shape == column.shape:
             return array.astype(np.uint8) if dtype == "bool" else array
     raise DataError(
-        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in the samples before: make them alike "
-        "(a first dimension that differs must show in the first samples)"
+        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in the samples before: make them alike (where the "
+        "first dimension differs, it must differ among the first samples)"
     )

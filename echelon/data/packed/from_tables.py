@@ -1,10 +1,10 @@
-"""Tables: CSV, Parquet and Arrow files. Samples are dicts of their columns."""
+"""Tables: CSV, Parquet, Arrow and ORC files, read with pyarrow. Samples are dicts of their columns."""
 
 from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,130 +17,131 @@ from echelon.errors import DataError
 
 #: Bytes of CSV that are read at once.
 _CSV_BLOCK_BYTES = 2**24
-#: Rows that are looked at to learn their size.
+#: Rows that are read to learn how large a row is.
 _SIZED_ROWS = 256
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TABLE_FORMATS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
+TABLE_FORMATS = {
+    ".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow", ".orc": "ORC"
+}  # fmt: skip
+#: pyarrow's names of the formats that its data sets read in place.
+_ARROW_FORMATS = {"Parquet": "parquet", "Arrow": "ipc", "ORC": "orc"}
 
 
 class TablePackingSource(PackingSource):
-    """One or more files with the same columns, one behind the other. Parquet is read by row groups; Arrow is mapped, where it is not
-    compressed; CSV becomes an Arrow file without a name in the folder `near`, which is mapped."""
+    """One or more files with the same columns, concatenated.
+
+    A process holds one row group of Parquet, or one ORC or compressed Arrow file; Arrow is mapped. CSV is first converted to an Arrow
+    file without a name in `temp_folder`.
+    """
 
     has_random_access = False
 
     def __init__(self, paths: Sequence[Path], temp_folder: Path) -> None:
-        self._paths, self._temp_folder = list(paths), temp_folder
+        self._paths, self._temp_folder, self._format = list(paths), temp_folder, _format_of(paths[0])
         self.provenance = {
-            "source": ", ".join(map(str, paths)), "kind": TABLE_FORMATS[paths[0].suffix.lower()], "stamp": digest_file_stats(paths)
+            "source": ", ".join(map(str, paths)), "kind": self._format, "stamp": digest_file_stats(paths)
         }  # fmt: skip
 
     @property
     def identity(self) -> str:
-        # Columns and rows follow from the files, and of CSV are not known before all of it is read.
+        # Columns and rows follow from the files, and those of CSV are not known before all of it is read.
         return self._digest_identity()
 
     def prepare(self) -> None:
-        import pyarrow as pa
-
-        paths = self._paths
-        self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
-        self._tables: dict[Path, Any] = {}
-        #: The row group that was read last: rows are asked for a few at a time.
-        self._last_row_group: tuple[int, Any] = -1, None
-        schema = None
-        for path in paths:
-            try:
-                file_schema, part_rows = self._open_file(path)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                if getattr(error, "errno", None) in _DISK_FULL_ERRNOS:
-                    raise DataError(
-                        f"{self._temp_folder} has no room for the copy of {path} that is packed: free some, or pack into a folder on another disk"
-                    ) from None
-                raise DataError(f"{path} cannot be read as {TABLE_FORMATS[path.suffix.lower()]}: {error}") from None
+        self._fragments: list[Any] = []
+        #: The fragment that was read last: rows are asked for a few at a time.
+        self._last_read: tuple[int, Any] = -1, None
+        schema, row_counts = None, []
+        for path in self._paths:
+            file_schema, fragments = self._open_file(path)
             if schema is not None and not file_schema.equals(schema):
                 raise DataError(
-                    f"{path} has other columns than {paths[0]}: {_describe_schema(file_schema)}, not {_describe_schema(schema)}"
+                    f"{path} has other columns than {self._paths[0]}: {_describe_schema(file_schema)}, not {_describe_schema(schema)}"
                 )
             schema = file_schema
-            duplicate = next((name for name in file_schema.names if file_schema.names.count(name) > 1), None)
-            if duplicate is not None:
-                raise DataError(f"{path} has two columns {duplicate!r}: rename one")
-            self._parts += [(path, group, rows) for group, rows in enumerate(part_rows)]
+            for fragment, rows in fragments:
+                self._fragments.append(fragment)
+                row_counts.append(rows)
         assert schema is not None
-        self._ends = np.cumsum([rows for _, _, rows in self._parts])
-        self.samples = int(self._ends[-1]) if len(self._ends) else 0
+        self._starts = np.cumsum([0, *row_counts])
+        self.samples = int(self._starts[-1])
         if not self.samples:
-            raise DataError(f"{paths[0]} has no rows: there is nothing to pack")
-        self.columns = tuple(_make_column(field, pa) for field in schema)
+            raise DataError(f"{self._paths[0]} has no rows: there is nothing to pack")
+        self.columns = tuple(map(_make_column, schema))
         self.sample = {"dict": {column.name: column.name for column in self.columns}}
         self.row_bytes = self._measure_row_bytes()
 
-    def _open_file(self, path: Path) -> tuple[Any, list[int]]:
-        """The schema, and the rows of each part."""
+    def _open_file(self, path: Path) -> tuple[Any, list[tuple[Any, int]]]:
+        """The schema, and the fragments with their numbers of rows."""
         import pyarrow as pa
 
-        table_format = TABLE_FORMATS[path.suffix.lower()]
-        if table_format == "Parquet":
-            import pyarrow.parquet as pq
+        try:
+            dataset = self._open_dataset(path)
+            names = dataset.schema.names
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            if duplicate is not None:
+                raise DataError(f"{path} has two columns {duplicate!r}: rename one")
+            return dataset.schema.remove_metadata(), list(_split_fragments(dataset))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _DISK_FULL_ERRNOS:
+                raise DataError(
+                    f"{self._temp_folder} has no room for the copy of {path} that is packed: free some, or pack into a folder on another disk"
+                ) from None
+            raise DataError(f"{path} cannot be read as {self._format}: {error}") from None
 
-            file = pq.ParquetFile(path, memory_map=True)
-            return file.schema_arrow.remove_metadata(), [
-                file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
-            ]
-        if table_format == "CSV":
-            table = _read_csv(path, self._temp_folder)
-        else:
-            mapped_file = pa.memory_map(str(path))
-            try:
-                table = pa.ipc.open_file(mapped_file).read_all()
-            except pa.ArrowInvalid:  # HF data sets and others write the stream form
-                table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        self._tables[path] = table
-        return table.schema.remove_metadata(), [table.num_rows]
+    def _open_dataset(self, path: Path) -> Any:
+        import pyarrow as pa
+        from pyarrow import dataset, fs
+
+        if self._format == "CSV":
+            return dataset.dataset(_read_csv(path, self._temp_folder))
+        try:
+            local_files = fs.LocalFileSystem(use_mmap=True)
+            return dataset.dataset(str(path), format=_ARROW_FORMATS[self._format], filesystem=local_files)
+        except pa.ArrowInvalid:
+            if self._format != "Arrow":
+                raise
+            return dataset.dataset(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())  # as HF data sets write it
 
     def _measure_row_bytes(self) -> float:
-        """Of the first rows as they are packed: a file may hold them compressed."""
+        """Measure the first rows as they are packed: a file may hold them compressed."""
         rows = min(_SIZED_ROWS, self.samples)
-        sizes = [
-            array.nbytes
-            for column in self.read(0, rows)
-            for array in (column if isinstance(column, list) else [column])
-        ]
-        return max(1.0, sum(sizes) / rows)
-
-    def _slice_part(self, part: int, start: int, stop: int) -> Any:
-        path, row_group, _ = self._parts[part]
-        if path in self._tables:
-            return self._tables[path].slice(start, stop - start)
-        if self._last_row_group[0] != part:
-            import pyarrow.parquet as pq
-
-            self._last_row_group = (
-                part,
-                pq.ParquetFile(path, memory_map=True).read_row_group(row_group, use_threads=False),
-            )
-        return self._last_row_group[1].slice(start, stop - start)
+        columns = self.read(0, rows)
+        arrays = [array for column in columns for array in (column if isinstance(column, list) else [column])]
+        return max(1.0, sum(array.nbytes for array in arrays) / rows)
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         import pyarrow as pa
 
-        tables, row = [], start
-        while row < stop:
-            part = int(np.searchsorted(self._ends, row, "right"))
-            part_start = int(self._ends[part]) - self._parts[part][2]
-            end = min(stop, int(self._ends[part]))
-            tables.append(self._slice_part(part, row - part_start, end - part_start))
-            row = end
-        table = pa.concat_tables(tables) if len(tables) > 1 else tables[0]
-        return [_column_rows(table.column(column.name), column, start, pa) for column in self.columns]
+        first, last = np.searchsorted(self._starts, (start, stop - 1), "right") - 1
+        tables = []
+        for position in range(first, last + 1):
+            if self._last_read[0] != position:
+                self._last_read = position, self._fragments[position].to_table(use_threads=False)
+            fragment_start, fragment_stop = self._starts[position : position + 2].tolist()
+            first_row = max(start, fragment_start)
+            tables.append(self._last_read[1].slice(first_row - fragment_start, min(stop, fragment_stop) - first_row))
+        table = pa.concat_tables(tables)
+        return [_column_rows(table.column(column.name), column, start) for column in self.columns]
+
+
+def _format_of(path: Path) -> str:
+    return TABLE_FORMATS[path.suffix.lower()]
+
+
+def _split_fragments(dataset: Any) -> Iterator[tuple[Any, int]]:
+    for fragment in dataset.get_fragments():
+        if hasattr(fragment, "split_by_row_group"):
+            yield from ((part, part.row_groups[0].num_rows) for part in fragment.split_by_row_group())
+        else:
+            yield fragment, fragment.count_rows()
 
 
 def _read_csv(path: Path, temp_folder: Path) -> Any:
-    """The table, in a file without a name that is mapped: it needs no memory and is gone with the last process that reads it.
+    """Convert CSV to a mapped Arrow file without a name, which needs no memory and vanishes with the last process that reads it.
 
-    Kinds of columns follow from the first 16 MB. Where the rest does not fit them (1 and later 1.5), all is read into memory at once, which
-    finds kinds that fit all.
+    The first 16 MB decide the column types. If later rows do not fit them (1, then 1.5), the whole file is read into memory, which finds
+    types that fit all.
     """
     import pyarrow as pa
     from pyarrow import csv
@@ -166,28 +167,30 @@ def _describe_schema(schema: Any) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
-def _make_column(field: Any, pa: Any) -> Column:
+def _make_column(field: Any) -> Column:
+    import pyarrow as pa
+
     name, arrow_type, types = field.name, field.type, pa.types
     if isinstance(arrow_type, pa.ExtensionType) and arrow_type.extension_name == "arrow.fixed_shape_tensor":
-        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name, pa), shape=tuple(arrow_type.shape))
+        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name), shape=tuple(arrow_type.shape))
     if types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
     if types.is_string(arrow_type) or types.is_large_string(arrow_type):
         return Column(name=name, dtype="uint8", ragged=True, kind="text")
     if types.is_binary(arrow_type) or types.is_large_binary(arrow_type):
         return Column(name=name, dtype="uint8", ragged=True, kind="bytes")
-    if types.is_struct(arrow_type) and {
-        arrow_type.field(position).name for position in range(arrow_type.num_fields)
-    } == {"bytes", "path"}:
-        return Column(name=name, dtype="uint8", ragged=True, kind="image")  # as HF data sets keep pictures
+    if types.is_struct(arrow_type) and {part.name for part in arrow_type} == {"bytes", "path"}:
+        return Column(name=name, dtype="uint8", ragged=True, kind="image")  # as HF data sets store images
     if types.is_fixed_size_list(arrow_type):
-        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name, pa), shape=(arrow_type.list_size,))
+        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name), shape=(arrow_type.list_size,))
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):
-        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name, pa), ragged=True)
-    return Column(name=name, dtype=_dtype_name(arrow_type, name, pa))
+        return Column(name=name, dtype=_dtype_name(arrow_type.value_type, name), ragged=True)
+    return Column(name=name, dtype=_dtype_name(arrow_type, name))
 
 
-def _dtype_name(arrow_type: Any, name: str, pa: Any) -> str:
+def _dtype_name(arrow_type: Any, name: str) -> str:
+    import pyarrow as pa
+
     if pa.types.is_temporal(arrow_type) or pa.types.is_decimal(arrow_type):
         raise DataError(f"column {name!r} is {arrow_type}: make it a number or text first")
     try:
@@ -196,12 +199,14 @@ def _dtype_name(arrow_type: Any, name: str, pa: Any) -> str:
         dtype = ""
     if dtype not in ITEM_BYTES:
         raise DataError(
-            f"column {name!r} is {arrow_type}: numbers, lists of numbers, text, bytes and pictures can be packed"
+            f"column {name!r} is {arrow_type}: numbers, lists of numbers, text, bytes and images can be packed"
         )
     return dtype
 
 
-def _column_rows(chunked: Any, column: Column, start: int, pa: Any) -> Any:
+def _column_rows(chunked: Any, column: Column, start: int) -> Any:
+    import pyarrow as pa
+
     array = chunked.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # a column of no chunks, or of too many bytes for one
         array = pa.concat_arrays(array.chunks)
@@ -216,18 +221,18 @@ def _column_rows(chunked: Any, column: Column, start: int, pa: Any) -> Any:
         raise DataError(
             f"column {column.name!r} has no value in row {row}: fill such rows or leave them out before packing"
         )
-    if column.ragged and column.kind != "array":
-        binary = array.cast(pa.large_string() if column.kind == "text" else pa.large_binary())
-        return [
-            np.frombuffer(value.as_buffer(), np.uint8) if value.as_buffer().size else np.empty(0, np.uint8)
-            for value in binary
-        ]
-    if column.ragged:
+    if not column.ragged:
+        flat = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
+        return _to_numpy(flat, column, start).reshape(len(array), *column.shape)
+    if column.kind == "array":
         large_list = array.cast(pa.large_list(array.type.value_type))
         offsets, values = large_list.offsets.to_numpy(), _to_numpy(large_list.values, column, start)
-        return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
-    flat = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
-    return _to_numpy(flat, column, start).reshape(len(array), *column.shape)
+    else:
+        binary = array.cast(pa.large_binary())
+        _, offset_buffer, value_buffer = binary.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int64, len(binary) + 1, 8 * binary.offset)
+        values = np.frombuffer(value_buffer or b"", np.uint8)
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
 
 
 def _to_numpy(array: Any, column: Column, start: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Text as tokens: bytes, or what a tokenizer file makes of it, in rows of equal length or one row per document."""
+"""Text as tokens, bytes or those of a tokenizer file, in rows of equal length or one row per document."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from echelon.data.packed.temp_dir import SharedTempDir
 from echelon.errors import DataError
 from echelon.files import atomic_writer
 
-#: Letters that a tokenizer gets at once, about.
+#: Characters that a tokenizer gets at once, approximately.
 _CHUNK_CHARS = 2**19
 _UP_TO_LAST_LINE = re.compile(r".*\n(?=\S)", re.DOTALL)
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".py", ".rst"}
 
 
 class TokenPackingSource(PackingSource):
-    """The tokens of all files, one behind the other, cut into rows of `length` (a rest that fills no row is left out);
-    with `length=None` each file is a row of its own length. `tokens`: "byte", or the path of a tokenizer.json.
+    """The concatenated tokens of all files, cut into rows of `length`, without an incomplete last row; with `length=None` each file is
+    a row. `tokens`: "byte", or the path of a tokenizer.json.
 
-    Bytes are read where they are. A tokenizer's work is kept in the folder `kept`, file by file, until the packing is done: `processes`
-    share it, also with other commands, and one that comes after a kill goes on with what is there.
+    Bytes are read in place. The tokens of each file are kept in `work_folder` until packing is done: `processes` share the work, also
+    with other commands, and a command after a kill continues with what is there.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenPackingSource(PackingSource):
         self.samples = len(self._token_files) if self._length is None else total // self._length
         if not self.samples:
             raise DataError(
-                f"{total:,} tokens do not fill one row of {self._length}: use a shorter --length, or more text"
+                f"{total:,} tokens do not fill a row of {self._length}: use a shorter --length, or more text"
             )
         self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
         self.remarks = {"left out": str(0 if self._length is None else total % self._length)}
@@ -72,7 +72,7 @@ class TokenPackingSource(PackingSource):
 
     @property
     def identity(self) -> str:
-        # The number of samples follows from the files, and is not known before they are tokenized.
+        # The number of samples follows from the files, but is known only after tokenizing.
         return self._digest_identity(self.columns)
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
@@ -81,7 +81,7 @@ class TokenPackingSource(PackingSource):
         return [self._read_tokens(start * self._length, stop * self._length).reshape(stop - start, self._length)]
 
     def _read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """The tokens at places `start` to `stop` of all files."""
+        """Read tokens `start` to `stop` of all files."""
         parts = []
         file_index = int(self._file_ends.searchsorted(start, "right")) - 1
         while start < stop:
@@ -98,15 +98,15 @@ class TokenPackingSource(PackingSource):
     def _read_file_tokens(self, path: Path, start: int, count: int) -> np.ndarray:
         tokens = np.fromfile(path, self._token_dtype, count, offset=start * self._token_dtype.itemsize)
         if len(tokens) < count:
-            raise DataError(f"{path} has become shorter since the packing began: run the command again")
+            raise DataError(f"{path} became shorter since the packing began: run the command again")
         return tokens
 
 
 def _tokenize_files(
     files: Sequence[Path], tokens: str, work_folder: Path, processes: int, progress: ProgressCallback
 ) -> list[Path]:
-    """For each file the file of its tokens; what is missing is made."""
-    tokenizer = _load_tokenizer(tokens)  # a bad one is told of before anything is done
+    """Make the missing token files; returns one per text file."""
+    tokenizer = _load_tokenizer(tokens)  # refuse a bad one before doing anything
     tokenizer_hash = _hash_file(tokens)
     targets = {
         work_folder / f"{_short_hash(f'{tokenizer_hash} {digest_file_stats([path])}')}.int32": path for path in files
@@ -127,7 +127,7 @@ def _tokenize_files(
 
 
 def _tokenize_file(path: Path, target: Path, tokenizer: Any) -> Iterator[int]:
-    """Write the tokens of one file; gives how many more of its bytes are read."""
+    """Write the tokens of one file; yields the bytes read since the last time."""
     reported, size = 0, path.stat().st_size
     try:
         with path.open("rb") as file, atomic_writer(target) as out:
@@ -138,13 +138,13 @@ def _tokenize_file(path: Path, target: Path, tokenizer: Any) -> Iterator[int]:
                     yield position - reported
                     reported = position
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not text in UTF-8: {error}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
     yield size - reported
 
 
 def _split_text(text: TextIO) -> Iterator[str]:
-    """A small file whole; a large one in pieces, for a tokenizer takes a hundred times the memory of what it is given. They end where a line
-    does and the next begins without space, where tokenizers cut by themselves."""
+    """Split a large file into pieces, because a tokenizer takes a hundred times the memory of its input. Pieces end at line ends before
+    a line that starts without space, where tokenizers cut anyway."""
     buffered = ""
     while len(chunk := text.read(_CHUNK_CHARS)) == _CHUNK_CHARS:
         buffered += chunk
@@ -156,7 +156,7 @@ def _split_text(text: TextIO) -> Iterator[str]:
 
 
 def _encode_chunks(chunks: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
-    """The tokens of the pieces of one document: what the tokenizer puts before and behind a document stands there once."""
+    """Tokenize the pieces of one document, with the special tokens that start and end a document only once."""
     prefix_tokens = suffix_tokens = 0
     is_first = True
     text: str | None = next(chunks)
@@ -164,15 +164,11 @@ def _encode_chunks(chunks: Iterator[str], tokenizer: Any) -> Iterator[list[int]]
         next_text = next(chunks, None)
         encoding = tokenizer.encode(text)
         if is_first:
-            special_mask = encoding.special_tokens_mask
-            prefix_tokens = next(
-                (position for position, is_special in enumerate(special_mask) if not is_special), len(special_mask)
-            )
-            suffix_tokens = next(
-                (position for position, is_special in enumerate(reversed(special_mask)) if not is_special), 0
-            )
+            plain = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
+            token_count = len(encoding.special_tokens_mask)
+            prefix_tokens, suffix_tokens = (plain[0], token_count - 1 - plain[-1]) if plain else (token_count, 0)
         ids = encoding.ids
-        del encoding  # a hundred times the text: not to be held beside the next one
+        del encoding  # a hundred times the text
         yield ids[0 if is_first else prefix_tokens : len(ids) if next_text is None else len(ids) - suffix_tokens]
         is_first, text = False, next_text
 
@@ -186,7 +182,7 @@ def _load_tokenizer(tokens: str) -> Any:
         ) from None
     try:
         tokenizer = Tokenizer.from_file(tokens)
-        tokenizer.no_truncation()  # some files say how long a model's input may be, and the rest of a text would be gone
+        tokenizer.no_truncation()  # some files limit the input to what their model takes
         tokenizer.no_padding()
         return tokenizer
     except Exception as error:

@@ -1,12 +1,15 @@
-"""Tasks that several processes share, of one command or of many that know nothing of each other: each is done once.
+"""Tasks that several processes share, of one command or of many that do not know of each other: each is done once.
 
-Whoever holds a task's lock does it, and a lock goes with its process: what one that was killed has not finished, another makes.
+A process locks a task while it works on it. Locks end with their process: what a killed one left unfinished, another does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +18,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from echelon.data.packed.parent_death import exit_with_parent
 from echelon.errors import DataError
 from echelon.files import acquire_lock, describe_holders
 
-#: Seconds after which one who waits for another's task says so.
+#: Seconds of waiting for another process's task before a warning.
 _WARN_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What `target` a file; `is_done`: whether it is there. `run` gives, now and then, how much more is done."""
+    """Makes the file `target`; `is_done`: whether it exists. `run` yields the progress since it last did."""
 
     target: Path
     is_done: Callable[[], bool]
@@ -33,17 +35,14 @@ class Task:
 
     @property
     def lock(self) -> Path:
-        """Held by who makes it."""
+        """Locked by the process that makes the file."""
         return self.target.with_name(f".{self.target.stem}.lock")
 
 
 def run_tasks(tasks: Sequence[Task], processes: int) -> Iterator[int]:
-    """Do what is not done and nobody else does, by `processes`, until all is done; gives how much more is done."""
-    return (
-        _run_tasks_in_processes(tasks, min(processes, len(tasks)))
-        if processes > 1 and len(tasks) > 1
-        else _run_tasks_here(tasks)
-    )
+    """Do what no other process does, until everything is done; yields progress."""
+    processes = min(processes, len(tasks))
+    return _run_tasks_in_processes(tasks, processes) if processes > 1 else _run_tasks_here(tasks)
 
 
 def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
@@ -64,9 +63,9 @@ def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
             last_progress = time.monotonic()
         elif not has_warned and time.monotonic() > last_progress + _WARN_AFTER_SECONDS:
             has_warned = True
-            first_locked = locked_elsewhere[0]
+            task = locked_elsewhere[0]
             warnings.warn(
-                f"{first_locked.target.parent}: still waiting for {describe_holders(first_locked.lock)}, which makes {first_locked.target.stem}",
+                f"{task.target.parent}: still waiting for {describe_holders(task.lock)}, which makes {task.target.stem}",
                 stacklevel=2,
             )
         else:
@@ -75,8 +74,8 @@ def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
 
 
 def _run_tasks_in_processes(tasks: Sequence[Task], processes: int) -> Iterator[int]:
-    """By several processes, each of which begins at another task."""
-    context = multiprocessing.get_context("fork")  # the tasks need not be told to them: they are born with them
+    """Fork processes that each start with another task."""
+    context = multiprocessing.get_context("fork")  # tasks hold functions that cannot be pickled
     workers: dict[Any, Any] = {}
     try:
         for worker_index in range(processes):
@@ -96,8 +95,8 @@ def _run_tasks_in_processes(tasks: Sequence[Task], processes: int) -> Iterator[i
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
-                            f"a packing process died (exit code {worker.exitcode}); run the same command again, which goes on where "
-                            "this one stopped, with --processes 1 if it is for want of memory"
+                            f"a packing process died (exit code {worker.exitcode}); run the same command again, which continues where "
+                            "this one stopped, with --processes 1 if memory ran out"
                         ) from None
                     continue
                 if isinstance(message, str):
@@ -109,8 +108,12 @@ def _run_tasks_in_processes(tasks: Sequence[Task], processes: int) -> Iterator[i
             worker.join()
 
 
-def _worker_main(tasks: Sequence[Task], pipe: Any, parent: int) -> None:
-    exit_with_parent(parent)
+def _worker_main(tasks: Sequence[Task], pipe: Any, parent_pid: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, however it ends
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    if "torch" in sys.modules:  # its threads are not in a forked process
+        sys.modules["torch"].set_num_threads(1)
     try:
         for progress in _run_tasks_here(tasks):
             pipe.send(progress)

@@ -1,4 +1,4 @@
-"""What can be packed: rows by number, in columns. One file beside this one for each kind of source."""
+"""The interface of what can be packed: rows by number, in columns. The from_*.py files implement it for each kind of data."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ ProgressCallback = Callable[[int, int], None]
 
 
 class PackingSource(ABC):
-    """A source of `samples` rows. It is handed to several processes, each of which reads other rows."""
+    """A source of `samples` rows. Several processes get it, and each reads other rows."""
 
     samples: int
     columns: tuple[Column, ...]
-    #: How the columns make up a sample (tree.py).
+    #: How the columns make up a sample (sample_schema.py).
     sample: Any
-    #: Where it comes from, in words, for the manifest. Two packings go on from each other only if this is equal.
+    #: Where the data comes from, for the manifest. A packing is continued only where this is equal.
     provenance: Mapping[str, str]
-    #: What else there is to say of it once it was read.
+    #: Facts for the manifest that are known only after reading.
     remarks: Mapping[str, str] = MappingProxyType({})
-    #: Bytes of one row, about: decides how many make a shard.
+    #: Approximate bytes of a row, which decide how many rows make a shard.
     row_bytes: float
-    #: Whether one row can be read without many others.
+    #: Whether one row can be read without reading many others.
     has_random_access: bool = True
 
     def prepare(self) -> None:
-        """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
+        """Do what is needed before rows can be counted and read. Not called where everything is packed already."""
         return
 
     def finish(self) -> None:
-        """Called when all is packed: what was kept for that may go."""
+        """Remove temporary files once everything is packed."""
         return
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Sequence[Any]:
-        """For each column the rows `start` to `stop`: one array, or a list of arrays where the column is ragged."""
+        """Read rows `start` to `stop`: for each column an array, or a list of arrays where the column is ragged."""
 
     @property
     def identity(self) -> str:
-        """A short text that changes when the source does."""
+        """A digest that changes when the source does."""
         return self._digest_identity(self.samples, self.columns, json.dumps(self.sample))
 
     def _digest_identity(self, *parts: object) -> str:
@@ -55,7 +55,7 @@ class PackingSource(ABC):
 
 
 def digest_file_stats(paths: Iterable[Path]) -> str:
-    """Files by name, size and time of change, as one short text."""
+    """Digest the names, sizes and modification times of files."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in paths:
         stat = path.stat()

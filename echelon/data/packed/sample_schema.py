@@ -1,4 +1,4 @@
-"""Samples taken apart into columns, and columns put together into samples and batches.
+"""Splits samples into columns, and builds samples and batches from columns.
 
 A structure is the name of a column, or `{"tuple": [...]}`, `{"list": [...]}`, `{"dict": {key: ...}}` of structures: plain JSON.
 """
@@ -12,7 +12,7 @@ from echelon.errors import DataError
 
 
 def infer_structure(sample: Any, path: str = "") -> Any:
-    """The structure of a sample; its leaves are named by their place (`0`, `image`, `boxes.1`)."""
+    """Infer the structure of a sample; its leaves are named by their path (`0`, `image`, `boxes.1`)."""
     if isinstance(sample, Mapping):
         invalid_keys = [key for key in sample if not isinstance(key, str)]
         if invalid_keys:
@@ -20,14 +20,12 @@ def infer_structure(sample: Any, path: str = "") -> Any:
         return {"dict": {key: infer_structure(value, _join_path(path, key)) for key, value in sample.items()}}
     if isinstance(sample, tuple | list) and sample and not _is_number_list(sample):
         kind = "tuple" if isinstance(sample, tuple) else "list"
-        return {
-            kind: [infer_structure(value, _join_path(path, str(position))) for position, value in enumerate(sample)]
-        }
+        return {kind: [infer_structure(value, _join_path(path, str(index))) for index, value in enumerate(sample)]}
     return path or "value"
 
 
 def _is_number_list(sample: tuple[Any, ...] | list[Any]) -> bool:
-    """A list of plain numbers is one ragged array, as JSON and tokenizers give it; a tuple of them is columns."""
+    """A list of plain numbers is one ragged array, as JSON and tokenizers return it; a tuple of numbers is columns."""
     return isinstance(sample, list) and all(type(value) in (int, float, bool) for value in sample)
 
 
@@ -36,7 +34,7 @@ def _join_path(path: str, name: str) -> str:
 
 
 def flatten_sample(sample: Any, structure: Any) -> list[Any]:
-    """The sample's values in the order of the columns."""
+    """List the sample's values in the order of the columns."""
     if isinstance(structure, str):
         return [sample]
     ((kind, parts),) = structure.items()
@@ -50,14 +48,14 @@ def flatten_sample(sample: Any, structure: Any) -> list[Any]:
 
 
 def _flatten_reordered(sample: Any, structure: Any) -> list[Any]:
-    """A dict may have its keys in another order; anything else is another kind of sample."""
+    """Accept a dict with its keys in another order, and nothing else."""
     if isinstance(sample, Mapping) and "dict" in structure and set(sample) == set(structure["dict"]):
         return flatten_sample({key: sample[key] for key in structure["dict"]}, structure)
     raise ValueError(f"it is a {type(sample).__name__} of another structure")
 
 
 def build_sample(structure: Any, values: Mapping[str, Any], *, batch: bool) -> Any:
-    """A sample of these column values, or, with `batch`, what torch's default_collate makes of such samples: tuples become lists."""
+    """Build a sample from column values, or, with `batch`, what torch's default_collate makes of samples: tuples become lists."""
     if isinstance(structure, str):
         return values[structure]
     ((kind, parts),) = structure.items()
@@ -68,7 +66,7 @@ def build_sample(structure: Any, values: Mapping[str, Any], *, batch: bool) -> A
 
 
 def make_batch_builder(structure: Any, names: Sequence[str]) -> Callable[[list[Any]], Any]:
-    """`build_sample` for batches, from a list of columns; the usual structures without a detour."""
+    """Specialize `build_sample` to batches from a list of columns."""
     if isinstance(structure, str):
         return lambda columns: columns[0]
     ((kind, parts),) = structure.items()

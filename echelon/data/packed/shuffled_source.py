@@ -1,4 +1,4 @@
-"""An origin in random order: what is sorted by class would give batches and files of one class each."""
+"""Shuffles a packing source: data sorted by class would give shards of one class each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from echelon.errors import DataError
 
 
 class ShuffledPackingSource(PackingSource):
-    """The rows of another origin in the random order of `seed`, each read by itself."""
+    """The rows of another source in the random order of `seed`, read one by one."""
 
     def __init__(self, source: PackingSource, seed: int) -> None:
         if not source.has_random_access:
             raise DataError(
-                "--shuffle: rows of a table are read many at a time, and one by one it would take days; shuffle the file "
-                "itself before it is packed"
+                "--shuffle: rows of a table are read many at a time, one by one would take days; shuffle the file itself before packing"
             )
         self._source, self._seed = source, seed
         self.columns, self.sample = source.columns, source.sample

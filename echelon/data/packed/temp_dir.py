@@ -1,48 +1,38 @@
-"""A folder of work that is half done: those who use it hold it together, and the last who is done with it takes it away."""
+"""A folder of intermediate files that several processes share; the last one that is done with it deletes it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from echelon.files import release_lock, try_lock
+from echelon.files import acquire_lock, release_lock, try_lock
 
 
 class SharedTempDir:
-    """The folder; it is made when it is first held."""
+    """The folder; `acquire` creates it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._lock = folder, -1
+        self._folder, self._lock_path, self._lock = folder, folder / ".lock", -1
 
     def acquire(self) -> None:
-        """Nobody takes it away from now on."""
+        """Keep every process from deleting the folder."""
         while self._lock < 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._try_lock(shared=True)
+            with suppress(FileNotFoundError):  # deleted between the two calls
+                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+                if try_lock(lock, shared=True) and os.fstat(lock).st_nlink:
+                    self._lock = lock
+                    return
+                release_lock(lock)
+            time.sleep(0.01)
 
     def remove_if_unused(self) -> None:
-        """Take it away, unless another holds it."""
+        """Delete the folder unless another process has acquired it."""
         if self._lock >= 0:
             release_lock(self._lock)
             self._lock = -1
-        lock = self._try_lock(shared=False)
-        if lock >= 0:
+        with suppress(TimeoutError, FileNotFoundError), acquire_lock(self._lock_path):
             shutil.rmtree(self._folder, ignore_errors=True)
-            release_lock(lock)
-
-    def _try_lock(self, *, shared: bool) -> int:
-        """Its lock, if nobody else has it; -1: another has, or the folder is gone."""
-        path = self._folder / ".lock"
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            return -1
-        try:
-            # One may have been taken away, and made anew, between the two calls.
-            if try_lock(lock, shared=shared) and path.stat().st_ino == os.fstat(lock).st_ino:
-                return lock
-        except FileNotFoundError:
-            pass
-        release_lock(lock)
-        return -1
