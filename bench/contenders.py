@@ -223,7 +223,7 @@ class Train(_Driven):
 
         plan = Plan(fused=self._fused, threads=torch.get_num_threads())
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_NoTurnError):
-            train(self._workload.job(), plan, folder=folder, every=ENDLESS, listeners=[listen], quiet=True)
+            train(self._workload.job(), plan, out=folder, every=ENDLESS, listeners=[listen], quiet=True)
 
 
 class Trainer(_Driven):

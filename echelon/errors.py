@@ -1,31 +1,32 @@
-"""Every error that echelon raises on purpose.
+"""The exception tree of echelon.
 
-EchelonError                 what, where, what instead; never a traceback on the command line
-├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
-├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
-│   └── UnsplittableModelError  tp or pp finds nothing in the model to split: use zero=3 over the same ranks
-├── JobError                 a job file or a Job that does not describe a training
-├── DataError                a data set that cannot give the samples it promised
-│   ├── MissingDataError     a file is gone or differs from the one that was packed: a retry would not help
-│   ├── CorruptDataError     a block fails its checksum: another copy of the file may be intact
-│   └── CacheFullError       the cache of remote files is full until one in use is released
-├── FileLockError            a file that cannot be locked because its file system has no locks
-├── WorldError               ranks that are started wrongly or do not agree with each other
-├── LaunchError              ranks that could not be started, or one that died
-├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
-│   └── IncompatibleCheckpointError  complete, but of another job or format: an older one would not fit either
-├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
-│   └── DivergenceError      ranks that must compute the same do not, or compute something else than one device (.tensor, .rank)
-│       └── UnshardableStateError  the model keeps state that split batches cannot keep as the whole batch does
-├── ServerError              parameter servers that cannot be reached, refuse, or cannot go on
-│   └── ShardsLostError      all replicas of some shards are gone (.shards names them)
-└── VerificationError        the answer of a proof is no
-    └── UnverifiedPlanError  a plan that may not train: its proof failed or could not be made
+EchelonError                          root: what, where and what to do instead; on the command line one message, no traceback
+├── DocumentError                     a plan, profile, cluster or certificate file that cannot be read
+├── PlanError                         a plan that this job or these devices cannot execute (.problems lists the reasons)
+│   └── UnsplittableModelError        its tp or pp finds nothing to split; zero=3 over the same ranks would work
+├── JobError                          an invalid job file, Job or setting
+├── DataError                         a data set that cannot deliver its samples
+│   ├── MissingDataError              a file that is gone or was replaced; retrying does not help
+│   ├── CorruptDataError              a block with a wrong checksum; another copy of the file may be intact
+│   └── CacheFullError                no space to cache a remote file until one in use is released
+├── FileLockError                     a file on a file system without locks
+├── WorldError                        ranks that were started wrongly or disagree
+├── LaunchError                       ranks that could not be started, or one that died
+├── CheckpointError                   a checkpoint that is missing, damaged or cannot be written
+│   └── IncompatibleCheckpointError   an intact checkpoint of another job or format; older ones would not fit either
+├── TrainingError                     a training that cannot continue (a loss that is NaN, ...)
+│   └── DivergenceError               ranks, or ranks and one device, compute different values (.rank, .tensor)
+│       └── UnshardableStateError     the model keeps state that parts of a batch cannot update as the whole batch does
+├── ServerError                       parameter servers that are unreachable, refuse a request or cannot continue
+│   └── ShardsLostError               all replicas of some shards are gone (.shards)
+└── VerificationError                 a failed verification
+    └── UnverifiedPlanError           a plan that must not train: its proof failed or could not be made
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class EchelonError(Exception):
@@ -35,11 +36,11 @@ class EchelonError(Exception):
 
 
 class DocumentError(EchelonError):
-    """A plan, profile, cluster or certificate that cannot be read as one."""
+    """A plan, profile, cluster or certificate file that cannot be read."""
 
 
 class PlanError(EchelonError):
-    """A plan that cannot be executed. `problems` holds each reason."""
+    """A plan that cannot be executed; `problems` lists the reasons."""
 
     def __init__(self, message: str, problems: Sequence[object] = ()) -> None:
         super().__init__(message)
@@ -47,27 +48,27 @@ class PlanError(EchelonError):
 
 
 class UnsplittableModelError(PlanError):
-    """A plan whose tp or pp finds nothing of the model to cut: sharded data parallelism over the same ranks would do."""
+    """A plan whose tp or pp finds nothing to split; sharded data parallelism over the same ranks would work."""
 
 
 class JobError(EchelonError):
-    """A job file or a Job that does not describe a training."""
+    """An invalid job file, Job or setting."""
 
 
 class DataError(EchelonError):
-    """A data set that cannot give the samples it promised."""
+    """A data set that cannot deliver its samples."""
 
 
 class MissingDataError(DataError):
-    """A file that is not there, or not as it was packed: to try again would not help."""
+    """A file that is gone or was replaced; retrying does not help."""
 
 
 class CorruptDataError(DataError):
-    """A block that is not as it was packed: another copy of its file may be."""
+    """A block with a wrong checksum; another copy of the file may be intact."""
 
 
 class CacheFullError(DataError):
-    """No room for a copy of a remote file, until another that is in use is let go."""
+    """No space to cache a remote file until one in use is released."""
 
 
 class FileLockError(EchelonError):
@@ -75,13 +76,13 @@ class FileLockError(EchelonError):
 
 
 class WorldError(EchelonError):
-    """Ranks that are started wrongly or do not agree with each other."""
+    """Ranks that were started wrongly or disagree."""
 
 
 class LaunchError(EchelonError):
     """Ranks that could not be started, or one that died.
 
-    `error_class`: the class of that rank's own error, if it reported one; `started`: whether steps were trained before.
+    `error_class`: class name of that rank's own error, if it reported one. `started`: whether steps were trained before.
     """
 
     exit_code = 1
@@ -94,20 +95,20 @@ class CheckpointError(EchelonError):
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """A whole checkpoint of another job or format: an older one would not fit either."""
+    """An intact checkpoint of another job or format; older ones would not fit either."""
 
 
 class TrainingError(EchelonError):
-    """A training that cannot go on."""
+    """A training that cannot continue."""
 
     exit_code = 1
 
 
 class DivergenceError(TrainingError):
-    """Ranks that must compute the same do not, or together compute something else than one device would.
+    """Ranks that must agree compute different values, or together compute something else than one device would.
 
-    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known. `last_agreed_step`: the last step that
-    was checked and found right, where later ones may be wrong.
+    `rank` and `tensor`: where it was seen; `cause`: the likely reason; None if unknown. `last_agreed_step`: the last step that
+    was checked and correct, if later ones may be wrong.
     """
 
     def __init__(
@@ -124,21 +125,21 @@ class DivergenceError(TrainingError):
 
 
 class UnshardableStateError(DivergenceError):
-    """A model whose state follows from whole batches (a queue, a codebook): ranks or micro-batches cannot keep it as one device does."""
+    """A model with state that depends on whole batches (a queue, a codebook), which ranks or micro-batches cannot reproduce."""
 
 
 class VerificationError(EchelonError):
-    """The answer of a proof is no."""
+    """A failed verification."""
 
     exit_code = 1
 
 
 class UnverifiedPlanError(VerificationError):
-    """A plan that may not train, because its proof failed or could not be made."""
+    """A plan that must not train: its proof failed or could not be made."""
 
 
 class ServerError(EchelonError):
-    """Parameter servers that cannot be reached, refuse what was asked, or cannot go on."""
+    """Parameter servers that are unreachable, refuse a request or cannot continue."""
 
     exit_code = 1
 
@@ -149,3 +150,10 @@ class ShardsLostError(ServerError):
     def __init__(self, message: str, shards: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.shards = tuple(shards)
+
+
+def suggest_name(name: str, known_names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest known one, else all of them."""
+    known_names = list(known_names)
+    close_matches = difflib.get_close_matches(name, known_names, 1)
+    return f"did you mean {close_matches[0]}?" if close_matches else f"known names: {', '.join(known_names)}"

@@ -116,7 +116,7 @@ class Reused:
         if plan == "auto":
             return self._command.train(job, plan, folder, every=every)
         file, began, code, raised, said = write_job(self._work, job), time.monotonic(), 0, "", ""
-        options = {"folder": str(folder), "quiet": True} | ({} if every is None else {"every": every, "keep": 99})
+        options = {"out": str(folder), "quiet": True} | ({} if every is None else {"every": every, "keep": 99})
         try:
             self._pool.run(
                 ranks_of(plan), train_in_rank, str(file), plan, options, timeout=self._timeout, init_process_group=False

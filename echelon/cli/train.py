@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,10 +20,9 @@ from echelon.cli.common import (
 from echelon.launchers.rank_ipc import format_error
 
 if TYPE_CHECKING:
-    from echelon.flow.job_source import JobSource
     from echelon.flow.resolve_plan import ResolvedPlan
     from echelon.flow.settings import Setting, Settings
-    from echelon.plan.plan import Plan
+    from echelon.flow.train_result import TrainResult
 
 
 def train(
@@ -77,36 +76,25 @@ def train(
 
     Settings come from the command line, else from ECHELON_* variables (ECHELON_KEEP=5), else from [train] in echelon.toml.
     """
-    from echelon.flow.settings import SETTINGS_FILE, default_values, merge_settings
-    from echelon.world import read_settings
+    options = locals() | {"override": override or None, "quiet": True if json else quiet}
+    from echelon.flow.settings import Settings, merge_settings
 
-    given_options = {
-        "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
-        "override": override or None, "verify": verify, "fallback": fallback, "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
-        "servers": servers, "secret_file": secret_file,
-    }  # fmt: skip
-    settings = merge_settings(given_options, read_settings(), Path(SETTINGS_FILE), default_values())
+    merged = merge_settings(options)
     if show_settings:
-        _print_settings(settings, json)
+        _print_settings(merged, json)
         return
-    raise typer.Exit(_train_and_report(file, {name: setting.value for name, setting in settings.items()}, json, debug))
+    values = {name: setting.value for name, setting in merged.items()}
+    raise typer.Exit(_train_and_report(file, values.pop("plan"), Settings(**values), json, debug))
 
 
-def _train_and_report(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
-    """Train, and tell machines how it ended whatever the end was; the exit code."""
-    from echelon.flow.settings import Settings
+def _train_and_report(file: str, requested: str, settings: Settings, json: bool, debug: bool) -> int:
+    """Train; print the outcome as JSON, whatever it is. The exit code."""
     from echelon.launchers.local import EARLY_INTERRUPT_MESSAGE, INTERRUPTED_EXIT_CODE
     from echelon.world import read_world
 
-    options = {
-        "folder": values["out"], "keep": values["keep"], "every": values["every"], "resume": values["resume"],
-        "override": list(values["override"]), "verify": values["verify"], "fallback": values["fallback"], "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
-        "servers": values["servers"], "secret_file": values["secret_file"],
-    }  # fmt: skip
     prints_json = json and read_world().is_main
     try:
-        Settings(**options)  # a wrong value is told before anything is measured
-        code = _train_or_launch(file, values["plan"], options, prints_json, debug)
+        result = _train_or_launch(file, requested, settings, debug)
     except KeyboardInterrupt as interrupt:
         message = str(interrupt) or EARLY_INTERRUPT_MESSAGE
         typer.echo(message, err=True)
@@ -118,73 +106,30 @@ def _train_and_report(file: str, values: dict[str, Any], json: bool, debug: bool
             print_json({"error": format_error(error)})
         raise
     if prints_json:
-        print_json(_summarize_run(Path(options["folder"])))
-    return code
+        print_json({
+            "folder": str(result.folder), "plan": str(result.plan), "reason": "interrupted" if result.interrupted else "finished",
+            "step": result.steps, "loss": result.loss, "metrics": dict(result.metrics), "seconds": result.seconds,
+        })  # fmt: skip
+    return INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 
-def _train_or_launch(file: str, requested: Plan | str, options: dict[str, Any], needs_folder: bool, debug: bool) -> int:
-    """Train in this process, or in ranks that it starts; the exit code. `needs_folder`: the folder is settled beforehand, to be read after."""
-    from echelon.flow.gate import candidate_plans, run_first_proved, verification_limit
+def _train_or_launch(file: str, requested: str, settings: Settings, debug: bool) -> TrainResult:
+    """Train in this process, or in ranks that it starts."""
     from echelon.flow.job_source import JobSource
-    from echelon.flow.run_folder import require_writable
-    from echelon.flow.settings import Settings
     from echelon.flow.spawn import run_ranks
-    from echelon.flow.train import PlanAttempt
-    from echelon.flow.train import train as train_here
+    from echelon.flow.train import train_job
+    from echelon.flow.train_result import TrainResult
     from echelon.world import read_world
 
     world, job_source = read_world(), JobSource(file)
-    if world.is_main:
-        require_writable(Path(options["folder"] or "runs"))
-    # The ranks of a second attempt have to find the folder of the first.
-    if needs_folder or (not options["resume"] and not world.launched):
-        options["folder"] = str(_choose_folder(options, job_source))
 
-    def start(prepared: ResolvedPlan, settings: Settings) -> int:
+    def start_ranks(resolved: ResolvedPlan, settings: Settings) -> TrainResult:
         print_warnings(job_source.warnings)  # the ranks find out everything else again
-        return run_ranks("train", file, prepared, options | {"resume": settings.resume}, debug=debug)
+        return TrainResult.from_json(run_ranks("train", file, resolved, asdict(settings), debug=debug))
 
-    try:
-        if world.launched:
-            train_here(file, requested, **options)
-            return 0
-        if requested == "auto":
-            measure_machine()  # planning needs it; here it is done in sight
-        result = run_first_proved(
-            candidate_plans(job_source, requested, fallback=options["fallback"]),
-            PlanAttempt(job_source, world, Settings(**options), start_ranks=start),
-            lambda plan: verification_limit(job_source.job, plan),
-        )
-    except SystemExit as interrupt:  # interrupted, and saved
-        return int(interrupt.code or 0)
-    return result if isinstance(result, int) else 0
-
-
-def _choose_folder(options: dict[str, Any], job_source: JobSource) -> Path:
-    """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
-    from echelon.flow.run_folder import choose_run_folder
-    from echelon.flow.run_settings import run_inputs
-
-    if options["folder"] is not None:
-        return choose_run_folder(options["folder"], "", fresh=not options["resume"])[0]
-    return choose_run_folder(None, job_source.name, fresh=not options["resume"], inputs=run_inputs(job_source))[0]
-
-
-def _summarize_run(folder: Path) -> dict[str, Any]:
-    """What a run came to, from its own events."""
-    from echelon.observer import read_events
-
-    last_events = {event.kind: event for event in read_events(folder)}
-    start, step, end = (last_events.get(kind) for kind in ("start", "step", "end"))
-    return {
-        "folder": str(folder),
-        "plan": start.data.get("plan") if start else None,
-        "reason": end.data.get("reason") if end else None,
-        "step": end.step if end else step.step if step else 0,
-        "loss": step.data.get("loss") if step else None,
-        "metrics": last_events["evaluation"].data.get("metrics") if "evaluation" in last_events else {},
-        "seconds": end.data.get("seconds") if end else None,
-    }
+    if requested == "auto" and not world.launched:
+        measure_machine()  # needed to plan; done here to show its progress
+    return train_job(job_source, requested, settings, world, start_ranks=start_ranks)
 
 
 def _print_settings(settings: dict[str, Setting], json: bool) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from echelon.flow.resolve_plan import ResolvedPlan
     from echelon.plan.certificate import Certificate, Finding
 
 
@@ -43,10 +44,14 @@ def verify(
     """
     from echelon.world import read_world
 
-    options: dict[str, Any] = {"steps": steps, "out": out, "reference": reference}
-    options["memory"] = None if memory is None else int(memory * 1e9)
+    options = {
+        "steps": steps,
+        "out": out,
+        "reference": reference,
+        "memory": None if memory is None else int(memory * 1e9),
+    }
     certificate = _prove_plan(file, plan, options, debug)
-    if read_world().is_main:  # the ranks that torchrun started all come here
+    if read_world().is_main:  # ranks that torchrun started all come here
         if json:
             typer.echo(certificate.to_json())
         else:
@@ -57,23 +62,19 @@ def verify(
 def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool) -> Certificate:
     """The certificate, made in this process or by ranks that it starts."""
     from echelon.flow.job_source import JobSource
-    from echelon.flow.resolve_plan import resolve_plan
     from echelon.flow.spawn import run_ranks
-    from echelon.flow.verify import verify as verify_here
-    from echelon.plan.certificate import Certificate
+    from echelon.flow.verify import verify_job
     from echelon.world import read_world
 
-    if read_world().launched:
-        return verify_here(file, requested, **options)
     job_source = JobSource(file)
-    prepared = resolve_plan(job_source, requested)
-    print_warnings(job_source.warnings)
-    if prepared.plan.ranks == 1:
-        return verify_here(file, prepared.plan, **options)
-    code = run_ranks("verify", file, prepared, options, debug=debug)
-    if code:
-        raise typer.Exit(code)
-    return Certificate.load(options["out"])
+
+    def start_ranks(resolved: ResolvedPlan) -> str:
+        print_warnings(job_source.warnings)
+        return run_ranks("verify", file, resolved, options, debug=debug)
+
+    certificate = verify_job(job_source, requested, read_world(), **options, start_ranks=start_ranks)
+    print_warnings(job_source.warnings if certificate.plan.ranks == 1 else ())
+    return certificate
 
 
 def _finding_table(title: str, findings: Sequence[Finding]) -> Table:

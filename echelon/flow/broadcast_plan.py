@@ -23,6 +23,7 @@ from echelon.flow.gate import (
 from echelon.flow.job_source import JobSource
 from echelon.flow.resolve_plan import PlanLike, ResolvedPlan, load_resolved_plan, parse_plan, resolve_plan
 from echelon.flow.spawn import require_rank_count
+from echelon.flow.train_result import TrainResult
 from echelon.launchers.rank_ipc import format_error, has_plan, take_plan
 from echelon.plan.plan import Plan
 from echelon.world import World, single_process_variables
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from echelon.engine.process_groups import WorldCommunicator
-    from echelon.flow.trainer import Trained
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
 _WAIT_LIMIT = timedelta(days=365)
@@ -81,14 +81,14 @@ def train_on_ranks(
     job_source: JobSource,
     requested: PlanLike,
     world: World,
-    execute: Callable[[ResolvedPlan, World], Trained],
+    execute: Callable[[ResolvedPlan, World], TrainResult],
     *,
     fallback: bool = True,
-) -> Trained:
+) -> TrainResult:
     """Train on ranks that a launcher started. If no plan for all of them is proved, or the model cannot follow the plan that was given on so
     many, rank 0 trains alone and the others wait."""
 
-    def train_all_or_rank_0(resolved: ResolvedPlan) -> Trained:
+    def train_all_or_rank_0(resolved: ResolvedPlan) -> TrainResult:
         if resolved.plan.ranks == world.size:
             return execute(resolved, world)
         return _train_on_rank_0(job_source, world, resolved, execute)
@@ -117,11 +117,10 @@ def train_on_ranks(
 
 
 def _train_on_rank_0(
-    job_source: JobSource, world: World, resolved: ResolvedPlan, execute: Callable[[ResolvedPlan, World], Trained]
-) -> Trained:
+    job_source: JobSource, world: World, resolved: ResolvedPlan, execute: Callable[[ResolvedPlan, World], TrainResult]
+) -> TrainResult:
     """Rank 0 trains in one process; every rank returns what it came to."""
     from echelon.engine.process_groups import open_shared_store
-    from echelon.flow.trainer import Trained
 
     store = open_shared_store(world, "alone")
     if not world.is_main:
@@ -130,13 +129,13 @@ def _train_on_rank_0(
         store.add(_READ_COUNT_KEY, 1)
         if "error" in result:
             raise LaunchError(f"rank 0, which trained alone, failed: {result['error']}")
-        return Trained.from_plain(result)
+        return TrainResult.from_json(result["result"])
     result = {"error": "it was interrupted"}
     try:
         with _single_process_environment():
             job_source.reload()  # the job may have divided its data by the number of ranks
             trained = execute(resolved, World(launched=True))
-        result = trained.to_plain()
+        result = {"result": trained.to_json()}
         return trained
     except Exception as error:
         result = {"error": format_error(error)}

@@ -87,13 +87,21 @@ class JobSource:
                 self._job, **{name: open_if_packed(getattr(self._job, name)) for name in path_fields}
             )
         if self._identity is None:  # now: building a model may change what its factory holds (transformers' configs)
-            file = Path(_split_spec(self.spec)[0]).resolve() if self.spec is not None else None
             recorded_inputs = {**self.job_inputs.digest_inputs(), **digest_arguments(self.arguments())}
-            folder = file.parent if file else None
             self._identity = identify_job(
-                self._job, function=self._function_name, recorded_inputs=recorded_inputs, folder=folder
+                self._job, function=self._function_name, recorded_inputs=recorded_inputs, folder=self.folder
             )
         return self._job
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a job file was named, so that nobody else holds the job's objects."""
+        return isinstance(self._original, str)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the file that describes the job."""
+        return None if self.spec is None else Path(self.spec).resolve().parent
 
     def reload(self) -> None:
         """Forget the job, so that it is made in the environment as it is now; one that was given as an object stays."""
@@ -113,7 +121,7 @@ class JobSource:
 
     def digest_inputs(self) -> dict[str, str]:
         """Everything that was read so far, with absolute paths, for the store. Scratch files do not count."""
-        own_folders = [Path.cwd(), *([Path(self.spec).resolve().parent] if self.spec is not None else [])]
+        own_folders = [Path.cwd(), *([self.folder] if self.folder is not None else [])]
         build_inputs = self._build_inputs.digest_inputs(own_folders=own_folders)
         return {**build_inputs, **self.job_inputs.digest_inputs(), **digest_arguments(self.arguments())}
 

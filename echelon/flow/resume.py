@@ -49,8 +49,8 @@ class Resumption:
         self._previous_record = JobRecord()
         self._path, self._requested_overrides, self._applied_overrides = Path(), list[str](), dict[str, int]()
         self._schedules: dict[int, dict[str, Any]] = {}
-        folder = Path(job_source.spec.partition(".py:")[0]).resolve().parent if job_source.spec is not None else None
-        run.close_callbacks.append(partial(remember_changes, job_source.job, job_source.identity, folder))
+        changes = partial(remember_changes, job_source.job, job_source.identity, job_source.folder)
+        run.close_callbacks.append(changes)
 
     def check(self, folder: RunFolder, checkpoints: Sequence[str], requested_overrides: Sequence[str]) -> None:
         """Refuse to resume from `checkpoints` (newest first) a job that changed; rank 0 decides for all."""

@@ -13,11 +13,11 @@ from echelon.flow.job_source import main_script
 def resume_instructions(command: Sequence[str], folder: Path, *, fresh: bool) -> str:
     """The command that was given; one that asked for a fresh start would not go on, so that is taken out of it."""
     if not command or main_script() is None:
-        return "the same command" + (f" with folder={str(folder)!r} and resume=True" if fresh else "")
+        return "the same command" + (f" with out={str(folder)!r} and resume=True" if fresh else "")
     if not fresh:
         return shlex.join(command)
     if not _is_train_command(command):
-        return f"{shlex.join(command)}, with folder={str(folder)!r} and resume=True in it"
+        return f"{shlex.join(command)}, with out={str(folder)!r} and resume=True in it"
     words = [word for word in command if word != "--fresh"]
     return shlex.join([*words, "--resume", "--out", str(folder)])
 

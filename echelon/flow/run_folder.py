@@ -221,7 +221,7 @@ def unwritable_error(path: Path, cause: OSError | str) -> EchelonError:
     """What is said of a run's folder that cannot be used."""
     reason = cause if isinstance(cause, str) else cause.strerror or str(cause)
     return EchelonError(
-        f"{path}: the run's folder cannot be written ({reason}); make it writable, or name another: --out FOLDER (in Python folder=)"
+        f"{path}: the run's folder cannot be written ({reason}); make it writable, or name another: --out FOLDER (out= in Python)"
     )
 
 

@@ -1,24 +1,31 @@
-"""The entries from Python: train from start to end, or keep your own loop."""
+"""The entry points from Python: train a job, or keep your own loop."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from echelon.errors import EchelonError, LaunchError, UnverifiedPlanError
+from echelon.errors import EchelonError, UnverifiedPlanError
 from echelon.events import Listener
 from echelon.flow.broadcast_plan import run_first_proved_on_ranks, train_on_ranks
 from echelon.flow.gate import candidate_plans, is_disproved, require_proof, run_first_proved, verification_limit
+from echelon.flow.job_identity import remember_changes
 from echelon.flow.job_source import JobLike, JobSource
 from echelon.flow.resolve_plan import PlanLike, ResolvedPlan
-from echelon.flow.run_folder import require_writable
-from echelon.flow.settings import Settings, resolve_train_settings
-from echelon.flow.spawn import prepare_process, record_result, rerun_script
-from echelon.flow.trainer import Trained, Trainer
-from echelon.launchers.rank_ipc import format_error, take_previous_result
+from echelon.flow.run_folder import choose_run_folder, require_writable
+from echelon.flow.script_calls import (
+    become_ranks,
+    call_in_script,
+    prepare_process,
+    record_own_loop,
+    rerun_script,
+)
+from echelon.flow.settings import Settings, resolve_settings
+from echelon.flow.train_result import TrainResult
+from echelon.flow.trainer import Trainer
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -26,82 +33,137 @@ if TYPE_CHECKING:
 
     from echelon.engine.run import Run
 
-__all__ = ["Settings", "Trained", "parallelize", "train"]
+#: Trains a plan on ranks that this process starts.
+StartRanks = Callable[[ResolvedPlan, Settings], TrainResult]
 
 
-def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] = (), **settings: Any) -> Trained:
-    """Train `job` under `plan` (default: the best proved one for this machine) and keep everything in a run folder.
+def train(
+    job: JobLike,
+    plan: PlanLike = None,
+    *,
+    out: str | Path | None = None,
+    keep: int | None = None,
+    every: int | None = None,
+    resume: bool | None = None,
+    override: Sequence[str] | None = None,
+    verify: bool | None = None,
+    fallback: bool | None = None,
+    require_certificate: str | Path | None = None,
+    quiet: bool | None = None,
+    workers: int | None = None,
+    servers: str | None = None,
+    secret_file: str | Path | None = None,
+    listeners: Sequence[Listener] = (),
+) -> TrainResult:
+    """Train `job` under `plan` and keep checkpoints, events and a report in a run folder.
 
-    A plan that no certificate covers yet is verified first, in a bounded time. Started alone with a plan for several ranks, it runs
-    the script again in each of them and then ends the process. `settings`: folder, keep (last N checkpoints and the best), every
-    (steps), resume, override, verify, fallback, certificate (required), quiet, workers; what is not given here is taken from ECHELON_*
-    variables, else from echelon.toml, as the command line does.
+    A run that was interrupted is resumed. A plan without a certificate is verified first, in bounded time. A script that is
+    started as one process with a plan for several ranks is run again in each rank up to this call; the ranks then end, and
+    this process continues with their result. Settings that are left out come from ECHELON_* variables, else from
+    echelon.toml, else from the defaults below.
+
+    Args:
+        job: A Job, a function that returns one, or `file.py[:name]`.
+        plan: A Plan, its short form ("dp=2 zero=1"), a plan file, or "auto": the fastest proved plan for this machine. [auto]
+        out: The run folder. [runs/NAME]
+        keep: Checkpoints to keep, besides the best. [3]
+        every: Steps between checkpoints. [an epoch; of a stream a tenth of the steps, at most 1000]
+        resume: Resume from the last checkpoint; False starts over in a new folder. [True]
+        override: Changed settings to apply on resume, as ["optimizer.lr"]; any other change is refused.
+        verify: Prove a new job and plan before the first step. [True]
+        fallback: If `plan` is disproved, train the nearest proved one; False raises instead. [True]
+        require_certificate: Train only if the certificate in this file covers the run.
+        quiet: Print warnings only. [False]
+        workers: Processes per rank that read data ahead. [0]
+        servers: Controller address (host:port) of parameter servers that already run.
+        secret_file: The file with their secret.
+        listeners: Called with every Event, in each process that trains.
     """
-    world = prepare_process("train")
-    if not world.launched:
-        try:
-            trained = _train_job(job, plan, world, listeners, settings)
-        except Exception as error:  # a script may go on with another training
-            record_result({"error": format_error(error)})
-            raise
-        record_result(trained.to_plain())
-        return trained
-    earlier_result = take_previous_result()
-    if earlier_result is None:
-        return _train_job(job, plan, world, listeners, settings)
-    if "error" in earlier_result:
-        raise LaunchError(f"this training failed before the script started its ranks: {earlier_result['error']}")
-    return Trained.from_plain(earlier_result)
+    options = locals()
+
+    def execute(world: World) -> TrainResult:
+        requested, settings = resolve_settings(options)
+        return train_job(JobSource(job), requested, settings, world, listeners=listeners)
+
+    return call_in_script("train", execute, TrainResult, lambda result: _load_into_module(JobSource(job), result))
 
 
-def _train_job(
-    job: JobLike, plan: PlanLike, world: World, listeners: Sequence[Listener], settings: Mapping[str, Any]
-) -> Trained:
-    requested, resolved_settings = resolve_train_settings(plan, settings)
+def train_job(
+    job_source: JobSource,
+    requested: PlanLike,
+    settings: Settings,
+    world: World,
+    *,
+    listeners: Sequence[Listener] = (),
+    start_ranks: StartRanks | None = None,
+) -> TrainResult:
+    """Train in this process, on the ranks of which it is one, or on ranks that it starts (by `start_ranks`, else as a script)."""
     if world.is_main:
-        require_writable(Path("runs" if resolved_settings.folder is None else resolved_settings.folder))
-    job_source = JobSource(job)
-    attempt = PlanAttempt(job_source, world, resolved_settings, listeners)
+        require_writable(Path("runs" if settings.out is None else settings.out))
+    if start_ranks is not None and not settings.resume and not world.launched:
+        folder, _ = choose_run_folder(settings.out, job_source.name, fresh=True)
+        settings = dataclasses.replace(settings, out=folder)  # the ranks of a second attempt resume the first one's run
+    attempt = PlanAttempt(job_source, world, settings, listeners, start_ranks or _rerun_script)
     if world.launched:
-        return train_on_ranks(job_source, requested, world, attempt, fallback=resolved_settings.fallback)
-    plans = candidate_plans(job_source, requested, fallback=resolved_settings.fallback)
-    trained: Trained = run_first_proved(plans, attempt, lambda candidate: verification_limit(job_source.job, candidate))
-    return trained
+        return train_on_ranks(job_source, requested, world, attempt, fallback=settings.fallback)
+    plans = candidate_plans(job_source, requested, fallback=settings.fallback)
+    return run_first_proved(plans, attempt, lambda candidate: verification_limit(job_source.job, candidate))
+
+
+def _rerun_script(resolved: ResolvedPlan, _: Settings) -> TrainResult:
+    return TrainResult.from_json(rerun_script(resolved))
+
+
+def _load_into_module(job_source: JobSource, result: TrainResult) -> None:
+    """Where the caller holds the module itself, leave it as a training in this process would."""
+    module = None if job_source.is_file else job_source.job.model
+    if (
+        module is None
+        or isinstance(module, type)
+        or not hasattr(module, "load_state_dict")
+        or result.checkpoint is None
+    ):
+        return
+    from echelon.engine.weights import load_weights
+
+    load_weights(module, result.checkpoint, tp_shards={}, warn=job_source.warnings.append)  # type: ignore[arg-type]
+    remember_changes(job_source.job, job_source.identity, job_source.folder)
 
 
 class PlanAttempt:
-    """One plan executed from the gate to the end, here or by ranks that this process starts. After a plan that the run itself
-    disproved, the next one goes on in the same folder from its last good checkpoint."""
+    """Executes one plan after another, from the gate to the end. After a plan that the run itself disproved, the next one
+    continues in the same folder from the last good checkpoint."""
 
     def __init__(
         self,
         job_source: JobSource,
         world: World,
         settings: Settings,
-        listeners: Sequence[Listener] = (),
-        start_ranks: Callable[[ResolvedPlan, Settings], Any] = lambda prepared, settings: rerun_script(prepared),
+        listeners: Sequence[Listener],
+        start_ranks: StartRanks,
     ) -> None:
-        """`start_ranks` runs a plan on several ranks where this process is none of them."""
         self._job_source, self._world, self._settings = job_source, world, settings
         self._listeners, self._start_ranks = listeners, start_ranks
 
-    def __call__(self, resolved: ResolvedPlan, world: World | None = None) -> Any:
-        """What the training came to; where ranks were started, what `start` returned."""
+    def __call__(self, resolved: ResolvedPlan, world: World | None = None) -> TrainResult:
+        """Train under one plan."""
         world = world or self._world
         try:
             if not world.launched and resolved.plan.ranks > 1:
-                return self._start_ranks(resolved, self._settings)
+                result = self._start_ranks(resolved, self._settings)
+                _load_into_module(self._job_source, result)
+                return result
             return self._train(resolved, world)
         except EchelonError as error:
             if is_disproved(error) and not isinstance(error, UnverifiedPlanError):
                 self._settings = dataclasses.replace(self._settings, resume=True)
             raise
 
-    def _train(self, resolved: ResolvedPlan, world: World) -> Trained:
+    def _train(self, resolved: ResolvedPlan, world: World) -> TrainResult:
         settings = self._settings
         verdict = require_proof(self._job_source, resolved, world, verify=settings.verify, quiet=settings.quiet)
         trainer = Trainer(self._job_source, resolved, world, settings, self._listeners, verdict)
-        self._settings = dataclasses.replace(settings, folder=trainer.folder)
+        self._settings = dataclasses.replace(settings, out=trainer.folder)
         return trainer.run()
 
 
@@ -114,18 +176,27 @@ def parallelize(
     warn: Callable[[str], None] = lambda message: None,
     verify: bool | None = None,
 ) -> Run:
-    """The job under a plan on this rank, for people who keep their own loop: `for batch in run.batches(): run.step(batch)`.
+    """Build `job` under `plan` on this rank, for your own loop: `for batch in run.batches(): loss = run.step(batch)`.
 
-    A plan that no certificate covers yet is verified first, as `train` does; `verify=False` (or ECHELON_VERIFY=0) leaves that out. One that is
-    disproved is replaced by the nearest proved one where this process starts the ranks itself; under torchrun it raises UnprovedPlan.
+    A plan without a certificate is verified first, as in `train`. In a script that is started as one process, a plan for
+    several ranks runs the whole script once per rank and then ends this process; a disproved plan is replaced by the nearest
+    proved one. Under torchrun, Slurm or MPI a disproved plan raises UnverifiedPlanError.
+
+    Args:
+        job: A Job, a function that returns one, or `file.py[:name]`.
+        plan: A Plan, its short form ("dp=2 zero=1"), a plan file, or None: the fastest proved plan for this machine.
+        device: The device of this rank. [the GPU of its local rank, else the CPU]
+        workers: Processes per rank that read data ahead. [0]
+        warn: Called with each warning about the job or the plan.
+        verify: Prove a new job and plan before the first step. [True, or ECHELON_VERIFY]
     """
     world = prepare_process("parallelize")
     job_source = JobSource(job)
-    settings = resolve_train_settings(plan, {} if verify is None else {"verify": verify})[1]
+    settings = resolve_settings({"plan": plan, "verify": verify})[1]
 
     def execute(resolved: ResolvedPlan, world: World = world) -> Run:
         if not world.launched and resolved.plan.ranks > 1:
-            rerun_script(resolved)
+            become_ranks(resolved)
         verdict = require_proof(job_source, resolved, world, verify=settings.verify)
         if resolved.fallback and world.is_main:
             warnings.warn(resolved.fallback, stacklevel=4)
@@ -137,10 +208,10 @@ def parallelize(
 
     if world.launched:
         return run_first_proved_on_ranks(job_source, plan, world, execute)
-    run: Run = run_first_proved(
+    run = run_first_proved(
         candidate_plans(job_source, plan, fallback=settings.fallback),
         execute,
         lambda candidate: verification_limit(job_source.job, candidate),
     )
-    record_result(None)
+    record_own_loop()
     return run

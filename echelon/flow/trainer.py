@@ -7,8 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,9 @@ from echelon.flow.run_folder import RunFolder, choose_run_folder
 from echelon.flow.run_settings import run_inputs
 from echelon.flow.settings import Settings
 from echelon.flow.signals import stop_on_signal
+from echelon.flow.train_result import TrainResult
 from echelon.launchers.command import user_command
-from echelon.launchers.local import INTERRUPTED_EXIT_CODE, SECOND_INTERRUPT_MESSAGE
+from echelon.launchers.local import SECOND_INTERRUPT_MESSAGE
 from echelon.launchers.rank_ipc import report_start
 from echelon.plan.document_cache import installed_versions
 from echelon.plan.input_digests import hash_bytes
@@ -51,26 +51,6 @@ if TYPE_CHECKING:
 
 #: A stream has no epoch after which to save: a tenth of the steps, but never more than this many, may be lost to a kill.
 STREAM_EVERY = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What a training came to."""
-
-    folder: Path
-    step: int
-    loss: float | None  #: of the last step, whenever that was; None: its log is lost
-    metrics: dict[str, float]  #: of the last evaluation
-    seconds: float
-
-    def to_plain(self) -> dict[str, Any]:
-        """For another process, as JSON."""
-        return asdict(self) | {"folder": str(self.folder)}
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Trained:
-        """What `to_plain` returned."""
-        return cls(**{**values, "folder": Path(values["folder"])})
 
 
 class Trainer:
@@ -93,7 +73,7 @@ class Trainer:
         self._spot_checks: SpotChecks | None = None
         is_fresh = not settings.resume and world.is_main
         path, folder_reason = choose_run_folder(
-            settings.folder, job_source.name, fresh=is_fresh, inputs=run_inputs(job_source)
+            settings.out, job_source.name, fresh=is_fresh, inputs=run_inputs(job_source)
         )
         self._folder = RunFolder(path, keep=settings.keep)
         self._make_observers = lambda: observers(
@@ -110,6 +90,7 @@ class Trainer:
         #: Of a checkpoint that was written and not told of yet: whether it is the best is known once it is evaluated.
         self._unreported_checkpoint: tuple[Path, int, float] | None = None
         self._best_loss: float | None = None
+        self._certificate: Certificate | None = None
         self._start_time = time.perf_counter()
 
     @property
@@ -125,7 +106,7 @@ class Trainer:
 
         return ExternalServers(address=address, secret_file=Path(secret))
 
-    def run(self) -> Trained:
+    def run(self) -> TrainResult:
         """From the last checkpoint, or the beginning, to the end."""
         from torch import nn
 
@@ -165,14 +146,16 @@ class Trainer:
                     error.exit_code = 1  # whatever it is called: a training that failed, not a wrong use
                 self._emit("end", reason="failed", seconds=self._elapsed(), message=str(error))
                 raise
-        if interrupted:
-            raise SystemExit(INTERRUPTED_EXIT_CODE)
-        return Trained(
-            folder=self._folder.path,
-            step=run.step_number,
+        return TrainResult(
+            steps=run.step_number,
             loss=self._loss,
             metrics=self._metrics,
             seconds=self._elapsed(),
+            folder=self._folder.path,
+            checkpoint=self._folder.checkpoint_path(self._saved_step) if self._saved_step >= 0 else None,
+            plan=run.plan,
+            certificate=self._certificate,
+            interrupted=interrupted,
         )
 
     def _train(self, exit_stack: contextlib.ExitStack) -> bool:
@@ -180,7 +163,7 @@ class Trainer:
         run, is_main = self._run, self._world.is_main
         with run.ranks.raise_on_all_ranks():
             require_evaluation(self._job_source.job)
-        certificate = self._require_certificate() or self._verdict.certificate
+        self._certificate = self._require_certificate() or self._verdict.certificate
         with run.ranks.raise_on_all_ranks():
             if is_main:
                 exit_stack.enter_context(lock_run_folder(self._folder.path))
@@ -189,7 +172,7 @@ class Trainer:
         self._best_loss = run.ranks.all_gather_object(best_checkpoint and best_checkpoint[1])[0]
         with run.ranks.raise_on_all_ranks():
             if is_main:
-                self._write_documents(certificate)
+                self._write_documents(self._certificate)
                 self._folder.write_record(self._resumption.make_record())
                 folder_warnings = [
                     *self._folder.clear_leftovers(),
@@ -572,7 +555,7 @@ class Trainer:
         }  # fmt: skip
 
     def _require_certificate(self) -> Certificate | None:
-        if self._settings.certificate is None:
+        if self._settings.require_certificate is None:
             return None
         from echelon.verifier.require_certificate import require_certificate
 
@@ -580,7 +563,7 @@ class Trainer:
             raise TrainingError(
                 "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
             )
-        certificate = require_certificate(self._settings.certificate, **self._certificate_scope())
+        certificate = require_certificate(self._settings.require_certificate, **self._certificate_scope())
         if certificate.limitation and self._world.is_main:
-            self._warn(f"{self._settings.certificate} is a weaker proof: {certificate.limitation}")
+            self._warn(f"{self._settings.require_certificate} is a weaker proof: {certificate.limitation}")
         return certificate

@@ -16,8 +16,10 @@ from echelon.errors import EchelonError
 
 #: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
 PLAN_VARIABLE = "ECHELON_HANDED_PLAN"
-#: Path of what trainings returned that a script did before it started ranks: ranks, which run it from its beginning, do not repeat them.
+#: Path of the results of calls that a script made before it started ranks: ranks, which run it from the top, do not repeat them.
 RESULTS_VARIABLE = "ECHELON_DONE"
+#: Path where rank 0 leaves the result of the call for which the ranks were started.
+RESULT_VARIABLE = "ECHELON_RESULT"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES_VARIABLE = "ECHELON_FAILURES"
 _STARTED_FILE = "started"
@@ -34,16 +36,22 @@ def has_plan() -> bool:
     return PLAN_VARIABLE in os.environ
 
 
-#: Trainings of the process that started this rank that were asked for here.
+#: Calls of the process that started this rank that this rank has come to.
 _result_indices = itertools.count()
 
 
-def take_previous_result() -> dict[str, Any] | None:
-    """What the next training of this script returned in the process that started this rank, or its error; None: that process did not do it."""
+def take_result_path() -> Path | None:
+    """Where the launcher expects the result of the call that comes next on this rank; None: it expects none."""
+    path = os.environ.pop(RESULT_VARIABLE, None)
+    return Path(path) if path is not None else None
+
+
+def take_previous_result() -> dict[str, str] | None:
+    """What the next call of this script returned in the process that started this rank, or its error; None: that process did not do it."""
     path = os.environ.get(RESULTS_VARIABLE)
     if path is None:
         return None
-    results: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    results: list[dict[str, str]] = json.loads(Path(path).read_text(encoding="utf-8"))
     index = next(_result_indices)
     return results[index] if index < len(results) else None
 

@@ -39,7 +39,7 @@ def packed(folder: Path, shards: int, *, shift: int = 0) -> Path:
 
 
 def train(folder: Path, data: Any, epochs: int) -> None:
-    echelon.train(make(data=data, epochs=epochs, batch_size=8), "dp=1", folder=folder, quiet=True)
+    echelon.train(make(data=data, epochs=epochs, batch_size=8), "dp=1", out=folder, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_run_does_not_go_on_by_the_lengths_of_another_column(tmp_path: Path) -
             epochs=epochs,
             batch_size=8,
         )
-        echelon.train(job, "dp=1", folder=tmp_path / "run", quiet=True)
+        echelon.train(job, "dp=1", out=tmp_path / "run", quiet=True)
 
     train(0, 1)
     with pytest.raises(IncompatibleCheckpointError, match="alike in length"):

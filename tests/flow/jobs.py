@@ -132,7 +132,7 @@ def trained_alone(world: World, folder: str, plan: str, cache: str, rate: float 
         os.environ["ECHELON_CACHE"] = cache
     os.environ["ECHELON_VERIFY"] = "1"
     trained = echelon.train(coupled(rate), plan, folder=Path(folder), quiet=True)
-    return trained.step, trained.loss
+    return trained.steps, trained.loss
 
 
 class FailsOnRank1(nn.Linear):

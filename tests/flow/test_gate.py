@@ -57,7 +57,7 @@ def _gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, job: echelon.Job, plan: str, **settings: Any) -> list[Event]:
     events: list[Event] = []
-    echelon.train(job, plan, folder=folder, quiet=True, listeners=[events.append], **settings)
+    echelon.train(job, plan, out=folder, quiet=True, listeners=[events.append], **settings)
     return events
 
 

@@ -260,7 +260,7 @@ def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
     assert again.cached_profile() == before
     assert again._load_cached(Plan, f"{again.cache_key} {wide.digest}") == cut
     assert resolve_plan(again, "dp=2").plan == from_text("dp=2")
-    train(str(file), "dp=1", certificate=tmp_path / "certificate.json", quiet=True)
+    train(str(file), "dp=1", require_certificate=tmp_path / "certificate.json", quiet=True)
 
     (tmp_path / "config.json").write_text('{"loss": "contrastive"}')
     later = JobSource(str(file))
@@ -269,7 +269,7 @@ def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
     assert later.profile().samples_coupled is True
     assert later.profile().graph_hash != before.graph_hash
     with pytest.raises(VerificationError, match=r"file config\.json: \w+ then, \w+ now"):
-        train(str(file), "dp=1", certificate=tmp_path / "certificate.json", quiet=True, resume=False)
+        train(str(file), "dp=1", require_certificate=tmp_path / "certificate.json", quiet=True, resume=False)
     prepared = resolve_plan(later, "dp=2")
     assert prepared.plan == Plan()
     assert "dp=2: a sample's loss depends on the others of its batch" in prepared.fallback

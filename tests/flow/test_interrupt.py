@@ -36,7 +36,7 @@ def wrong():
     return make(name=None, loss=lambda output, batch: (output - batch[-1]).square().mean() * float("nan"))
 
 if __name__ == "__main__":
-    echelon.train(job, "dp=2")
+    print(echelon.train(job, "dp=2"))
 """
 
 
@@ -99,11 +99,13 @@ def test_a_fresh_run_goes_on_where_it_was(tmp_path: Path, plan: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_is_told_its_own_command(tmp_path: Path) -> None:
+def test_an_interrupted_script_gets_the_result_and_its_own_command(tmp_path: Path) -> None:
     process = start(tmp_path, "slow.py", "-x", "a b")
     wait_for(tmp_path / "runs" / "slow" / "events.jsonl", '"kind": "step"', process=process)
-    code, _, err = end(process, signal.SIGINT)
-    assert code == 130, err
+    code, out, err = end(process, signal.SIGINT)
+    assert code == 0, err
+    assert out.startswith("TrainResult(interrupted at step ")
+    assert out.count("TrainResult") == 1
     assert f"go on with: {sys.executable} slow.py -x 'a b'\n" in err
 
 

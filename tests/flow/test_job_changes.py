@@ -27,11 +27,12 @@ from echelon.events import Event
 from echelon.flow import job_identity
 from echelon.flow.job_code import digest_code, digest_data
 from echelon.flow.job_source import JobSource
-from echelon.flow.train import Trained, train
+from echelon.flow.train import train
+from echelon.flow.train_result import TrainResult
 from tests.flow.jobs import STEPS, make, samples
 from tests.flow.test_resume import rated, rates_of, warnings_of
 
-quick: Callable[..., Trained] = partial(train, plan="dp=1", quiet=True, verify=False)
+quick: Callable[..., TrainResult] = partial(train, plan="dp=1", quiet=True, verify=False)
 
 
 class Interruption(Exception):  # noqa: N818 (no error)
@@ -46,7 +47,7 @@ def interrupted(job: echelon.Job, folder: Path, *, at: int, **settings: Any) -> 
             raise Interruption
 
     with pytest.raises(Interruption):
-        quick(job, folder=folder, listeners=[stop], **settings)
+        quick(job, out=folder, listeners=[stop], **settings)
 
 
 def linear(seed: int) -> nn.Linear:
@@ -148,23 +149,23 @@ def test_a_finished_run_is_not_returned_for_another_job(tmp_path: Path, name: st
     setting, fields = CHANGES[name]
     one, other = fields(tmp_path)
     folder = tmp_path / "run"
-    quick(make(epochs=1, **one), folder=folder)
+    quick(make(epochs=1, **one), out=folder)
     with pytest.raises(JobError, match=rf"{setting}: .* then, .* now"):
-        quick(make(epochs=1, **other), folder=folder)
+        quick(make(epochs=1, **other), out=folder)
 
 
 def test_weights_count_by_content(tmp_path: Path) -> None:
     folder, path = tmp_path / "run", saved(tmp_path, 1)
-    first = quick(make(epochs=1, weights=path), folder=folder)
+    first = quick(make(epochs=1, weights=path), out=folder)
     shutil.copy(path, tmp_path / "copy.pt")
-    assert quick(make(epochs=1, weights=tmp_path / "copy.pt"), folder=folder).loss == first.loss
+    assert quick(make(epochs=1, weights=tmp_path / "copy.pt"), out=folder).loss == first.loss
     shutil.copy(saved(tmp_path, 2), path)
     with pytest.raises(JobError, match=r"weights: .* then, .* now"):
-        quick(make(epochs=1, weights=path), folder=folder)
-    second = quick(make(epochs=1, weights=folder), folder=tmp_path / "second")
-    quick(make(epochs=2, weights=saved(tmp_path, 1)), folder=folder)
+        quick(make(epochs=1, weights=path), out=folder)
+    second = quick(make(epochs=1, weights=folder), out=tmp_path / "second")
+    quick(make(epochs=2, weights=saved(tmp_path, 1)), out=folder)
     with pytest.raises(JobError, match=r"weights: .* then, .* now"):
-        quick(make(epochs=1, weights=folder), folder=second.folder)
+        quick(make(epochs=1, weights=folder), out=second.folder)
 
 
 def test_an_unfinished_run_goes_on_with_an_instance_that_nobody_seeded(tmp_path: Path) -> None:
@@ -172,13 +173,13 @@ def test_an_unfinished_run_goes_on_with_an_instance_that_nobody_seeded(tmp_path:
     first = linear(1)
     interrupted(make(model=first), folder, at=STEPS)
     values = json.loads((folder / "job.json").read_text())["settings"]["model.values"]
-    assert quick(make(model=linear(2)), folder=folder).step == 3 * STEPS
+    assert quick(make(model=linear(2)), out=folder).steps == 3 * STEPS
     assert any("began from other values of model=" in line for line in warnings_of(folder))
     assert json.loads((folder / "job.json").read_text())["settings"]["model.values"] == values
     with pytest.raises(JobError, match=r"model\.values: .*set a seed before the module is built"):
-        quick(make(model=linear(2)), folder=folder)
-    assert quick(make(model=linear(1)), folder=folder).step == 3 * STEPS
-    assert quick(make(model=linear(2)), folder=folder, override=["model.values"]).step == 3 * STEPS
+        quick(make(model=linear(2)), out=folder)
+    assert quick(make(model=linear(1)), out=folder).steps == 3 * STEPS
+    assert quick(make(model=linear(2)), out=folder, override=["model.values"]).steps == 3 * STEPS
 
 
 def test_every_field_of_a_job_counts_or_is_exempt() -> None:
@@ -268,12 +269,12 @@ def test_objects_that_training_changed_are_the_jobs_own(tmp_path: Path) -> None:
     folder, collate, model = tmp_path / "run", Counting(), linear(1)
     interrupted(make(collate=collate, model=model), folder, at=STEPS)
     assert collate.calls
-    quick(make(collate=collate, model=model), folder=folder)
-    assert quick(make(collate=collate, model=model), folder=folder).step == 3 * STEPS
+    quick(make(collate=collate, model=model), out=folder)
+    assert quick(make(collate=collate, model=model), out=folder).steps == 3 * STEPS
     assert not any("began from other values" in line for line in warnings_of(folder))
     collate.scale = 2.0
     with pytest.raises(JobError, match=r"collate: .* then"):
-        quick(make(collate=collate, model=model), folder=folder)
+        quick(make(collate=collate, model=model), out=folder)
 
 
 def test_modules_count_by_hooks_and_tensors_that_they_hold() -> None:
@@ -304,14 +305,14 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["missing", "cut", "list", "empty"])
 def test_a_lost_record_is_restored_from_a_checkpoint(tmp_path: Path, how: str) -> None:
     folder, path = tmp_path / "run", tmp_path / "run" / "job.json"
-    quick(make(epochs=1), folder=folder)
+    quick(make(epochs=1), out=folder)
     if how == "missing":
         path.unlink()
     else:
         path.write_text({"cut": path.read_text()[:100], "list": "[]", "empty": "{}"}[how])
     with pytest.raises(JobError, match=r"optimizer\.lr: 0\.05 then, 0\.5 now"):
-        quick(make(epochs=1, optimizer=rated(0.5)), folder=folder)
-    assert quick(make(epochs=1), folder=folder).step == STEPS
+        quick(make(epochs=1, optimizer=rated(0.5)), out=folder)
+    assert quick(make(epochs=1), out=folder).steps == STEPS
     assert any("job.json is" in line and "restored" in line for line in warnings_of(folder))
     assert json.loads(path.read_text())["settings"]["optimizer.lr"] == 0.05
 
@@ -322,7 +323,7 @@ def test_a_step_number_is_ascii(tmp_path: Path) -> None:
     there = folder / "checkpoints"
     (there / "step-²").mkdir()
     shutil.copy(there / f"step-{STEPS:08d}" / "checkpoint.json", there / "step-²")
-    assert quick(make(), folder=folder).step == 3 * STEPS
+    assert quick(make(), out=folder).steps == 3 * STEPS
 
 
 # Overrides
@@ -344,8 +345,8 @@ def test_a_parameter_that_moves_to_another_group_is_a_change(tmp_path: Path) -> 
     interrupted(make(optimizer=grouped(0.05, 0.01, 0.05), **build), folder, at=STEPS)
     changed = make(optimizer=grouped(0.05, 0.01, 0.01), **build)
     with pytest.raises(JobError, match=r"optimizer\.lr\[1\.bias\]: 0\.05 then, 0\.01 now"):
-        quick(changed, folder=folder)
-    quick(changed, folder=folder, override=["optimizer.lr[1.bias]"])
+        quick(changed, out=folder)
+    quick(changed, out=folder, override=["optimizer.lr[1.bias]"])
     stored = json.loads(sorted(folder.glob("checkpoints/step-*/checkpoint.json"))[-1].read_text())
     rates = {name: group["settings"]["lr"] for group in stored["optimizers"][0]["groups"] for name in group["names"]}
     assert rates == {"0.weight": 0.05, "0.bias": 0.05, "1.weight": 0.01, "1.bias": 0.01}
@@ -357,21 +358,21 @@ def test_an_override_is_applied_once(tmp_path: Path) -> None:
     before, after = make(optimizer=Decaying), make(optimizer=lambda each: Decaying(each, 0.2))
     for name in ("whole", "broken"):
         interrupted(before, tmp_path / name, at=STEPS)
-    quick(after, folder=tmp_path / "whole", override=["optimizer.lr"])
+    quick(after, out=tmp_path / "whole", override=["optimizer.lr"])
     interrupted(after, tmp_path / "broken", at=2 * STEPS, override=["optimizer.lr"])
-    quick(after, folder=tmp_path / "broken")
+    quick(after, out=tmp_path / "broken")
     assert rates_of(tmp_path / "broken") == pytest.approx(rates_of(tmp_path / "whole"))
     # To a checkpoint from before the override it is applied again.
     for path in sorted((tmp_path / "broken" / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(path)
-    quick(after, folder=tmp_path / "broken")
+    quick(after, out=tmp_path / "broken")
     assert rates_of(tmp_path / "broken") == pytest.approx(rates_of(tmp_path / "whole"))
 
 
 def test_an_overridden_attribute_of_the_optimizer_is_applied(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     interrupted(make(optimizer=Decaying), folder, at=STEPS)
-    quick(make(optimizer=lambda each: Decaying(each, factor=1.0)), folder=folder, override=["optimizer.factor"])
+    quick(make(optimizer=lambda each: Decaying(each, factor=1.0)), out=folder, override=["optimizer.factor"])
     assert len(set(rates_of(folder)[STEPS:])) == 1
 
 
@@ -380,9 +381,9 @@ def test_samples_of_another_row_are_noticed(tmp_path: Path) -> None:
     other = values.clone()
     other[5, 100] += 1
     job = partial(make, epochs=1, model=lambda: nn.Linear(16_384, 1), optimizer=rated(1e-6))
-    quick(job(data=TensorDataset(values, values[:, :1])), folder=tmp_path / "run")
+    quick(job(data=TensorDataset(values, values[:, :1])), out=tmp_path / "run")
     with pytest.raises(JobError, match=r"data: .* then"):
-        quick(job(data=TensorDataset(other, values[:, :1])), folder=tmp_path / "run")
+        quick(job(data=TensorDataset(other, values[:, :1])), out=tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def _frozen() -> nn.Module:
 @pytest.mark.parametrize("plan", ["", "dp=1"])
 def test_a_model_with_nothing_to_train_is_refused_in_words(model: Any, words: str, plan: str, tmp_path: Path) -> None:
     job = make(model=model, loss=lambda output, batch: output.sum())
-    begin = partial(train, job, plan, folder=tmp_path, quiet=True) if plan else partial(resolve_plan, JobSource(job))
+    begin = partial(train, job, plan, out=tmp_path, quiet=True) if plan else partial(resolve_plan, JobSource(job))
     with pytest.raises(JobError, match=re.escape(words)):
         begin()
 

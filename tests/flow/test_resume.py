@@ -21,13 +21,14 @@ from torch.utils.data import TensorDataset
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.flow.job_source import JobSource
-from echelon.flow.train import Trained, train
+from echelon.flow.train import train
+from echelon.flow.train_result import TrainResult
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.world import World
 from tests.flow.jobs import STEPS, make, samples
 
-quick: Callable[..., Trained] = partial(train, plan="dp=1", quiet=True, verify=False)
+quick: Callable[..., TrainResult] = partial(train, plan="dp=1", quiet=True, verify=False)
 
 
 def rated(rate: float, **settings: Any) -> Callable[[Any], Optimizer]:
@@ -55,7 +56,7 @@ given = arguments.parse_args()
 if __name__ == "__main__":
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=given.lr)
     trained = echelon.train(make(optimizer=optimizer, epochs=given.epochs), "dp=1", quiet=True, verify=False)
-    print(trained.folder, trained.step, trained.loss)
+    print(trained.folder, trained.steps, trained.loss)
 """
 
 
@@ -84,7 +85,7 @@ def test_more_epochs_by_an_argument_are_the_same_run(tmp_path: Path, monkeypatch
     given: list[str] = []
     monkeypatch.setattr(JobSource, "arguments", lambda self: tuple(given))
 
-    def launch(rate: str, epochs: int) -> Trained:
+    def launch(rate: str, epochs: int) -> TrainResult:
         given[:] = ["--lr", rate, "--epochs", str(epochs)]
         return quick(make(optimizer=rated(float(rate)), epochs=epochs))
 
@@ -124,43 +125,43 @@ def test_a_variable_that_the_loss_reads_decides_the_run_folder(tmp_path: Path, m
     assert (first.folder.name, second.folder.name) == ("when_called", "when_called-2")
     assert second.loss != first.loss
     with pytest.raises(JobError, match=r"inputs: environment SCALE_OF_TEST: .* then, 2 now\n.*--override inputs"):
-        quick("when_called.py", folder=first.folder)
+        quick("when_called.py", out=first.folder)
     monkeypatch.delenv("SCALE_OF_TEST")
     assert quick("when_called.py").folder == first.folder
 
 
 def test_a_changed_rate_is_refused_and_applied_where_it_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    quick(make(optimizer=rated(0.01), epochs=1), folder=folder)
+    quick(make(optimizer=rated(0.01), epochs=1), out=folder)
     with pytest.raises(JobError, match=r"optimizer\.lr: 0\.01 then, 0\.04 now\n.*--override optimizer\.lr.*--fresh"):
-        quick(make(optimizer=rated(0.04), epochs=2), folder=folder)
+        quick(make(optimizer=rated(0.04), epochs=2), out=folder)
     with pytest.raises(JobError, match=r"no such setting; did you mean optimizer\.lr"):
-        quick(make(optimizer=rated(0.04), epochs=2), folder=folder, override=["optimiser.lr"])
-    quick(make(optimizer=rated(0.04), epochs=2), folder=folder, override=["optimizer.lr"])
+        quick(make(optimizer=rated(0.04), epochs=2), out=folder, override=["optimiser.lr"])
+    quick(make(optimizer=rated(0.04), epochs=2), out=folder, override=["optimizer.lr"])
     assert rates_of(folder) == [0.01] * STEPS + [0.04] * STEPS
     assert any(
         f"override: optimizer.lr is 0.04 from step {STEPS} on, 0.01 before" in line for line in warnings_of(folder)
     )
     # Once applied it stays, also where the checkpoint is older than the change.
-    quick(make(optimizer=rated(0.04), epochs=3), folder=folder)
+    quick(make(optimizer=rated(0.04), epochs=3), out=folder)
     assert rates_of(folder)[2 * STEPS :] == [0.04] * STEPS
 
 
 def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     monkeypatch.setattr(JobSource, "arguments", lambda self: ("--alpha", "1"))
-    first = quick(make(), folder=folder)
-    assert quick(make(), folder=folder).loss == first.loss
+    first = quick(make(), out=folder)
+    assert quick(make(), out=folder).loss == first.loss
     with pytest.raises(JobError, match=r"optimizer\.lr: 0\.05 then, 0\.01 now"):
-        quick(make(optimizer=rated(0.01)), folder=folder)
+        quick(make(optimizer=rated(0.01)), out=folder)
     with pytest.raises(JobError, match=r"loss: \w+ then"):
-        quick(make(loss=lambda output, batch: (output - batch[-1]).abs().mean()), folder=folder)
+        quick(make(loss=lambda output, batch: (output - batch[-1]).abs().mean()), out=folder)
     with pytest.raises(JobError, match=r"data: \w+ then"):
-        quick(make(data=samples(opposite=True)), folder=folder)
+        quick(make(data=samples(opposite=True)), out=folder)
     monkeypatch.setattr(JobSource, "arguments", lambda self: ("--alpha", "2"))
     with pytest.raises(JobError, match=r"inputs: argument --alpha: 1 then, 2 now\n.*--override inputs"):
-        quick(make(), folder=folder)
-    assert quick(make(), folder=folder, override=["inputs"]).loss == first.loss
+        quick(make(), out=folder)
+    assert quick(make(), out=folder, override=["inputs"]).loss == first.loss
 
 
 @pytest.mark.slow
@@ -176,18 +177,18 @@ def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkey
 )
 def test_every_setting_is_compared(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=1), folder=folder)
+    quick(make(epochs=1), out=folder)
     with pytest.raises(JobError, match=rf"{name}: .* then, .* now"):
-        quick(make(epochs=2, **fields), folder=folder)
-    assert quick(make(epochs=2, **fields), folder=folder, override=[name]).step == 2 * STEPS
+        quick(make(epochs=2, **fields), out=folder)
+    assert quick(make(epochs=2, **fields), out=folder, override=[name]).steps == 2 * STEPS
 
 
 def test_another_kind_of_optimizer_is_another_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=1), folder=folder)
+    quick(make(epochs=1), out=folder)
     adam = make(epochs=2, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05))
     with pytest.raises(JobError, match="optimizer: SGD then, Adam now") as caught:
-        quick(adam, folder=folder, override=["optimizer"])
+        quick(adam, out=folder, override=["optimizer"])
     assert "optimizer cannot change within a run" in str(caught.value)
 
 
@@ -203,8 +204,8 @@ def cosine(optimizer: Optimizer, total: int) -> Any:
 def test_schedules_are_rebuilt_for_a_new_length(tmp_path: Path, schedule: Any) -> None:
     """A run that finished goes on along the curve of the new length: no step too many, no rate that climbs again."""
     folder = tmp_path / "run"
-    quick(make(epochs=1, lr_schedule=schedule), folder=folder)
-    quick(make(epochs=3, lr_schedule=schedule), folder=folder)
+    quick(make(epochs=1, lr_schedule=schedule), out=folder)
+    quick(make(epochs=3, lr_schedule=schedule), out=folder)
     with Run(make(epochs=3, lr_schedule=schedule), Plan(), World()) as whole:
         wanted = [whole.step(batch).learning_rates[0] for batch in whole.batches()]
     assert rates_of(folder)[STEPS:] == pytest.approx(wanted[STEPS:])
@@ -213,10 +214,10 @@ def test_schedules_are_rebuilt_for_a_new_length(tmp_path: Path, schedule: Any) -
 
 def test_an_overridden_rate_moves_the_whole_schedule(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=2, lr_schedule=cosine), folder=folder, every=2)
+    quick(make(epochs=2, lr_schedule=cosine), out=folder, every=2)
     for path in sorted((folder / "checkpoints").glob("step-*"))[-2:]:
         (path / "checkpoint.json").unlink()  # as if it had been killed at step 4
-    quick(make(epochs=2, lr_schedule=cosine, optimizer=rated(0.5)), folder=folder, override=["optimizer.lr"])
+    quick(make(epochs=2, lr_schedule=cosine, optimizer=rated(0.5)), out=folder, override=["optimizer.lr"])
     with Run(make(epochs=2, lr_schedule=cosine, optimizer=rated(0.5)), Plan(), World()) as whole:
         wanted = [whole.step(batch).learning_rates[0] for batch in whole.batches()]
     assert rates_of(folder)[-STEPS:] == pytest.approx(wanted[STEPS:])
@@ -231,12 +232,12 @@ def test_groups_that_differ_have_names_of_their_own(tmp_path: Path) -> None:
         return made
 
     folder = tmp_path / "run"
-    quick(make(epochs=1, optimizer=grouped(0.02)), folder=folder)
+    quick(make(epochs=1, optimizer=grouped(0.02)), out=folder)
     settings = json.loads((folder / "job.json").read_text())["settings"]
     assert sorted(settings[f"optimizer.lr[{place}]"] for place in (0, 1)) == [0.01, 0.02]
     with pytest.raises(JobError, match=r"optimizer\.lr\[0\]: 0\.02 then, 0\.04 now"):
-        quick(make(epochs=2, optimizer=grouped(0.04)), folder=folder)
-    quick(make(epochs=2, optimizer=grouped(0.04)), folder=folder, override=["optimizer.lr"])
+        quick(make(epochs=2, optimizer=grouped(0.04)), out=folder)
+    quick(make(epochs=2, optimizer=grouped(0.04)), out=folder, override=["optimizer.lr"])
     with Run(make(epochs=2, optimizer=grouped(0.02)), Plan(), World()) as run:
         run.load(sorted((folder / "checkpoints").glob("step-*"))[-1])
         assert [group["lr"] for group in run.optimizers[0].param_groups] == [0.01, 0.04]
@@ -244,10 +245,10 @@ def test_groups_that_differ_have_names_of_their_own(tmp_path: Path) -> None:
 
 def test_data_of_another_content_is_another_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=1), folder=folder)
+    quick(make(epochs=1), out=folder)
     values = torch.zeros(8 * STEPS, 8)
     with pytest.raises(JobError, match="--override data"):
-        quick(make(epochs=2, data=TensorDataset(values, values[:, :1])), folder=folder)
+        quick(make(epochs=2, data=TensorDataset(values, values[:, :1])), out=folder)
 
 
 class _Config:

@@ -58,9 +58,9 @@ def test_every_schedule_of_torch_is_here() -> None:
 @pytest.mark.parametrize("name", some("schedules", SCHEDULES, 4))
 def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     job = make(lr_schedule=SCHEDULES[name], optimizer=momentum, eval_data=samples(opposite=True))
-    whole = quick(job, folder=tmp_path / "whole")
+    whole = quick(job, out=tmp_path / "whole")
     interrupted(job, tmp_path / "broken", at=STEPS)
-    broken = quick(job, folder=tmp_path / "broken")
+    broken = quick(job, out=tmp_path / "broken")
     assert rates_of(tmp_path / "broken") == rates_of(tmp_path / "whole")
     assert broken.loss == whole.loss
 
@@ -69,9 +69,9 @@ def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, nam
 @pytest.mark.parametrize("name", some("longer schedules", SCHEDULES, 4))
 def test_a_longer_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     fields = {"lr_schedule": SCHEDULES[name], "optimizer": momentum, "eval_data": samples(opposite=True)}
-    quick(make(epochs=3, **fields), folder=tmp_path / "whole")
-    quick(make(epochs=2, **fields), folder=tmp_path / "longer")
-    quick(make(epochs=3, **fields), folder=tmp_path / "longer")
+    quick(make(epochs=3, **fields), out=tmp_path / "whole")
+    quick(make(epochs=2, **fields), out=tmp_path / "longer")
+    quick(make(epochs=3, **fields), out=tmp_path / "longer")
     assert rates_of(tmp_path / "longer")[2 * STEPS :] == pytest.approx(rates_of(tmp_path / "whole")[2 * STEPS :])
 
 
@@ -118,9 +118,9 @@ def drawn(optimizer: Optimizer) -> Any:
     ids=["weight decay", "own decay", "drawn"],
 )
 def test_a_longer_run_keeps_what_does_not_follow_from_the_length(tmp_path: Path, fields: dict[str, Any]) -> None:
-    whole = quick(make(epochs=3, **fields), folder=tmp_path / "whole")
-    quick(make(epochs=2, **fields), folder=tmp_path / "longer")
-    assert quick(make(epochs=3, **fields), folder=tmp_path / "longer").loss == whole.loss
+    whole = quick(make(epochs=3, **fields), out=tmp_path / "whole")
+    quick(make(epochs=2, **fields), out=tmp_path / "longer")
+    assert quick(make(epochs=3, **fields), out=tmp_path / "longer").loss == whole.loss
     assert rates_of(tmp_path / "longer") == rates_of(tmp_path / "whole")
 
 
@@ -128,28 +128,28 @@ def test_a_schedule_of_the_length_over_rates_that_the_optimizer_changes_is_refus
     fields = {"lr_schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": Decaying}
     interrupted(make(epochs=2, **fields), tmp_path / "run", at=STEPS)
     with pytest.raises(JobError, match=r"cannot be rebuilt for 12 steps \(8 before\): at step 4 it gives lr="):
-        quick(make(epochs=3, **fields), folder=tmp_path / "run")
+        quick(make(epochs=3, **fields), out=tmp_path / "run")
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": STEPS}])
 def test_a_changed_schedule_is_refused_at_another_length(tmp_path: Path, length: dict[str, int]) -> None:
     folder = tmp_path / "run"
-    quick(make(epochs=1, lr_schedule=halving), folder=folder)
+    quick(make(epochs=1, lr_schedule=halving), out=folder)
     changed = make(**{"epochs": None, "lr_schedule": tenth} | length)
     with pytest.raises(JobError, match=r"schedule\.gamma: 0\.5 then, 0\.1 now"):
-        quick(changed, folder=folder)
-    assert quick(make(**{"epochs": None, "lr_schedule": halving} | length), folder=folder).step >= STEPS
+        quick(changed, out=folder)
+    assert quick(make(**{"epochs": None, "lr_schedule": halving} | length), out=folder).steps >= STEPS
 
 
 def test_a_schedule_that_computes_its_length_itself_goes_on(tmp_path: Path) -> None:
     def cosine(epochs: int) -> Any:
         return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * STEPS)
 
-    quick(make(epochs=3, lr_schedule=cosine(3)), folder=tmp_path / "whole")
-    quick(make(epochs=2, lr_schedule=cosine(2)), folder=tmp_path / "longer")
+    quick(make(epochs=3, lr_schedule=cosine(3)), out=tmp_path / "whole")
+    quick(make(epochs=2, lr_schedule=cosine(2)), out=tmp_path / "longer")
     with pytest.raises(JobError, match="lr_schedule"):
-        quick(make(epochs=3, lr_schedule=tenth), folder=tmp_path / "longer")
-    assert quick(make(epochs=3, lr_schedule=cosine(3)), folder=tmp_path / "longer").step == 3 * STEPS
+        quick(make(epochs=3, lr_schedule=tenth), out=tmp_path / "longer")
+    assert quick(make(epochs=3, lr_schedule=cosine(3)), out=tmp_path / "longer").steps == 3 * STEPS
 
 
 @pytest.mark.slow
@@ -158,20 +158,20 @@ def test_a_schedule_can_be_added_and_removed(tmp_path: Path, then: Any, now: Any
     folder = tmp_path / "run"
     interrupted(make(lr_schedule=then), folder, at=STEPS)
     with pytest.raises(JobError, match="--override lr_schedule"):
-        quick(make(lr_schedule=now), folder=folder)
+        quick(make(lr_schedule=now), out=folder)
     interrupted(make(lr_schedule=now), folder, at=2 * STEPS, override=["lr_schedule"])
-    quick(make(lr_schedule=now), folder=folder)
-    quick(make(lr_schedule=now), folder=tmp_path / "whole")
+    quick(make(lr_schedule=now), out=folder)
+    quick(make(lr_schedule=now), out=tmp_path / "whole")
     assert rates_of(folder)[STEPS:] == rates_of(tmp_path / "whole")[STEPS:]
 
 
 def test_a_schedule_of_a_metric_keeps_its_state(tmp_path: Path) -> None:
     """With an override of the optimizer, and with more epochs."""
     fields = {"lr_schedule": SCHEDULES["ReduceLROnPlateau"], "eval_data": samples(opposite=True)}
-    quick(make(epochs=3, **fields), folder=tmp_path / "whole")
+    quick(make(epochs=3, **fields), out=tmp_path / "whole")
     interrupted(make(epochs=2, **fields), tmp_path / "run", at=STEPS)
     heavier = rated(0.05, weight_decay=1e-9)
-    quick(make(epochs=3, optimizer=heavier, **fields), folder=tmp_path / "run", override=["optimizer.weight_decay"])
+    quick(make(epochs=3, optimizer=heavier, **fields), out=tmp_path / "run", override=["optimizer.weight_decay"])
     assert rates_of(tmp_path / "run") == rates_of(tmp_path / "whole")
     assert len(set(rates_of(tmp_path / "run"))) > 1
     assert any("weight_decay is 1e-09" in line for line in warnings_of(tmp_path / "run"))
@@ -182,7 +182,7 @@ def test_rates_that_are_tensors_are_rebuilt_in_place(tmp_path: Path) -> None:
         return torch.optim.Adam(parameters, lr=torch.tensor(0.01))
 
     fields = {"lr_schedule": SCHEDULES["CosineAnnealingLR"], "optimizer": adam}
-    quick(make(epochs=3, **fields), folder=tmp_path / "whole")
-    quick(make(epochs=2, **fields), folder=tmp_path / "longer")
-    quick(make(epochs=3, **fields), folder=tmp_path / "longer")
+    quick(make(epochs=3, **fields), out=tmp_path / "whole")
+    quick(make(epochs=2, **fields), out=tmp_path / "longer")
+    quick(make(epochs=3, **fields), out=tmp_path / "longer")
     assert rates_of(tmp_path / "longer")[2 * STEPS :] == pytest.approx(rates_of(tmp_path / "whole")[2 * STEPS :])

@@ -16,7 +16,7 @@ import echelon
 from echelon.errors import CheckpointError, DataError, EchelonError, IncompatibleCheckpointError, JobError
 from echelon.events import Event
 from echelon.flow.run_folder import RunFolder
-from echelon.flow.train import Trained
+from echelon.flow.train_result import TrainResult
 from echelon.plan.certificate import Certificate
 from echelon.testing.rank_pool import RankPool
 from tests.flow.jobs import FILE, STEPS, Endless, last_loss, make, samples
@@ -28,10 +28,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
 
 
-def train(folder: Path, job: echelon.Job | str, plan: str = "dp=1", **settings: object) -> tuple[Trained, list[Event]]:
+def train(
+    folder: Path, job: echelon.Job | str, plan: str = "dp=1", **settings: object
+) -> tuple[TrainResult, list[Event]]:
     """Train; what came of it and what was told."""
     events: list[Event] = []
-    trained = echelon.train(job, plan, folder=folder, quiet=True, listeners=[events.append], **settings)
+    trained = echelon.train(job, plan, out=folder, quiet=True, listeners=[events.append], **settings)
     return trained, events
 
 
@@ -91,10 +93,10 @@ def test_nohup_means_it(tmp_path: Path) -> None:
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        trained = echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+        trained = echelon.train(make(), "dp=1", out=tmp_path, quiet=True, listeners=[listen])
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert trained.step == 3 * STEPS
+    assert trained.steps == 3 * STEPS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -103,9 +105,9 @@ def test_a_batch_system_and_a_closed_terminal_are_a_request_too(tmp_path: Path, 
         if event.kind == "step" and event.step == 1:
             os.kill(os.getpid(), number)
 
-    with pytest.raises(SystemExit, match="130"):
-        echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
-    assert RunFolder(tmp_path, keep=1).list_checkpoints()
+    trained = echelon.train(make(), "dp=1", out=tmp_path, quiet=True, listeners=[listen])
+    assert trained.interrupted
+    assert trained.checkpoint == RunFolder(tmp_path, keep=1).list_checkpoints()[0]
 
 
 @pytest.mark.parametrize("after", range(1, 7))
@@ -118,11 +120,12 @@ def test_an_interrupt_loses_neither_step_nor_evaluation(tmp_path: Path, after: i
             os.kill(os.getpid(), signal.SIGINT)
 
     job = make(eval_data=samples())
-    with pytest.raises(SystemExit, match="130"):
-        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    trained = echelon.train(job, "dp=1", out=tmp_path, quiet=True, listeners=[listen])
     (end,) = of(events, "end")
     assert end.data["reason"] == "interrupted"
     assert after < end.step < 3 * STEPS
+    assert (trained.interrupted, trained.steps) == (True, end.step)
+    assert f"interrupted at step {end.step}" in repr(trained)
     assert [event.step for event in of(events, "step")] == list(range(1, end.step + 1))
     assert [event.step for event in of(events, "evaluation")] == [step for step in (4, 8) if step <= end.step]
 
@@ -145,7 +148,7 @@ def test_the_certificate_is_kept_with_the_run_while_it_covers_it(tmp_path: Path)
     file, proof, run = tmp_path / "proved.py", tmp_path / "proof.json", tmp_path / "run"
     file.write_text(FILE)
     echelon.verify(str(file), "dp=1", out=proof)
-    train(run, str(file), certificate=proof)
+    train(run, str(file), require_certificate=proof)
     kept = run / "certificate.json"
     assert Certificate.load(kept) == Certificate.load(proof)
     train(run, str(file))
@@ -178,7 +181,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path, n
     assert f"{name}: " in of(events, "warning")[0].data["message"]
     assert "cut short" in of(events, "warning")[0].data["message"]
     assert of(events, "start")[0].data["resumed_from"] == 8
-    assert (again.step, again.loss) == (first.step, first.loss)
+    assert (again.steps, again.loss) == (first.steps, first.loss)
     _, events = train(tmp_path, make())
     assert of(events, "start")[0].data["resumed_from"] == 12
 
@@ -220,7 +223,7 @@ def test_a_finished_run_says_so_and_what_it_came_to(tmp_path: Path) -> None:
     job = make(eval_data=samples())
     first, _ = train(tmp_path, job)
     again, events = train(tmp_path, job)
-    assert (again.step, again.loss, again.metrics) == (first.step, first.loss, first.metrics)
+    assert (again.steps, again.loss, again.metrics) == (first.steps, first.loss, first.metrics)
     assert "already finished at step 12; --fresh" in of(events, "end")[0].data["message"]
     assert not of(events, "memory")
 
@@ -234,7 +237,7 @@ def test_an_evaluation_that_fails_costs_nothing_of_what_was_trained(tmp_path: Pa
     events: list[Event] = []
     job = make(eval_data=samples(), metrics={"bad": fails})
     with pytest.raises(ValueError, match="never tried"):
-        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=every, listeners=[events.append])
+        echelon.train(job, "dp=1", out=tmp_path, quiet=True, every=every, listeners=[events.append])
     assert of(events, "checkpoint")[-1].step == STEPS
     _, events = train(tmp_path, make(eval_data=samples()))
     assert of(events, "start")[0].data["resumed_from"] == STEPS
@@ -251,7 +254,7 @@ def test_a_later_evaluation_that_fails_is_saved_before(tmp_path: Path) -> None:
 
     job = make(eval_data=samples(), metrics={"late": late})
     with pytest.raises(ValueError, match="never tried"):
-        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=100, listeners=[listen])
+        echelon.train(job, "dp=1", out=tmp_path, quiet=True, every=100, listeners=[listen])
     assert RunFolder(tmp_path, keep=9).list_checkpoints()[0].name == "step-00000008"
 
 
@@ -294,8 +297,8 @@ def test_a_file_that_is_not_python_and_a_certificate_that_is_not_there_are_wrong
     (tmp_path / "torn.py").write_text("def job(:\n")
     with pytest.raises(JobError, match=r"torn\.py, line 1"):
         train(tmp_path / "run", str(tmp_path / "torn.py"))
-    with pytest.raises(JobError, match="no certificate there"):
-        train(tmp_path / "run", make(), certificate=tmp_path / "none.json")
+    with pytest.raises(JobError, match="no such certificate"):
+        train(tmp_path / "run", make(), require_certificate=tmp_path / "none.json")
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -307,7 +310,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
                 train(tmp_path, make())
             refused.append(str(caught.value))
 
-    echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    echelon.train(make(), "dp=1", out=tmp_path, quiet=True, listeners=[listen])
     assert f"another training uses this folder (process {os.getpid()} on {socket.gethostname()})" in refused[0]
     train(tmp_path, make())  # once it has ended the folder is free
 
@@ -315,7 +318,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_planned(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EchelonError, match=r"the run's folder cannot be written \(.*file is a file\).*--out") as caught:
-        echelon.train("absent.py", "auto", folder=tmp_path / "file" / "run")
+        echelon.train("absent.py", "auto", out=tmp_path / "file" / "run")
     assert caught.value.exit_code == 2
 
 
@@ -398,11 +401,11 @@ def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
 
     job = make(eval_data=samples(), metrics={"mean": metric})
     with pytest.raises(ValueError, match="never tried"):
-        echelon.train(job, "dp=1", folder=tmp_path / "one", quiet=True, listeners=[listen])
+        echelon.train(job, "dp=1", out=tmp_path / "one", quiet=True, listeners=[listen])
     broken.unlink()
     again, events = train(tmp_path / "one", job)
     wanted, _ = train(tmp_path / "other", job)
-    assert (again.step, again.metrics) == (wanted.step, wanted.metrics)
+    assert (again.steps, again.metrics) == (wanted.steps, wanted.metrics)
     assert [event.step for event in of(events, "evaluation")] == [12]
     best = RunFolder(tmp_path / "one", keep=3).best_checkpoint()
     assert best is not None
@@ -478,5 +481,5 @@ def test_files_in_the_place_of_checkpoints_do_not_end_a_run(tmp_path: Path, name
     path.parent.mkdir(parents=True)
     path.mkdir() if folder else path.write_text("x")
     trained, _ = train(tmp_path, make(eval_data=samples()))
-    assert trained.step == 12
+    assert trained.steps == 12
     assert [each.name for each in RunFolder(tmp_path, keep=3).list_checkpoints()][-1] == "step-00000004"

@@ -157,5 +157,5 @@ def test_trials_compile_nothing(factory: Callable[[Counting], nn.Module] | None,
     profile(job)
     assert verify(job, from_text("dp=1 micro=4"), world=World()).verified
     assert backend.compiled == 0
-    echelon.train(job, "dp=1", folder=tmp_path / "run", quiet=True)
+    echelon.train(job, "dp=1", out=tmp_path / "run", quiet=True)
     assert backend.compiled > 0

@@ -48,7 +48,7 @@ def test_ranks_hash_strings_alike_at_every_launch(tmp_path: Path, monkeypatch: p
 def test_ranks_of_other_launchers_hash_strings_alike(tmp_path: Path, seed: str | None) -> None:
     """torchrun, Slurm and MPI leave each rank a random hash seed: it runs its script again with a fixed one."""
     (tmp_path / "script.py").write_text(
-        "from echelon.flow.spawn import prepare_process\nprepare_process('train')\nprint(hash('alpha'))"
+        "from echelon.flow.script_calls import prepare_process\nprepare_process('train')\nprint(hash('alpha'))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PYTHONPATH": str(Path.cwd())}
