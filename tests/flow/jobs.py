@@ -69,7 +69,7 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 def last_loss(world: World, folder: str) -> float | None:
     """Train on this rank of several; the loss that it was told."""
-    return echelon.train(make(), f"dp={world.size}", folder=Path(folder), quiet=True).loss
+    return echelon.train(make(), f"dp={world.size}", out=Path(folder), quiet=True).loss
 
 
 class Wide(nn.Module):
@@ -90,7 +90,7 @@ def checked_losses(world: World, folder: str, plan: str, verify: bool) -> list[f
     """Train on this rank of several; how many steps were checked, and the losses, as rank 0 reports them."""
     events: list[Event] = []
     job = make(model=Wide, epochs=5)
-    echelon.train(job, plan, folder=Path(folder), quiet=True, verify=verify, listeners=[events.append])
+    echelon.train(job, plan, out=Path(folder), quiet=True, verify=verify, listeners=[events.append])
     counts = [event.data["count"] for event in events if event.kind == "checked"]
     return [*(counts or [0]), *(event.data["loss"] for event in events if event.kind == "step")]
 
@@ -131,7 +131,7 @@ def trained_alone(world: World, folder: str, plan: str, cache: str, rate: float 
     if cache:
         os.environ["ECHELON_CACHE"] = cache
     os.environ["ECHELON_VERIFY"] = "1"
-    trained = echelon.train(coupled(rate), plan, folder=Path(folder), quiet=True)
+    trained = echelon.train(coupled(rate), plan, out=Path(folder), quiet=True)
     return trained.steps, trained.loss
 
 
@@ -148,7 +148,7 @@ def failing_on_rank_1(world: World, folder: str) -> None:
     job = make(
         model=lambda: nn.Sequential(nn.Linear(8, 8), FailsOnRank1(8, 8), nn.Linear(8, 1)), batch_size=4, epochs=1
     )
-    echelon.train(job, "dp=2 zero=3", folder=Path(folder), quiet=True)
+    echelon.train(job, "dp=2 zero=3", out=Path(folder), quiet=True)
 
 
 class Average:
@@ -179,7 +179,7 @@ def keeping() -> echelon.Job:
 def kept(world: World, folder: str, cache: str) -> None:
     """Train it on this rank of two."""
     os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
-    echelon.train(keeping(), "dp=2", folder=Path(folder), quiet=True)
+    echelon.train(keeping(), "dp=2", out=Path(folder), quiet=True)
 
 
 def sparse() -> echelon.Job:
@@ -227,7 +227,7 @@ def split_by_rank(world: World, folder: str) -> str:
     """Train on it on this rank of two; the error."""
     os.environ["ECHELON_VERIFY"] = "1"
     try:
-        echelon.train(make(data=ByRank(100), epochs=60), "dp=2", folder=Path(folder), quiet=True)
+        echelon.train(make(data=ByRank(100), epochs=60), "dp=2", out=Path(folder), quiet=True)
     except DivergenceError as error:
         return str(error)
     return ""
@@ -265,4 +265,4 @@ JOBS: dict[str, Callable[[], echelon.Job]] = {
 def trained_on_ranks(world: World, kind: str, folder: str, plan: str, cache: str) -> None:
     """Train one of these on this rank of several."""
     os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
-    echelon.train(JOBS[kind], plan, folder=Path(folder), quiet=True)
+    echelon.train(JOBS[kind], plan, out=Path(folder), quiet=True)

@@ -53,7 +53,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 def wait_for(path: Path, words: str = "", *, process: subprocess.Popen[str]) -> None:
     """Until the file says so."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 180
     while not path.is_file() or words not in path.read_text():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < limit
@@ -65,7 +65,7 @@ def end(process: subprocess.Popen[str], *signals: int, apart: float = 0.0) -> tu
     for number in signals:
         process.send_signal(number)
         time.sleep(apart)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 

@@ -62,7 +62,7 @@ def trained(world: World, loss: str, folder: str, plan: str, cache: str) -> None
     gate.MIN_SECONDS = 30.0 if "pp" not in plan else 8.0
     of_logs = {"model": lambda: layers(Logs), "loss": lambda output, batch: F.mse_loss(output, batch[0])}
     of_gather = {"model": layers, "loss": contrastive}
-    echelon.train(make(**(of_logs if loss == "log" else of_gather)), plan, folder=Path(folder), quiet=True)
+    echelon.train(make(**(of_logs if loss == "log" else of_gather)), plan, out=Path(folder), quiet=True)
 
 
 @pytest.mark.slow
