@@ -42,13 +42,13 @@ def batches(spec: Spec) -> Iterator[list[Any]]:
             if hasattr(spec.data, "set_epoch"):
                 spec.data.set_epoch(epoch)
             stream = iter(spec.data)
-            while chunk := list(islice(stream, spec.batch)):
+            while chunk := list(islice(stream, spec.batch_size)):
                 yield chunk
         else:
             order = permutation(len(spec.data), spec.seed, epoch)
-            for first in range(0, len(order), spec.batch):
-                chosen = order[first : first + spec.batch]
-                if len(chosen) == spec.batch or not spec.drop_last:
+            for first in range(0, len(order), spec.batch_size):
+                chosen = order[first : first + spec.batch_size]
+                if len(chosen) == spec.batch_size or not spec.drop_last:
                     yield [spec.data[index] for index in chosen]
         epoch += 1
 
@@ -105,7 +105,7 @@ def run(spec: Spec, splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     made = spec.optimizer(given)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
     total = _steps(spec)
-    schedules = [_schedule(spec, each, total) for each in optimizers] if spec.schedule else []
+    schedules = [_schedule(spec, each, total) for each in optimizers] if spec.lr_schedule else []
     losses: list[float] = []
     epoch = None if isinstance(spec.data, IterableDataset) else _steps_of_epoch(spec)
     for step, samples in enumerate(islice(batches(spec), total), 1):
@@ -121,8 +121,8 @@ def run(spec: Spec, splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             (loss * share).backward()
             value += float(loss.detach()) * share
         losses.append(value)
-        if spec.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), spec.clip)
+        if spec.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
         for each in optimizers:
             each.step()
         for schedule in schedules:
@@ -147,23 +147,23 @@ def _steps(spec: Spec) -> int:
 
 
 def _steps_of_epoch(spec: Spec) -> int:
-    full, rest = divmod(len(spec.data), spec.batch)
+    full, rest = divmod(len(spec.data), spec.batch_size)
     return full + bool(rest and not spec.drop_last)
 
 
 def _schedule(spec: Spec, optimizer: Any, total: int) -> Any:
-    assert spec.schedule is not None
-    count = sum(each.default is each.empty for each in inspect.signature(spec.schedule).parameters.values())
-    return spec.schedule(optimizer, total) if count > 1 else spec.schedule(optimizer)
+    assert spec.lr_schedule is not None
+    count = sum(each.default is each.empty for each in inspect.signature(spec.lr_schedule).parameters.values())
+    return spec.lr_schedule(optimizer, total) if count > 1 else spec.lr_schedule(optimizer)
 
 
 @torch.no_grad()
 def evaluate(spec: Spec, model: nn.Module) -> dict[str, float]:
     """The loss and the metrics over the whole evaluation set."""
-    if spec.evaluation is None:
+    if spec.eval_data is None:
         return {}
     model.eval()
-    samples = [spec.evaluation[index] for index in range(len(spec.evaluation))]
+    samples = [spec.eval_data[index] for index in range(len(spec.eval_data))]
     if spec.whole_metrics is not None:
         return dict(spec.whole_metrics(model, samples))
     batch = (spec.collate or default_collate)(samples)

@@ -23,15 +23,15 @@ class Spec:
     model: Any
     optimizer: Callable[[Iterable[Any]], Any]
     data: Any
-    batch: int = 8
+    batch_size: int = 8
     loss: Callable[[Any, Any], Any] | None = None
     epochs: int | None = None
     steps: int | None = None
     inputs: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    schedule: Callable[..., Any] | None = None
-    clip: float | None = None
-    evaluation: Any = None
+    lr_schedule: Callable[..., Any] | None = None
+    clip_norm: float | None = None
+    eval_data: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     precision: str = "fp32"
     seed: int = 0
