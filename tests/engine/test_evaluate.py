@@ -117,7 +117,7 @@ def exact() -> dict[str, float]:
     job = judged()
     with Run(job, Plan(), World()) as run, torch.no_grad():
         run.model.eval()
-        values, labels = job.evaluation.tensors
+        values, labels = job.eval_data.tensors
         output = run.model(values)
         return {name: number(metric(output, (values, labels))) for name, metric in UNEVEN.items()}
 

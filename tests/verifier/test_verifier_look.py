@@ -46,7 +46,7 @@ def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: p
         in certificate.divergent
     )
     finding = output(certificate)
-    assert (finding.where, finding.good) == (path, False)
+    assert (finding.where, finding.is_within_bound) == (path, False)
     assert "weighed wrongly" not in certificate.divergent
 
 
@@ -54,7 +54,7 @@ def test_a_forward_that_is_right_is_said_to_look_so() -> None:
     with inject_fault("gradients times micro-batches"):
         certificate = alone(proofs.make_job("keys"), micro=4)
     assert "forward looks right: the outputs of 6 modules agree on data rank 0" in certificate.divergent
-    assert output(certificate).good
+    assert output(certificate).is_within_bound
 
 
 def test_what_lies_deep_in_an_output_is_marked_as_the_proof_compares_it() -> None:
@@ -108,7 +108,7 @@ def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ModuleOutputRecorder, "__enter__", lambda self: pytest.fail("a second look"))
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert certificate.verified
-    assert output(certificate).good
+    assert output(certificate).is_within_bound
 
 
 def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
