@@ -61,7 +61,7 @@ from echelon.engine.parallel.whole_tensor_optimizer import make_full_tensor_opti
 from echelon.engine.precision import LossScale, autocast, set_fp32_precision
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.engine.step_metrics import StepMetrics
-from echelon.engine.step_result import AsyncScalars, Step
+from echelon.engine.step_result import AsyncScalars, StepResult
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model, disable_sparse_gradients
 from echelon.loss_counts import repeat_samples
@@ -269,8 +269,8 @@ class Run:
         self.seed_context: Callable[[], AbstractContextManager[None]] | None = None
         #: Batches that a pipeline has evaluated.
         self._evaluated_batches = 0
-        self._last_step: Step | None = None
-        #: Set it on any rank (a signal handler may): every rank then reads it from the same `Step`.
+        self._last_step: StepResult | None = None
+        #: Set it on any rank (a signal handler may): every rank then reads it from the same `StepResult`.
         self.stop_requested = False
         self._one = torch.ones((), device=self.device)
         self._stop_flag = self._one
@@ -312,11 +312,11 @@ class Run:
         steps = self.loader.steps(self.step_number, self.total_steps if stop is None else stop)
         return steps if self.server_backend is None else self.server_backend.look_ahead(steps)
 
-    def step(self, batch: StepBatch) -> Step:
+    def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step: every micro-batch, one averaged gradient, one update."""
         return self.finish_step(self.backward(batch), batch)
 
-    def finish_step(self, loss: Tensor, batch: StepBatch) -> Step:
+    def finish_step(self, loss: Tensor, batch: StepBatch) -> StepResult:
         """The rest of a step after `backward`: the loss is a number, then the update."""
         if self.device.type == "cpu":
             self._require_finite_loss(float(loss), self.step_number)
@@ -675,7 +675,7 @@ class Run:
         if self.server_backend is not None:
             self.server_backend.scale_gradients(factor)
 
-    def update(self, loss: Tensor, sample_count: int) -> Step:
+    def update(self, loss: Tensor, sample_count: int) -> StepResult:
         """Clip, step the optimizers and schedules, forget the gradients."""
         gradient_norm: Tensor | None = None
         skipped = False
@@ -721,7 +721,7 @@ class Run:
         self.divergence_monitor.after_update(self.step_number)
         if self._coordinated_stop is not None:
             self._stop_flag = self._one * self._coordinated_stop.report(self.step_number, self.stop_requested)
-        return Step(
+        return StepResult(
             loss, gradient_norm, self._stop_flag, sample_count, skipped, learning_rates, self.step_metrics.resync_flag
         )
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from echelon.data.loader import StepBatch
     from echelon.engine.backends.launch_servers import ExternalServers
-    from echelon.engine.step_result import Step
+    from echelon.engine.step_result import StepResult
     from echelon.plan.certificate import Certificate
     from echelon.verifier.spot_check import SpotChecks
 
@@ -212,7 +212,7 @@ class Trainer:
         """Step until the end; True when asked to stop before it."""
         run, last_time = self._run, time.perf_counter()
         # An accelerator is still computing when `step` returns: its result is read one step later, so that it never waits.
-        pending: list[tuple[StepBatch, Step, float]] = []
+        pending: list[tuple[StepBatch, StepResult, float]] = []
         max_pending = 0 if run.device.type == "cpu" else 1
         spot_checks = self._spot_checks = self._make_spot_checks()
         first_step = run.step_number
@@ -283,7 +283,7 @@ class Trainer:
                 )
             )
 
-    def _report_step(self, batch: StepBatch, step: Step, seconds: float) -> bool:
+    def _report_step(self, batch: StepBatch, step: StepResult, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
         self._loss, stop_requested, norm = step.read()
         if self._world.is_main:

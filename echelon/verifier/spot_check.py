@@ -37,7 +37,7 @@ from echelon.engine.full_state import gather_full_tensors
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.precision import autocast
 from echelon.engine.run import Run
-from echelon.engine.step_result import Step
+from echelon.engine.step_result import StepResult
 from echelon.errors import DivergenceError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
@@ -136,7 +136,7 @@ class SpotChecks:
             self._run.ranks.all_gather_object(not self.stop_reason and self.seconds + mean_seconds <= time_budget)[0]
         )
 
-    def step(self, batch: StepBatch) -> Step:
+    def step(self, batch: StepBatch) -> StepResult:
         """The step, checked where it is due, and where it does something that was never compared."""
         if self.is_due(batch.step):
             return self.check_step(batch)
@@ -154,7 +154,7 @@ class SpotChecks:
             self.count += 1
         return run.finish_step(loss, batch)
 
-    def check_step(self, batch: StepBatch) -> Step:
+    def check_step(self, batch: StepBatch) -> StepResult:
         """The step, checked; raises DivergenceError where one device computes something else."""
         run, begin = self._run, time.perf_counter()
         sample_share = self._affordable_share()

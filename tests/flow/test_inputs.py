@@ -22,7 +22,7 @@ from echelon.flow.job_identity import JobIdentity
 from echelon.flow.job_inputs import RecordedInputs, record_inputs
 from echelon.flow.job_source import JobSource
 from echelon.flow.resolve_plan import resolve_plan
-from echelon.flow.settings import Settings, default_values, merge_settings
+from echelon.flow.settings import Settings, merge_settings
 from echelon.flow.train import train
 from echelon.flow.verify import verify
 from echelon.plan.input_digests import describe_differences, digest_arguments, digest_file
@@ -234,10 +234,9 @@ def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
         Settings(verify=1)
     file = tmp_path / "echelon.toml"
     file.write_text('[train]\nverify = false\noverride = ["clip_norm"]\n')
-    nothing: dict[str, Any] = dict.fromkeys(default_values())
-    stored = merge_settings({}, {}, file, nothing)
+    stored = merge_settings({}, {}, file)
     assert (stored["verify"].value, stored["override"].value) == (False, ["clip_norm"])
-    told = merge_settings({}, {"verify": "1", "override": "clip_norm, optimizer.lr"}, file, nothing)
+    told = merge_settings({}, {"verify": "1", "override": "clip_norm, optimizer.lr"}, file)
     assert (told["verify"].value, told["override"].value) == (True, ["clip_norm", "optimizer.lr"])
 
 
