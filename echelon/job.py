@@ -135,6 +135,9 @@ class Job:
         if _is_empty(self.warmup_data):
             raise JobError("warmup_data= is empty: give at least one sample to begin with, or leave it out")
         self._check_signatures()
+        if self.collate is None:
+            for name in ("data", "eval_data", "warmup_data"):
+                object.__setattr__(self, name, with_torch_format(getattr(self, name)))
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
@@ -184,6 +187,15 @@ _OTHER_NAMES = {
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def with_torch_format(data: Any) -> Any:
+    """Ask a Hugging Face data set without a format of its own for tensors: torch collates the Python lists it returns item by item."""
+    if type(data).__module__.partition(".")[0] != "datasets" or not hasattr(data, "with_format"):
+        return data
+    # A stream has no public name for its format.
+    current = data.format["type"] if hasattr(data, "format") else getattr(data, "_formatting", None)
+    return data.with_format("torch") if current is None else data
 
 
 def _is_empty(data: Any) -> bool:

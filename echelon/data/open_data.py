@@ -16,6 +16,7 @@ from echelon.data.column_gather import make_column_gather
 from echelon.data.error_text import type_name
 from echelon.data.source import Collate, GatherSource, SampleSource, Source
 from echelon.errors import DataError
+from echelon.job import with_torch_format
 
 
 def is_stream(data: Any) -> bool:
@@ -27,6 +28,8 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     """Open a map-style Dataset, a list of samples, a tensor, a packed data set or its folder, or anything with `__len__` and
     `__getitem__`."""
     data = open_if_packed(data)
+    if collate is None:
+        data = with_torch_format(data)
     _require_dataset(data)
     try:
         samples = len(data)

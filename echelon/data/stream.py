@@ -25,6 +25,7 @@ from echelon.data.sample_digest import digest
 from echelon.data.source import Collate
 from echelon.data.workers import prefetch_in_process
 from echelon.errors import DataError
+from echelon.job import with_torch_format
 from echelon.plan.batch_split import SampleRange, split_batch, split_evenly
 
 #: Gathers one small value from each rank, in rank order, on every rank.
@@ -45,7 +46,7 @@ class Stream:
             raise DataError(
                 f"{type_name(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
             )
-        self._data, self._seed = data, seed
+        self._data, self._seed = with_torch_format(data) if collate is None else data, seed
         self._collate = collate_as_torch if collate is None else collate
 
     def make_reader(self) -> StreamReader:

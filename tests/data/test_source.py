@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from echelon.data.open_data import open_source
 from echelon.data.source import GatherSource, SampleSource, Source
 from echelon.errors import DataError
+from tests.flow.jobs import make
 
 IDS = np.array([3, 17, 0, 8, 5])
 POINT = namedtuple("POINT", "x y")
@@ -377,3 +378,27 @@ def test_a_source_in_a_spawned_worker_finds_that_workers_generators() -> None:
     before = random.getstate()
     assert torch.equal(there.read_batch(IDS, 0), SampleSource(Noisy("python")).read_batch(IDS, 0))
     assert random.getstate() == before
+
+
+class Lists(Squares):
+    """As Hugging Face's Dataset without a format: Python lists, or tensors once asked for them."""
+
+    __module__ = "datasets.arrow_dataset"
+
+    def __init__(self, kind: str | None = None) -> None:
+        self.format = {"type": kind}
+
+    def with_format(self, kind: str) -> Lists:
+        return Lists(kind)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"ids": torch.tensor([index, 1]) if self.format["type"] == "torch" else [index, 1]}
+
+
+def test_hugging_face_sets_are_asked_for_tensors_unless_they_have_a_format_or_a_collate() -> None:
+    assert open_source(Lists()).read_batch(IDS, 0)["ids"].tolist() == [[3, 1], [17, 1], [0, 1], [8, 1], [5, 1]]
+    assert len(open_source(Lists("custom")).read_batch(IDS, 0)["ids"]) == 2
+    assert open_source(Lists(), collate=list).read_batch(IDS, 0)[0] == {"ids": [3, 1]}
+    job = make(data=Lists())
+    assert job.data.format == {"type": "torch"}
+    assert make(data=Lists(), collate=list).data.format == {"type": None}
