@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.param_group_state import is_plain_json, read_group_settings
+from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_settings
 from echelon.engine.checkpoint.schedule_state import require_steppable
 from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.process_groups import Communicator

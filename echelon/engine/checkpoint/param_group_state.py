@@ -15,17 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from echelon.engine.checkpoint.group_settings import IMPLEMENTATION_KEYS, read_group_settings
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
 from echelon.engine.checkpoint.schedule_state import collect_group_values
 from echelon.errors import IncompatibleCheckpointError, JobError
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-
-#: Entries of a parameter group that name live parameters.
-_PARAMETER_KEYS = ("params", "param_names")
-#: How a group's step is computed, not what: the running plan's choice, since the plan that saved may have had other kernels.
-_IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def map_parameter_names(run: Run) -> dict[int, str]:
@@ -47,29 +43,8 @@ def optimizer_entries(run: Run, optimizer: Optimizer) -> list[tuple[str, dict[st
     ]
 
 
-def is_plain_json(value: Any) -> bool:
-    """Whether JSON holds it as it is."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain_json, value))
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _to_plain(value: Any) -> Any:
-    """A setting as a plain value: a tensor of one number (a learning rate) as its number."""
-    if type(value) in (list, tuple):
-        return type(value)(_to_plain(item) for item in value)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def read_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group is set to: not which parameters it has, and not how its step is computed."""
-    return {
-        key: _to_plain(value) for key, value in group.items() if key not in (*_PARAMETER_KEYS, *_IMPLEMENTATION_KEYS)
-    }
-
-
 def _restore_type(value: Any, example: Any) -> Any:
-    """What `_to_plain` made, as what it was."""
+    """What `read_group_settings` made plain, as what it was."""
     if isinstance(example, Tensor) and type(value) in (bool, int, float, complex):
         return torch.full_like(example, value)
     if type(value) in (list, tuple) and isinstance(example, list | tuple) and len(example) == len(value):
@@ -176,7 +151,7 @@ def decode_group_settings(
         {
             key: _restore_type(decode(value, decode_inline), group.get(key))
             for key, value in stored_group["settings"].items()
-            if key not in _IMPLEMENTATION_KEYS
+            if key not in IMPLEMENTATION_KEYS
         }
         for group, stored_group in zip(optimizer.param_groups, match_stored_groups(run, optimizer, groups), strict=True)
     ]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.checkpoint.param_group_state import read_group_settings
+from echelon.engine.checkpoint.group_settings import read_group_settings
 from echelon.engine.data_setup import find_generators
 from echelon.engine.full_state import full_tensor_optimizer_of, optimizer_tensors
 from echelon.engine.parallel.shard_layout import to_local

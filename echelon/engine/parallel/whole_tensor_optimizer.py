@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.param_group_state import is_plain_json, read_group_settings
+from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_settings
 from echelon.engine.parallel.shard_layout import TPShard, local_regions
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.job import Job
