@@ -164,13 +164,12 @@ def _is_given(context: typer.Context, option: str) -> bool:
 def _job_settings(folder: Path, given_options: set[str], options: dict[str, Any]) -> dict[str, Any]:
     """What a job is for life: as was given (which a controller refuses where its job is another), else as the job in that folder is."""
     from echelon.server import atomic_file
-    from echelon.server.controller import Controller
+    from echelon.server.controller.state import open_controller
 
     document = atomic_file.read_json(folder / "controller.json")
     if document is None:
         return options
-    controller = Controller(document)
-    stored = {"shards": controller.map.num_shards, "replicas": controller.replicas, **controller.settings}
+    stored = open_controller(document).job_settings()
     return {name: value if name in given_options else stored.get(name, value) for name, value in options.items()}
 
 

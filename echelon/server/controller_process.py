@@ -9,10 +9,11 @@ from typing import Any
 
 from echelon.errors import EchelonError, ServerError
 from echelon.server import atomic_file
-from echelon.server.controller import SERVER_LEASE, Controller
+from echelon.server.controller import events
+from echelon.server.controller.state import SERVER_LEASE, ControllerState, open_controller
 from echelon.server.log import EventLogger, log_event
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import Action, Close, LogEvent, Persist, Send, WriteManifest
+from echelon.server.protocol.actions import Action, Persist, WriteManifest, perform
 from echelon.server.protocol.auth import WORKER
 from echelon.server.protocol.event_loop import Connection, EventLoop, parse_address
 
@@ -63,7 +64,7 @@ class ControllerProcess:
             )  # before anyone connects: later, a shard that cannot be read is lost
             shards = int(manifest["shards"])
             restored_state = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
-        self.controller = Controller(
+        self.controller = open_controller(
             document,
             num_shards=shards,
             replicas=replicas,
@@ -97,15 +98,15 @@ class ControllerProcess:
             return
         if frame.kind == wire.CHECKPOINT and not self._check_checkpoint_target(connection, frame):
             return
-        self._perform(self.controller.on_frame(time.monotonic(), connection.tag, frame))
+        self._perform(events.on_frame(self.controller, time.monotonic(), connection.tag, frame))
 
     def on_close(self, connection: Connection) -> None:
         if connection.tag is not None:
             self._peers.pop(connection.tag, None)
-            self._perform(self.controller.on_peer_lost(time.monotonic(), connection.tag))
+            self._perform(events.on_peer_lost(self.controller, time.monotonic(), connection.tag))
 
     def on_tick(self, now: float) -> None:
-        self._perform(self.controller.on_tick(now))
+        self._perform(events.on_tick(self.controller, now))
 
     def _check_declaration(self, connection: Connection, frame: wire.Frame) -> bool:
         """A spec that no server could take must not reach the document."""
@@ -153,31 +154,29 @@ class ControllerProcess:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
-                connection = self._peers.get(action.peer)
-                if connection is not None:
-                    self.loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
-            elif isinstance(action, Persist):
-                try:
-                    atomic_file.write_json(self._document_path, action.document)
-                except OSError as error:
-                    # Nobody may hear of what is not on the disk.
-                    raise ServerError(
-                        f"{self._document_path}: cannot be written ({error}); the controller ends, make room there and start it again"
-                    ) from error
+            if isinstance(action, Persist):
+                self._persist(action.document)
             elif isinstance(action, WriteManifest):
-                self._perform(self.controller.on_manifest(self._complete_checkpoint(action)))
-            elif isinstance(action, Close):
-                connection = self._peers.get(action.peer)
-                if connection is not None:
-                    self.loop.close(connection)
-            elif isinstance(action, LogEvent):
-                self._log_event(action.event, action.details)
+                self._perform(events.on_manifest(self.controller, self._complete_checkpoint(action)))
+            else:
+                perform((action,), self.loop, self._connection_to, self._log_event)
+
+    def _connection_to(self, channel: str, peer: Any) -> Connection | None:
+        return self._peers.get(peer)
+
+    def _persist(self, document: Mapping[str, Any]) -> None:
+        try:
+            atomic_file.write_json(self._document_path, document)
+        except OSError as error:
+            # Nobody may hear of what is not on the disk.
+            raise ServerError(
+                f"{self._document_path}: cannot be written ({error}); the controller ends, make room and start it again"
+            ) from error
 
 
-def _check_same_settings(folder: Path, controller: Controller, requested: Mapping[str, Any]) -> None:
+def _check_same_settings(folder: Path, controller: ControllerState, requested: Mapping[str, Any]) -> None:
     """A job has its settings for life: others are refused, and both sides are said."""
-    existing = {"shards": controller.map.num_shards, "replicas": controller.replicas, **controller.settings}
+    existing = controller.job_settings()
     differing = [name for name in requested if requested[name] != existing.get(name)]
     if differing:
         existing_text, requested_text = (

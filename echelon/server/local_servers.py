@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError, ServerError
-from echelon.server.controller import SERVER_LEASE
+from echelon.server.controller.state import SERVER_LEASE
 from echelon.server.log import COMPILING_EVENT
 from echelon.server.protocol.auth import make_secret
 from echelon.server.protocol.event_loop import parse_address

@@ -22,7 +22,7 @@ from typing import Any
 
 from echelon.errors import EchelonError, LaunchError, ServerError
 from echelon.server.client.client import Client
-from echelon.server.controller import SERVER_LEASE
+from echelon.server.controller.state import SERVER_LEASE
 from echelon.server.local_servers import check_server_options
 from echelon.server.log import log_event
 from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node

@@ -11,13 +11,14 @@ from typing import Any
 from echelon.errors import EchelonError, ServerError
 from echelon.server.log import COMPILING_EVENT, EventLogger, log_event
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, LogEvent, Send
+from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, perform
 from echelon.server.protocol.auth import SERVER, HandshakeAborted, SecretError, authenticate
 from echelon.server.protocol.event_loop import Connection, EventLoop, host_name, parse_address
 from echelon.server.protocol.shard_map import ShardMap
-from echelon.server.replica import Replica
-from echelon.server.replica.dedup import INFINITE_CLOCK
-from echelon.server.replica.shard_state import SnapshotPart
+from echelon.server.replica import events
+from echelon.server.replica.report import make_report
+from echelon.server.replica.shard_state import ShardState, SnapshotPart
+from echelon.server.replica.state import ReplicaState
 
 HEARTBEAT_INTERVAL = 0.15
 REPORT_INTERVAL = 1.0
@@ -54,7 +55,7 @@ class ServerProcess:
         # Bound to all interfaces: others need a name to call.
         self.address = f"{advertise}:{parse_address(address)[1]}" if advertise else address
         self.host = host or host_name()
-        self.replica: Replica | None = None
+        self.replica: ReplicaState | None = None
         self._store: Any = None
         self._peer_connections: dict[Any, Connection] = {}
         self._link_connections: dict[str, Connection] = {}
@@ -65,7 +66,7 @@ class ServerProcess:
         self._authentication_error: SecretError | None = None
         self._last_peer_id = 0
         self._last_heartbeat = self._last_report = 0.0
-        self._last_counters: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
+        self._last_counters: tuple[float, dict[str, int]] = (time.monotonic(), {})
         self._last_progress = time.monotonic()
         self._checkpoint_writer: Any = None
         self._last_compile_log = 0.0
@@ -124,7 +125,7 @@ class ServerProcess:
             self.loop.send(connection, wire.encode(wire.JOIN, 1, meta))
         elif isinstance(connection.tag, str):
             if self.replica is not None:
-                self._perform(self.replica.on_link_up(now, connection.tag))
+                self._perform(events.on_link_up(self.replica, now, connection.tag))
         else:
             self._last_peer_id += 1
             connection.tag = self._last_peer_id
@@ -137,9 +138,9 @@ class ServerProcess:
         elif self.replica is None:
             self.loop.close(connection)
         elif isinstance(connection.tag, str):
-            self._perform(self.replica.on_link_frame(now, connection.tag, frame))
+            self._perform(events.on_link_frame(self.replica, now, connection.tag, frame))
         elif connection.role == SERVER or frame.kind in _WORKER_REQUESTS:
-            self._perform(self.replica.on_frame(now, connection.tag, frame))
+            self._perform(events.on_frame(self.replica, now, connection.tag, frame))
         else:
             self.loop.close(connection)
 
@@ -152,11 +153,11 @@ class ServerProcess:
             if self._link_connections.get(tag) is connection:
                 del self._link_connections[tag]
                 if self.replica is not None:
-                    self._perform(self.replica.on_link_lost(now, tag))
+                    self._perform(events.on_link_lost(self.replica, now, tag))
         elif tag is not None:
             self._peer_connections.pop(tag, None)
             if self.replica is not None:
-                self._perform(self.replica.on_peer_lost(now, tag))
+                self._perform(events.on_peer_lost(self.replica, now, tag))
 
     def on_tick(self, now: float) -> None:
         self._last_progress = now
@@ -166,10 +167,10 @@ class ServerProcess:
             self._retry_at[""] = now + RETRY_INTERVAL
             self._controller_connection = self.loop.connect(self._controller_address, SERVER, None)
         if self.replica is not None:
-            self._perform(self.replica.on_tick(now))
+            self._perform(events.on_tick(self.replica, now))
             self._connect_links(now)
             while self.replica is not None and self.replica.shards_to_load and time.monotonic() - now < 0.2:
-                self._perform(self.replica.load_next_shard(now))
+                self._perform(events.load_next_shard(self.replica, now))
         if (
             self._has_joined
             and self._controller_connection is not None
@@ -178,12 +179,12 @@ class ServerProcess:
         ):
             self._last_heartbeat = now
             meta: dict[str, Any] = {"version": self.replica.map.version}
-            unreachable = self.replica.unreachable_replicas(now)
+            unreachable = events.unreachable_replicas(self.replica, now)
             if unreachable:
                 meta["cut"] = unreachable
             if now - self._last_report >= REPORT_INTERVAL:
                 self._last_report = now
-                meta["report"] = self._make_report(now)
+                meta["report"] = self._make_report(self.replica, now)
             self.loop.send(self._controller_connection, wire.encode(wire.HEARTBEAT, 0, meta))
 
     # The controller
@@ -200,8 +201,8 @@ class ServerProcess:
             assert self.replica is not None
             self._has_joined = True
             self.replica.target_replicas, self.replica.controller_heard_at = int(meta["settings"]["replicas"]), now
-            self._perform(self.replica.on_map(now, new_map, meta["specs"]))
-            self._perform(self.replica.on_controller_connected(now))
+            self._perform(events.on_map(self.replica, now, new_map, meta["specs"]))
+            self._perform(events.on_controller_connected(self.replica, now))
         elif frame.kind == wire.REFUSED and not self._has_joined:
             if meta["error"] != "Out":
                 raise ServerError(f"the controller refuses this server: {meta['message']}")
@@ -212,14 +213,14 @@ class ServerProcess:
             if entry is None or entry.incarnation != self.incarnation:
                 self._rejoin_as_new()
             else:
-                self._perform(self.replica.on_map(now, new_map, meta["specs"]))
+                self._perform(events.on_map(self.replica, now, new_map, meta["specs"]))
         elif frame.kind == wire.CHECKPOINT and self.replica is not None:
             self._write_checkpoint(meta)
         elif frame.kind == wire.DECLARE and self._controller_connection is not None and self.replica is not None:
             answer = {"of": meta["of"], "error": self._declaration_error(meta["spec"])}
             self.loop.send(self._controller_connection, wire.encode(wire.DONE, 0, answer))
         elif self.replica is not None:
-            self._perform(self.replica.on_controller_frame(now, frame))
+            self._perform(events.on_controller_frame(self.replica, now, frame))
 
     def _create_replica(self, num_shards: int) -> None:
         from echelon.server.protocol.specs import spec_from_plain
@@ -229,11 +230,10 @@ class ServerProcess:
         self._store = store = ParameterStore(
             num_shards=num_shards, memory=self._memory, spill=self._spill, keep_alive=self._mark_alive
         )
-        self.replica = Replica(
+        self.replica = ReplicaState(
             name=self.name or "",
             incarnation=self.incarnation,
-            store=store,
-            num_shards=num_shards,
+            shards=ShardState(store, num_shards),
             load_shard=lambda folder, shard: shard_checkpoint.load_shard(Path(folder), shard),
             declare_spec=lambda spec: self._declare(store, spec_from_plain(spec)),
         )
@@ -291,20 +291,10 @@ class ServerProcess:
             report_written,
         )
 
-    # Doing
+    # Actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                connection = self._connection_to(action.channel, action.peer)
-                if connection is not None:
-                    self.loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
-            elif isinstance(action, Close):
-                connection = self._connection_to(action.channel, action.peer)
-                if connection is not None:
-                    self.loop.close(connection)
-            elif isinstance(action, LogEvent):
-                self._log_event(action.event, action.details)
+        perform(actions, self.loop, self._connection_to, self._log_event)
 
     def _connection_to(self, channel: str, peer: Any) -> Connection | None:
         if channel == PEER:
@@ -325,53 +315,19 @@ class ServerProcess:
                 if connection is not None:
                     self._link_connections[server] = connection
 
-    def _make_report(self, now: float) -> dict[str, Any]:
-        """What `echelon server status` shows of this server."""
-        replica = self.replica
-        assert replica is not None
-        stats = replica.state.store.stats()
-        last_time, last_counts, last_sent, last_received = self._last_counters
-        seconds = max(now - last_time, 1e-3)
-        # One that joined anew counts from zero.
-        rates = {
-            key: round(max(0, value - last_counts.get(key, 0)) / seconds, 1) for key, value in replica.counters.items()
-        }
-        self._last_counters = (now, dict(replica.counters), self.loop.bytes_sent, self.loop.bytes_received)
-        min_clocks = replica.min_clock()[replica.is_head]
-        min_clocks = min_clocks[min_clocks != INFINITE_CLOCK]
-        live_slots = replica._live_slots
-        max_clock = int(replica.state.dedup.clocks[live_slots].max()) if live_slots else 0
-        return {
-            "rows": int(stats["rows"].sum()),
-            "bytes": int(stats["bytes"]),
-            "memory": int(stats["memory"]),
-            "tables": {
-                name: {"rows": int(table_stats["rows"]), "bytes": int(table_stats["bytes"])}
-                for name, table_stats in stats["tables"].items()
-            },
-            "lsn": int(replica.state.lsn.max()),
-            "clock": [int(min_clocks.min()) if len(min_clocks) else 0, max(max_clock, 0)],
-            "lag": {
-                server: {
-                    "entries": link.last_number - link.last_acked,
-                    "shards": int(((link.is_backup | link.is_required) & ~link.is_synced).sum())
-                    + len(link.snapshot_queue),
-                    "up": link.is_up,
-                }
-                for server, link in replica.links.items()
-            },
-            "waiting": {"pushes": len(replica._waiting_pushes), "pulls": len(replica._waiting_reads)},
-            "rates": rates
-            | {
-                "sent": round((self.loop.bytes_sent - last_sent) / seconds),
-                "received": round((self.loop.bytes_received - last_received) / seconds),
-            },
-        }
+    def _make_report(self, replica: ReplicaState, now: float) -> dict[str, Any]:
+        last_time, last_counters = self._last_counters
+        counters = replica.counters | {"sent": self.loop.bytes_sent, "received": self.loop.bytes_received}
+        self._last_counters, seconds = (now, counters), max(now - last_time, 1e-3)
+        # A server that rejoined counts from zero.
+        increases = {key: max(0, value - last_counters.get(key, 0)) for key, value in counters.items()}
+        rates = {key: round(increase / seconds, 1) for key, increase in increases.items()}
+        return make_report(replica) | {"rates": rates}
 
 
-def snapshot_if_ready(replica: Replica, shard: int) -> list[SnapshotPart] | None:
+def snapshot_if_ready(replica: ReplicaState, shard: int) -> list[SnapshotPart] | None:
     """A shard for a checkpoint, where this head serves it: one that is still to be read out of an older checkpoint is empty here."""
-    return replica.state.snapshot(shard) if replica.is_ready[shard] else None
+    return replica.shards.snapshot(shard) if replica.is_ready[shard] else None
 
 
 #: What a worker or an administrator may ask of a server.

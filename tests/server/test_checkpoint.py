@@ -20,8 +20,9 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.event_loop import Connection, EventLoop
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.shard_map import ServerEntry, ShardMap
-from echelon.server.replica import Replica
+from echelon.server.replica import events
 from echelon.server.replica.shard_state import ShardState
+from echelon.server.replica.state import ReplicaState
 from echelon.server.server_process import snapshot_if_ready
 from echelon.server.store import shard_checkpoint
 from tests.sampling import only_whole
@@ -172,7 +173,9 @@ def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
     """It is empty until then, and the next loss would go back to that."""
     (front, _), *rest = ShardState(TinyStore(1), num_shards=1).snapshot(0)
     kept = [(front | {"lsn": 5}, []), *rest]
-    replica = Replica(name="a", incarnation=1, store=TinyStore(1), num_shards=1, load_shard=lambda folder, shard: kept)
+    replica = ReplicaState(
+        name="a", incarnation=1, shards=ShardState(TinyStore(1), 1), load_shard=lambda folder, shard: kept
+    )
     known = ShardMap(
         version=1,
         servers={"a": ServerEntry(address="", host="a", incarnation=1)},
@@ -182,10 +185,10 @@ def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
         workers={},
         restored_from={0: ("folder", 1)},
     )
-    replica.on_map(0.0, known, [])
+    events.on_map(replica, 0.0, known, [])
     assert replica.is_head[0]
     assert snapshot_if_ready(replica, 0) is None
-    replica.load_next_shard(0.0)
+    events.load_next_shard(replica, 0.0)
     parts = snapshot_if_ready(replica, 0)
     assert parts is not None
     assert parts[0][0]["lsn"] == 5

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echelon.server.controller import Controller
+from echelon.server.controller import members
+from echelon.server.controller.state import ControllerState
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet
-from echelon.server.replica import Replica
+from echelon.server.replica import backup, catch_up, events, map_change, push, replication
 from echelon.server.replica.replica_link import ReplicaLink
 from echelon.server.replica.shard_state import ShardState
+from echelon.server.replica.state import ReplicaState
 from tests.server.model import Broken, Case, explore
 
 
@@ -60,14 +62,14 @@ def test_a_part_of_larger_cases(case: Case) -> None:
 
 
 def without_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_accepts", lambda self, head, version, cover: np.ones(len(cover), bool))
+    patch.setattr(backup, "accepts", lambda replica, head, version, shard_set: np.ones(len(shard_set), bool))
 
 
 def answered_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Replica,
-        "_ack_when_replicated",
-        lambda self, ack: self._send_to_peer(ack.peer, ack.answer[0], ack.request_id, ack.answer[1]),
+        replication,
+        "ack_when_replicated",
+        lambda replica, ack: replica.send_to_peer(ack.peer, ack.answer[0], ack.request_id, ack.answer[1]),
     )
 
 
@@ -82,50 +84,51 @@ def without_windows(patch: pytest.MonkeyPatch) -> None:
 
 
 def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
-    whole = Replica._mark_synced
+    whole = catch_up.mark_synced
 
-    def equal(self: Replica, now: float, link: Any, shard: int) -> None:
+    def mark_synced(replica: ReplicaState, now: float, link: ReplicaLink, shard: int) -> None:
         if link.is_learner[shard]:
             link.is_synced[shard] = True
-            self._report_caught_up(link, shard)
+            catch_up.report_caught_up(replica, link, shard)
         else:
-            whole(self, now, link, shard)
+            whole(replica, now, link, shard)
 
-    patch.setattr(Replica, "_mark_synced", equal)
+    patch.setattr(catch_up, "mark_synced", mark_synced)
 
 
 def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
-    whole = Replica._try_push
+    whole = push.try_push
 
-    def push(self: Replica, now: float, peer: Any, frame: wire.Frame, cover: ShardSet) -> bool:
-        slot = self.state.dedup.slots.get((frame.meta["worker"], frame.meta["incarnation"]))
+    def try_push(replica: ReplicaState, now: float, peer: Any, frame: wire.Frame, shard_set: ShardSet) -> bool:
+        dedup, meta = replica.shards.dedup, frame.meta
+        slot = dedup.slots.get((meta["worker"], meta["incarnation"]))
         if (
             slot is not None
-            and self.is_head[cover.index].all()
-            and (self.state.dedup.last_seq[slot, cover.index] >= frame.meta["seq"]).all()
+            and replica.is_head[shard_set.index].all()
+            and (dedup.last_seq[slot, shard_set.index] >= meta["seq"]).all()
         ):
-            self._send_to_peer(peer, wire.ACK, frame.request_id, {"seq": frame.meta["seq"]})
+            replica.send_to_peer(peer, wire.ACK, frame.request_id, {"seq": meta["seq"]})
             return True
-        return whole(self, now, peer, frame, cover)
+        return whole(replica, now, peer, frame, shard_set)
 
-    patch.setattr(Replica, "_try_push", push)
+    patch.setattr(push, "try_push", try_push)
 
 
 def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
-    whole = Replica.on_link_lost
+    whole = events.on_link_lost
 
-    def lost(self: Replica, now: float, server: str) -> list[Any]:
-        if server in self.links:
-            self.links[server].is_backup[:] = False
-            self._update_ready()
-            self._recheck_pending_acks()
-        return whole(self, now, server) + self._take_actions()
+    def on_link_lost(replica: ReplicaState, now: float, server: str) -> list[Any]:
+        if server in replica.links:
+            replica.links[server].is_backup[:] = False
+            replica.update_ready()
+            map_change._recheck_pending_acks(replica)
+        return whole(replica, now, server) + replica.take_actions()
 
-    patch.setattr(Replica, "on_link_lost", lost)
+    patch.setattr(events, "on_link_lost", on_link_lost)
 
 
 def refusals_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_with_refused_shards", lambda self, who, answer: answer)
+    patch.setattr(backup, "with_refused_shards", lambda replica, head_id, answer: answer)
     patch.setattr(ReplicaLink, "peer_map_version", property(lambda self: 0, lambda self, version: None), raising=False)
 
 
@@ -134,17 +137,18 @@ def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_defer_entry", lambda self, transfer, frame, applied_shards, is_noop: None)
+    patch.setattr(replication, "defer_entry", lambda replica, transfer, frame, applied_shards, is_noop: None)
 
 
 def early_heirs(patch: pytest.MonkeyPatch) -> None:
-    whole = Controller._remove_dead
+    whole = members.remove_dead
 
-    def bury(self: Controller, now: float, dead: Any) -> None:
-        self._caught_up = {(shard, name): now for shard, names in enumerate(self.map.learners) for name in names}
-        whole(self, now, dead)
+    def remove_dead(controller: ControllerState, now: float, dead: Any) -> None:
+        learners = enumerate(controller.map.learners)
+        controller.caught_up = {(shard, name): now for shard, names in learners for name in names}
+        whole(controller, now, dead)
 
-    patch.setattr(Controller, "_remove_dead", bury)
+    patch.setattr(members, "remove_dead", remove_dead)
 
 
 USED = ("push w0", "calm", "join", "calm", "crash s2")

@@ -184,7 +184,7 @@ def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once(
     ) -> None:
         meta = {"worker": worker, "incarnation": 1, "seq": 1, "step": 0, "tick": True, "aggregate": True}
         frame = entry(wire.PUSH, meta | {"lr": rates, "ops": ops}, cover, *arrays)
-        state.apply_push(frame, covers.get(cover), version=1, covers_all_shards=True, is_noop=False)
+        state.apply_push(frame, covers.get(cover), version=1, is_noop=False)
 
     for worker in ("a", "b"):
         push(worker, everywhere[mine], [{"table": "t"}], {"t": 0.5}, np.array([2]), np.ones((1, 3)))
@@ -195,14 +195,14 @@ def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once(
         other.install(shard, state.snapshot(shard))
     for each in (state, other):
         for part in (mine, ~mine):
-            each.commit_step(
+            each.apply_entry(
                 entry(wire.COMMIT_STEP, {"step": 0}, everywhere[part]), covers.get(everywhere[part]), version=1
             )
         after = each.store.read("t", np.arange(4), "f8")[0]
         assert after == pytest.approx(before * 0.5 - (np.arange(4) == 2)[:, None])
         assert {each.store.lazy_tables["t"].get_history(shard).count for shard in range(SHARDS)} == {1}
     assert [state.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
-    with pytest.raises(ServerError, match="a push moves all of its rows, and has no rate for them"):
+    with pytest.raises(ServerError, match="its rule moves every row, which needs a rate"):
         push("c", everywhere, [{"table": "t"}], {}, np.array([2]), np.ones((1, 3)))
 
 
@@ -221,7 +221,7 @@ def test_a_rate_that_no_rule_takes_is_refused_before_anything_changes(rate: floa
     frame.meta.update(ops)  # JSON has no infinity
     before = [state.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(StoreError, match="a rate of"):
-        state.apply_push(frame, ShardSetCache(SHARDS).get(cover), version=1, covers_all_shards=True, is_noop=False)
+        state.apply_push(frame, ShardSetCache(SHARDS).get(cover), version=1, is_noop=False)
     assert [state.digest(shard) for shard in range(SHARDS)] == before
     assert not state.pending_pushes
 

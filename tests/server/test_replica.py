@@ -11,8 +11,9 @@ import pytest
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LINK, PEER, Close, Send
 from echelon.server.protocol.shard_map import ServerEntry, ShardMap
-from echelon.server.replica import LEASE, Replica
-from echelon.server.replica.shard_state import ReplicaDiverged
+from echelon.server.replica import events
+from echelon.server.replica.shard_state import ReplicaDiverged, ShardState
+from echelon.server.replica.state import LEASE, ReplicaState
 from tests.server.fake_store import TinyStore
 
 SEATS = {name: ServerEntry(address="", host=name, incarnation=number) for number, name in enumerate("abc", start=1)}
@@ -58,7 +59,9 @@ class Net:
     def __init__(self, *names: str, shards: int = 1) -> None:
         self.now = 0.0
         self.nodes = {
-            name: Replica(name=name, incarnation=SEATS[name].incarnation, store=TinyStore(shards), num_shards=shards)
+            name: ReplicaState(
+                name=name, incarnation=SEATS[name].incarnation, shards=ShardState(TinyStore(shards), shards)
+            )
             for name in names
         }
         self.up: set[tuple[str, str]] = set()
@@ -73,13 +76,14 @@ class Net:
                 if (name, action.peer) in self.up:
                     peer = ("from", name)
                     self.do(
-                        str(action.peer), self.nodes[str(action.peer)].on_frame(self.now, peer, framed(*action[2:]))
+                        str(action.peer),
+                        events.on_frame(self.nodes[str(action.peer)], self.now, peer, framed(*action[2:])),
                     )
             elif isinstance(action, Send) and action.channel == PEER:
                 if isinstance(action.peer, tuple):
                     head = action.peer[1]
                     if (head, name) in self.up and (name, head) not in self.lose:
-                        self.do(head, self.nodes[head].on_link_frame(self.now, name, framed(*action[2:])))
+                        self.do(head, events.on_link_frame(self.nodes[head], self.now, name, framed(*action[2:])))
                 else:
                     arrays = [each.tolist() for each in action.arrays]
                     self.answers.append(
@@ -93,7 +97,7 @@ class Net:
     def install(self, new: ShardMap, *names: str) -> None:
         """Give a map; make the links that are wanted."""
         for name in names or tuple(self.nodes):
-            self.do(name, self.nodes[name].on_map(self.now, new, []))
+            self.do(name, events.on_map(self.nodes[name], self.now, new, []))
         self.link()
 
     def link(self) -> None:
@@ -102,18 +106,18 @@ class Net:
             for other in list(node.links):
                 if (name, other) not in self.up and other in self.nodes:
                     self.up.add((name, other))
-                    self.do(name, node.on_link_up(self.now, other))
+                    self.do(name, events.on_link_up(node, self.now, other))
 
     def cut(self, name: str, other: str) -> None:
         """A link breaks."""
         self.up.discard((name, other))
-        self.do(name, self.nodes[name].on_link_lost(self.now, other))
-        self.do(other, self.nodes[other].on_peer_lost(self.now, ("from", name)))
+        self.do(name, events.on_link_lost(self.nodes[name], self.now, other))
+        self.do(other, events.on_peer_lost(self.nodes[other], self.now, ("from", name)))
 
     def send(self, name: str, frame: wire.Frame, peer: Any = W) -> list[tuple[str, dict[str, Any], list[Any]]]:
         """A worker's frame; all that is answered to anyone since."""
         self.answers.clear()
-        self.do(name, self.nodes[name].on_frame(self.now, peer, frame))
+        self.do(name, events.on_frame(self.nodes[name], self.now, peer, frame))
         return self.heard()
 
     def heard(self) -> list[tuple[str, dict[str, Any], list[Any]]]:
@@ -128,11 +132,11 @@ class Net:
         while self.now < until - 1e-9:
             self.now += 0.05
             for name in names or tuple(self.nodes):
-                self.do(name, self.nodes[name].on_tick(self.now))
+                self.do(name, events.on_tick(self.nodes[name], self.now))
 
     def rows(self, name: str) -> list[int]:
         """What a replica holds."""
-        return [int(each) for each in self.nodes[name].state.store.rows]  # type: ignore[attr-defined]
+        return [int(each) for each in self.nodes[name].shards.store.rows]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -156,7 +160,7 @@ def test_a_push_is_answered_when_both_have_it(pair: Net) -> None:
     assert pair.send("a", pushed(3)) == []
     assert pair.send("a", pushed(2)) == [("ACK", {"seq": 2}, []), ("ACK", {"seq": 3}, [])]
     assert pair.rows("a") == pair.rows("b") == [3]
-    assert pair.nodes["a"].state.digest(0) == pair.nodes["b"].state.digest(0)
+    assert pair.nodes["a"].shards.digest(0) == pair.nodes["b"].shards.digest(0)
 
 
 def test_what_is_sent_again_waits_for_the_backup_too(pair: Net) -> None:
@@ -174,7 +178,7 @@ def test_a_refused_push_stays_refused(pair: Net) -> None:
     kind, meta, _ = pair.send("a", pushed(1, -1))[0]
     assert (kind, meta["message"]) == (
         "REFUSED",
-        "push 1 was refused before, and its answer lost; nothing of it was applied",
+        "push 1 was refused before, but the answer was lost; nothing of it was applied",
     )
     assert pair.send("a", pushed(2))[0][0] == "ACK"
     assert pair.rows("a") == pair.rows("b") == [1]
@@ -221,12 +225,12 @@ def test_equal_numbers_are_not_equal_states() -> None:
     assert net.rows("c") == [11]
     assert net.rows("b") == [1]
     alone = mapped(2, "b", epochs=(2,))
-    net.do("b", net.nodes["b"].on_map(net.now, alone, []))
+    net.do("b", events.on_map(net.nodes["b"], net.now, alone, []))
     net.send("b", pushed(1, 100, worker="1", version=2))
-    assert net.nodes["b"].state.lsn[0] == net.nodes["c"].state.lsn[0]
+    assert net.nodes["b"].shards.lsn[0] == net.nodes["c"].shards.lsn[0]
     net.install(mapped(3, "bc", epochs=(2,)), "b", "c")
     assert net.rows("c") == net.rows("b") == [101]
-    assert net.nodes["b"].state.digest(0) == net.nodes["c"].state.digest(0)
+    assert net.nodes["b"].shards.digest(0) == net.nodes["c"].shards.digest(0)
 
 
 def test_reads_end_with_the_lease(pair: Net) -> None:
@@ -276,8 +280,8 @@ def test_a_synchronous_step_is_applied_once(pair: Net) -> None:
     assert pair.rows("a") == pair.rows("b") == [5]
     # What is pending moves with a snapshot.
     pair.send("a", pushed(2, 4, aggregate=True))
-    state = pair.nodes["a"].state
-    other = Replica(name="c", incarnation=3, store=TinyStore(1), num_shards=1).state
+    state = pair.nodes["a"].shards
+    other = ShardState(TinyStore(1), 1)
     other.install(0, state.snapshot(0))
     assert other.digest(0) == state.digest(0)
 
@@ -294,7 +298,7 @@ def test_workers_are_counted_from_the_least_clock(pair: Net) -> None:
     pair.install(mapped(2, "ab", workers={"0": 9, "1": 10, "2": 11}))
     told = {"min": 3, "max": 3, "furthest": 3, "pending": False}
     assert pair.heard() == [("CLOCK_REPLY", told, [])]
-    assert pair.nodes["a"].state.digest(0) == pair.nodes["b"].state.digest(0)
+    assert pair.nodes["a"].shards.digest(0) == pair.nodes["b"].shards.digest(0)
 
 
 def test_a_former_life_is_refused(pair: Net) -> None:
@@ -346,7 +350,7 @@ def test_garbage_closes_its_connection_only(pair: Net) -> None:
 def test_what_does_not_follow_ends_a_replica(pair: Net) -> None:
     """A backup that cannot take what its head took must not go on as one."""
     pair.send("a", pushed(1))
-    pair.nodes["b"].state.dedup.last_seq[:] = 5
+    pair.nodes["b"].shards.dedup.last_seq[:] = 5
     with pytest.raises(ReplicaDiverged):
         pair.send("a", pushed(2))
 
@@ -354,9 +358,9 @@ def test_what_does_not_follow_ends_a_replica(pair: Net) -> None:
 def test_a_replica_that_cannot_be_reached_is_told_of(pair: Net) -> None:
     """The controller sees both; only the head knows that they do not see each other."""
     pair.cut("a", "b")
-    assert pair.nodes["a"].unreachable_replicas(pair.now) == []
+    assert events.unreachable_replicas(pair.nodes["a"], pair.now) == []
     pair.pass_time(1.2, "a")
-    assert pair.nodes["a"].unreachable_replicas(pair.now) == ["b"]
+    assert events.unreachable_replicas(pair.nodes["a"], pair.now) == ["b"]
 
 
 def test_a_head_without_replicas_doubts_itself(pair: Net) -> None:
@@ -380,14 +384,14 @@ def test_restored_shards_take_what_comes_next() -> None:
     made.install(mapped(1, "a"))
     for seq in range(1, 4):
         made.send("a", pushed(seq))
-    kept = made.nodes["a"].state.snapshot(0)
+    kept = made.nodes["a"].shards.snapshot(0)
     net = Net("a", "b")
     for node in net.nodes.values():
-        node._load_shard = lambda folder, shard: kept
+        node.load_shard = lambda folder, shard: kept
     net.install(mapped(5, "ab", epochs=(5,), restored_from={0: ("folder", 5)}, rolled_back_shards=frozenset({0})))
     assert net.send("a", pushed(9)) == []
     for name in "ab":
-        net.do(name, net.nodes[name].load_next_shard(net.now))
+        net.do(name, events.load_next_shard(net.nodes[name], net.now))
     net.pass_time(1.0)
     assert [kind for kind, _, _ in net.heard()] == ["ACK"]
     assert net.send("a", pulled(1, step=9, bound=0))[0][0] == "ROWS"
@@ -399,15 +403,18 @@ def test_rows_expire_on_all_that_is_headed_before_that_is_said() -> None:
     """Also on shards that hand over just then."""
     net = Net("a", "b")
     net.install(mapped(1, "ab"))
-    net.do("a", net.nodes["a"].on_controller_frame(net.now, framed(wire.HANDOVER, 0, {"shards": [0]})))
-    before = int(net.nodes["a"].state.lsn[0])
+    net.do("a", events.on_controller_frame(net.nodes["a"], net.now, framed(wire.HANDOVER, 0, {"shards": [0]})))
+    before = int(net.nodes["a"].shards.lsn[0])
     net.do(
-        "a", net.nodes["a"].on_controller_frame(net.now, framed(wire.EXPIRE, 0, {"table": "t", "older": 1, "of": 5}))
+        "a",
+        events.on_controller_frame(
+            net.nodes["a"], net.now, framed(wire.EXPIRE, 0, {"table": "t", "older": 1, "of": 5})
+        ),
     )
     assert wire.DONE not in [kind for _, kind, _ in net.told]
     net.pass_time(5.0)  # nobody takes it over: it is taken back
     assert [meta for _, kind, meta in net.told if kind == wire.DONE] == [{"of": 5}]
-    assert net.nodes["a"].state.lsn[0] == net.nodes["b"].state.lsn[0] == before + 1
+    assert net.nodes["a"].shards.lsn[0] == net.nodes["b"].shards.lsn[0] == before + 1
 
 
 def test_pushes_do_not_wait_for_pauses_between_snapshots_of_backups() -> None:
@@ -432,9 +439,9 @@ def test_unreadable_checkpoints_are_told_of() -> None:
     net = Net("a", shards=2)
     net.install(mapped(1, "a", "a"))
     net.send("a", pushed(1, shards=2))
-    net.nodes["a"]._load_shard = lambda folder, shard: [][0]
+    net.nodes["a"].load_shard = lambda folder, shard: [][0]
     net.install(mapped(2, "a", "a", epochs=(1, 2), restored_from={1: ("folder", 2)}))
-    net.do("a", net.nodes["a"].load_next_shard(net.now))
+    net.do("a", events.load_next_shard(net.nodes["a"], net.now))
     assert wire.RESTORE_FAILED in [kind for _, kind, _ in net.told]
     assert net.rows("a")[0] == 1
 
@@ -449,18 +456,18 @@ def test_lives_that_are_over_are_forgotten_on_all_replicas_and_never_taken_again
     net.install(mapped(2, "ab", "ab", workers={"0": 9}, horizon=10, retained_incarnations=frozenset({9})))
     net.pass_time(1.0)
     for name in "ab":
-        windows = net.nodes[name].state.dedup
+        windows = net.nodes[name].shards.dedup
         assert list(windows.slots) == [("0", 9)]
         assert windows.departed_max_clock.tolist() == [2, 2]
-    assert net.nodes["a"].state.digest(0) == net.nodes["b"].state.digest(0)
+    assert net.nodes["a"].shards.digest(0) == net.nodes["b"].shards.digest(0)
     kind, meta, _ = net.send("a", pushed(3, shards=2, worker="1"), X)[0]
     assert (kind, meta["error"]) == ("REFUSED", "Superseded")
     assert net.send("a", pushed(2, shards=2))[0][0] == "ACK"
     assert net.rows("a") == net.rows("b") == [4, 4]
-    slots = {net.nodes["a"].state.dedup.get_slot(f"new {number}", 11) for number in range(4)}
+    slots = {net.nodes["a"].shards.dedup.get_slot(f"new {number}", 11) for number in range(4)}
     assert len(slots) == 4
-    assert net.nodes["a"].state.dedup.slots["0", 9] not in slots
-    assert not net.nodes["a"].state.dedup.last_seq[sorted(slots)].any()
+    assert net.nodes["a"].shards.dedup.slots["0", 9] not in slots
+    assert not net.nodes["a"].shards.dedup.last_seq[sorted(slots)].any()
 
 
 def test_a_first_worker_after_all_were_forgotten_goes_on_where_they_stopped() -> None:
@@ -471,9 +478,9 @@ def test_a_first_worker_after_all_were_forgotten_goes_on_where_they_stopped() ->
         net.send("a", pushed(seq))
     net.install(mapped(2, "ab", workers={}, horizon=9))
     net.pass_time(1.0)
-    assert not net.nodes["b"].state.dedup.slots
+    assert not net.nodes["b"].shards.dedup.slots
     net.install(mapped(3, "ab", workers={"0": 20}, horizon=9))
-    windows = net.nodes["b"].state.dedup
+    windows = net.nodes["b"].shards.dedup
     assert windows.clocks[windows.slots["0", 20]].tolist() == [3]
 
 
@@ -485,34 +492,37 @@ def test_pushes_go_on_between_the_parts_of_a_snapshot() -> None:
     net.install(mapped(1, "ab"))
     assert net.send("a", pushed(1))[0][0] == "ACK"
     for name in "abc":
-        net.do(name, net.nodes[name].on_map(0.0, mapped(2, "ab", learners=(("c",),)), []))
-    actions = head.on_link_up(0.0, "c")
+        net.do(name, events.on_map(net.nodes[name], 0.0, mapped(2, "ab", learners=(("c",),)), []))
+    actions = events.on_link_up(head, 0.0, "c")
     for _ in range(2):  # greetings, and how far it is; then the first part is lost
         [asked] = [framed(*each[2:]) for each in actions if isinstance(each, Send) and each.channel == LINK]
-        [answer] = [framed(*each[2:]) for each in learner.on_frame(0.0, ("from", "a"), asked) if isinstance(each, Send)]
-        actions = head.on_link_frame(0.0, "c", answer)
+        [answer] = [
+            framed(*each[2:]) for each in events.on_frame(learner, 0.0, ("from", "a"), asked) if isinstance(each, Send)
+        ]
+        actions = events.on_link_frame(head, 0.0, "c", answer)
     assert [each.kind for each in actions if isinstance(each, Send)] == [wire.SNAPSHOT]
     assert net.send("a", pushed(2))[0][0] == "ACK"
     net.link()
     assert net.rows("c") == [2]
-    assert learner.state.digest(0) == head.state.digest(0)
+    assert learner.shards.digest(0) == head.shards.digest(0)
     assert net.send("a", pushed(3))[0][0] == "ACK"
     assert net.rows("c") == [3]
 
 
-def test_what_follows_from_a_greeting_goes_out_behind_what_is_sent_again() -> None:
+def test_what_follows_from_a_greeting_goes_out_behind_what_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link comes back: the next part of a snapshot must not overtake an entry that was numbered before it."""
     net = Net("a", "c", shards=2)
     head = net.nodes["a"]
     head.max_parts_in_flight = 1
     net.install(mapped(1, "ac", "a"))
     assert net.send("a", pushed(1, shards=2))[0][0] == "ACK"
-    whole = head.on_link_frame
-    head.on_link_frame = lambda now, server, frame: [] if frame.kind == wire.REPLICA_ACK else whole(now, server, frame)  # type: ignore[method-assign]
+    whole = events.on_link_frame
+    without_acks = lambda *event: [] if event[-1].kind == wire.REPLICA_ACK else whole(*event)  # noqa: E731
+    monkeypatch.setattr(events, "on_link_frame", without_acks)
     net.install(mapped(2, "ac", "a", learners=((), ("c",))))  # the first part arrives, its answer does not
     net.up.clear()
     assert net.send("a", pushed(2, shards=2)) == []  # nor does an entry of the other shard
-    head.on_link_frame = whole  # type: ignore[method-assign]
+    monkeypatch.setattr(events, "on_link_frame", whole)
     net.cut("a", "c")
     net.link()
     assert [kind for kind, _, _ in net.heard()] == ["ACK"]

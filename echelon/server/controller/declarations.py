@@ -1,70 +1,64 @@
-"""What is declared: offered to every server, taken when all can hold it."""
+"""Tables and dense parameters that workers declare: offered to every server, declared once all can hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
 
-from echelon.server.controller.checkpoints import Checkpoints
-from echelon.server.controller.state import MemberSession, PendingDeclaration
+from echelon.server.controller.state import ControllerState, MemberSession, PendingDeclaration
 from echelon.server.protocol import wire
+from echelon.server.protocol.specs import StoreError
 
 
-class Declarations(Checkpoints):
-    """Tables and dense parameters."""
+def on_declare(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    """DECLARE. Every server checks first that it can hold the spec: one in the document that a server cannot hold would end the server."""
+    spec = frame.meta["spec"]
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise wire.WireError("DECLARE: expected a spec with a name")
+    name, requester = spec["name"], (peer, frame.request_id)
+    pending = next((each for each in controller.declarations.values() if each.spec["name"] == name), None)
+    declared = next((each for each in controller.specs if each["name"] == name), pending.spec if pending else None)
+    if declared is not None and declared != spec:
+        differences = ", ".join(_differing_fields(declared, spec))
+        raise StoreError(f"{name}: {differences}; use another name, or the same spec in every worker")
+    if pending is not None:
+        pending.requesters.append(requester)
+    elif declared is not None:
+        controller.answer_once_installed(peer, frame.request_id, wire.DONE, {})
+    else:
+        controller.last_request_id += 1
+        controller.declarations[controller.last_request_id] = PendingDeclaration(spec=spec, requesters=[requester])
+        request_declarations(controller, now)
 
-    def _declare(self, now: float, peer: Hashable, request_id: int, spec: dict[str, Any]) -> None:
-        """First every server says whether it can hold it: what is on the disk must not end whoever reads it there."""
-        if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-            raise wire.WireError("DECLARE: a spec with a name is expected")
-        declaration = next(
-            (candidate for candidate in self._declarations.values() if candidate.spec["name"] == spec["name"]), None
-        )
-        declared_spec = next(
-            (candidate for candidate in self.specs if candidate["name"] == spec["name"]),
-            declaration.spec if declaration else None,
-        )
-        if declared_spec is not None and declared_spec != spec:
-            self._refuse(
-                peer,
-                request_id,
-                "StoreError",
-                f"{spec['name']}: {', '.join(_differing_fields(declared_spec, spec))}; use another name, or the same spec in every worker",
-            )
-        elif declaration is not None:
-            declaration.requesters.append((peer, request_id))
-        elif declared_spec is not None:
-            self._answer_once_installed(peer, request_id, wire.DONE, {})
-        else:
-            self._last_request_id += 1
-            self._declarations[self._last_request_id] = PendingDeclaration(spec=spec, requesters=[(peer, request_id)])
-            self._request_declarations(now)
 
-    def _request_declarations(self, now: float) -> None:
-        """Ask servers that have not said yet whether they can hold what is declared; take it where all have."""
-        for number, declaration in list(self._declarations.items()):
-            if now >= declaration.retry_at:
-                declaration.retry_at = now + 1.0
-                for server_peer, session in self.sessions.items():
-                    if session.role == "server" and session.name not in declaration.accepted_by:
-                        self._send(server_peer, wire.DECLARE, 0, {"spec": declaration.spec, "of": number})
-            if set(self.map.servers) <= declaration.accepted_by:
-                del self._declarations[number]
-                self.specs = [*self.specs, declaration.spec]
-                self._publish_map()
-                for peer, request_id in declaration.requesters:
-                    self._answer_once_installed(peer, request_id, wire.DONE, {})
+def request_declarations(controller: ControllerState, now: float) -> None:
+    """Ask the servers that have not answered; declare what all of them can hold."""
+    for number, declaration in list(controller.declarations.items()):
+        if now >= declaration.retry_at:
+            declaration.retry_at = now + 1.0
+            for session in controller.sessions.values():
+                if session.role == "server" and session.name not in declaration.accepted_by:
+                    controller.send(session.peer, wire.DECLARE, 0, {"spec": declaration.spec, "of": number})
+        if set(controller.map.servers) <= declaration.accepted_by:
+            del controller.declarations[number]
+            controller.specs = [*controller.specs, declaration.spec]
+            controller.publish_map()
+            for peer, request_id in declaration.requesters:
+                controller.answer_once_installed(peer, request_id, wire.DONE, {})
 
-    def _on_declaration_answer(self, now: float, session: MemberSession, number: int, error: str | None) -> None:
-        """A server says whether it can hold what is declared."""
-        declaration = self._declarations[number]
-        if error is None:
-            declaration.accepted_by.add(session.name)
-            self._request_declarations(now)
-            return
-        del self._declarations[number]
-        for peer, request_id in declaration.requesters:
-            self._refuse(peer, request_id, "StoreError", f"server {session.name} cannot hold it: {error}")
+
+def on_declaration_answer(
+    controller: ControllerState, now: float, session: MemberSession, number: int, error: str | None
+) -> None:
+    """DONE: a server can hold a spec, or why it cannot."""
+    declaration = controller.declarations[number]
+    if error is None:
+        declaration.accepted_by.add(session.name)
+        request_declarations(controller, now)
+        return
+    del controller.declarations[number]
+    for peer, request_id in declaration.requesters:
+        controller.refuse(peer, request_id, "StoreError", f"server {session.name} cannot hold it: {error}")
 
 
 def _differing_fields(declared: Any, new: Any, path: str = "") -> list[str]:

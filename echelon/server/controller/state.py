@@ -1,4 +1,4 @@
-"""What all rooms of the controller share: what it knows, what of it is durable, how a map is published."""
+"""The state of the controller: what is durable, and what it learns again after a restart; and how a new map is published."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from typing import Any
 
 from echelon.errors import DocumentError, ServerError
 from echelon.server.protocol import wire
-from echelon.server.protocol.actions import PEER, Action, Persist, Send
+from echelon.server.protocol.actions import PEER, Action, Close, LogEvent, Persist, Send
 from echelon.server.protocol.shard_map import ShardMap, empty_map
 
-#: A server without a sign of life for so long is dead: the shortest is a few beats, and while one waits for the longest nothing is pushed.
+#: Seconds of silence after which a server is declared dead; while it lasts, pushes to the server's shards wait.
 SERVER_LEASE, SHORTEST_LEASE, LONGEST_LEASE = 0.6, 0.5, 60.0
-#: Members of the map are given so long to come back, after our own restart, and shards to return before they go back to a checkpoint.
+#: How long members may take to come back after our own restart, and lost shards to return before they are rolled back to a checkpoint.
 REJOIN_GRACE = 2.0
 DOCUMENT_FORMAT = 1
 
 
+class Refusal(ServerError):  # noqa: N818 (an answer, not a fault)
+    """The answer to a request that cannot be granted; `error` is its name on the wire."""
+
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(message)
+        self.error = error
+
+
 @dataclass(slots=True)
 class MemberSession:
-    """A connection of someone who joined."""
+    """The connection of a member that joined."""
 
+    peer: Hashable
     role: str
     name: str
     incarnation: int
@@ -42,7 +51,7 @@ class DeferredAnswer:
 
 @dataclass(slots=True)
 class PendingDeclaration:
-    """Something declared of which not all servers have said yet that they can hold it."""
+    """A declaration that not all servers have accepted yet."""
 
     spec: dict[str, Any]
     requesters: list[tuple[Hashable, int]]
@@ -52,7 +61,7 @@ class PendingDeclaration:
 
 @dataclass(slots=True)
 class RunningCheckpoint:
-    """A checkpoint of which heads write the shards, and all who wait for it."""
+    """A checkpoint whose shards the heads write, and who waits for it."""
 
     checkpoint_id: int
     path: str
@@ -63,100 +72,70 @@ class RunningCheckpoint:
 
 @dataclass(slots=True)
 class PendingExpiry:
-    """Rows that servers were asked to forget: who waits, and which lives of servers owe an answer, asked over which connection."""
+    """An expiry order: who waits for it, and which incarnations of servers have yet to answer, asked over which connection."""
 
     peer: Hashable
     request_id: int
     meta: dict[str, Any]
     unanswered: dict[tuple[str, int], Hashable | None]
-    #: Of the shards, when they were asked: where a head changed meanwhile, its shard may have been expired by neither.
+    #: The map's epochs when they were asked: a shard whose head changed since may have been expired by neither.
     epochs: tuple[int, ...]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class ControllerState:
-    """Fields, the document, maps and answers on their way."""
+    """Everything the controller knows."""
 
-    def __init__(
-        self,
-        document: Mapping[str, Any] | None,
-        *,
-        num_shards: int = 256,
-        replicas: int = 2,
-        expect: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        now: float = 0.0,
-        lease: float = SERVER_LEASE,
-        restore: tuple[str, Sequence[dict[str, Any]], int] | None = None,
-    ) -> None:
-        self.map, self.specs, self.replicas, self.expect = empty_map(num_shards), [], replicas, expect
-        if not SHORTEST_LEASE <= lease <= LONGEST_LEASE:
-            raise ServerError(
-                f"lease: {lease} s; servers are missed after {SHORTEST_LEASE} to {LONGEST_LEASE:g} s without a sign of life"
-            )
-        self._lease = lease
-        self.settings: dict[str, Any] = dict(settings or {})
-        self.last_incarnation = 0
-        self.leaving: set[str] = set()
-        self.last_checkpoint: str | None = None
-        #: Why the checkpoint that lost shards were to come back from could not be read.
-        self.checkpoint_error: str | None = None
-        self.dead_servers: dict[str, int] = {}
-        self._restore_folder: str | None = None
-        if restore is not None and document is None:
-            # Lives go on counting where the old job's stopped: windows in the checkpoint are of those.
-            self._restore_folder, specs, self.last_incarnation = restore
-            self.specs = list(specs)
-            self.last_checkpoint = self._restore_folder
-            # Nobody of the old job comes here.
-            self.map = replace(self.map, horizon=self.last_incarnation)
-        if document is not None:
-            self._load_document(document)
-        self.sessions: dict[Hashable, MemberSession] = {}
-        #: Members of the map without a connection, and since when.
-        self.disconnect_deadlines: dict[tuple[str, str], float] = dict.fromkeys(self._member_keys(), now + REJOIN_GRACE)
-        self.reports: dict[str, dict[str, Any]] = {}
-        self._deferred_answers: list[DeferredAnswer] = []
-        self._watchers: list[tuple[Hashable, int, int]] = []
-        #: (shard, learner) without whose answer nothing is acknowledged any more, and since when. It has everything.
-        self._caught_up: dict[tuple[int, str], float] = {}
-        self._handovers: dict[str, tuple[float, list[int]]] = {}
-        self._drained_shards: set[int] = set()
-        self._rebalance_after = self._last_tick = now
-        self._lost_since = now
-        self._drain_requests: list[tuple[str, Hashable, int]] = []
-        self._running_checkpoint: RunningCheckpoint | None = None
-        self._expiries: dict[int, PendingExpiry] = {}
-        self._last_request_id = 0
-        self._declarations: dict[int, PendingDeclaration] = {}
-        #: (head, replica): until when they are not paired again.
-        self._avoided_until: dict[tuple[str, str], float] = {}
-        #: Lives of workers that left, and when; from when on all of those that left are known.
-        self._departed_at: dict[int, float] = {}
-        self._departures_known_since = now
-        self._queued_actions: list[Action] = []
+    # Durable: `to_document`.
+    map: ShardMap
+    specs: list[dict[str, Any]] = field(default_factory=list)
+    replicas: int = 2
+    expect: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    last_incarnation: int = 0
+    leaving: set[str] = field(default_factory=set)
+    last_checkpoint: str | None = None
+    #: Why the last checkpoint could not be read when lost shards needed it.
+    checkpoint_error: str | None = None
+    #: Servers declared dead whose shards are lost, and their incarnations: they may return.
+    dead_servers: dict[str, int] = field(default_factory=dict)
+    restore_folder: str | None = None
 
-    def _load_document(self, document: Mapping[str, Any]) -> None:
-        try:
-            if document["format"] != DOCUMENT_FORMAT:
-                raise DocumentError(
-                    f"controller: format {document['format']!r} where {DOCUMENT_FORMAT} is read; start with a new folder"
-                )
-            self.map, self.specs = ShardMap.from_document(document["map"]), list(document["specs"])
-            self.replicas, self.expect = int(document["replicas"]), int(document["expect"])
-            self.settings = dict(document["settings"])
-            self.last_incarnation = int(document["count"])
-            self.leaving = set(document["leaving"])
-            self.last_checkpoint = document["checkpoint"]
-            self.checkpoint_error = document.get("unreadable")
-            self.dead_servers = {str(name): int(incarnation) for name, incarnation in document["graves"].items()}
-            self._restore_folder = document["restoring"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DocumentError(
-                f"controller: {type(error).__name__}: {error}; the document is not one of a controller"
-            ) from None
+    # Learned again after a restart.
+    started_at: float = 0.0
+    lease: float = SERVER_LEASE
+    sessions: dict[Hashable, MemberSession] = field(default_factory=dict)
+    #: Members of the map without a connection: when they are declared dead.
+    disconnect_deadlines: dict[tuple[str, str], float] = field(init=False)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    deferred_answers: list[DeferredAnswer] = field(default_factory=list)
+    watchers: list[tuple[Hashable, int, int]] = field(default_factory=list)
+    #: (shard, learner) whose acknowledgement is required by now, and since when. The learner lacks nothing.
+    caught_up: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: Heads that hand over: deadline and shards.
+    handovers: dict[str, tuple[float, list[int]]] = field(default_factory=dict)
+    drained_shards: set[int] = field(default_factory=set)
+    rebalance_after: float = field(init=False)
+    last_tick: float = field(init=False)
+    lost_since: float = field(init=False)
+    drain_requests: list[tuple[str, Hashable, int]] = field(default_factory=list)
+    running_checkpoint: RunningCheckpoint | None = None
+    expiries: dict[int, PendingExpiry] = field(default_factory=dict)
+    declarations: dict[int, PendingDeclaration] = field(default_factory=dict)
+    last_request_id: int = 0
+    #: (head, replica) that cannot reach each other: until when they are not paired again.
+    avoided_until: dict[tuple[str, str], float] = field(default_factory=dict)
+    #: Incarnations of workers that left since `started_at`, and when.
+    departed_at: dict[int, float] = field(default_factory=dict)
+    actions: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rebalance_after = self.last_tick = self.lost_since = self.started_at
+        members = [*(("server", name) for name in self.map.servers), *(("worker", name) for name in self.map.workers)]
+        self.disconnect_deadlines = dict.fromkeys(members, self.started_at + REJOIN_GRACE)
 
     def to_document(self) -> dict[str, Any]:
-        """All that a next life needs."""
+        """What a restarted controller needs."""
         return {
             "format": DOCUMENT_FORMAT,
             "map": self.map.to_document(),
@@ -169,41 +148,65 @@ class ControllerState:
             "checkpoint": self.last_checkpoint,
             "unreadable": self.checkpoint_error,
             "graves": self.dead_servers,
-            "restoring": self._restore_folder,
+            "restoring": self.restore_folder,
         }
 
-    def _take_actions(self) -> list[Action]:
-        actions, self._queued_actions = self._queued_actions, []
+    def job_settings(self) -> dict[str, Any]:
+        """The settings that a job keeps for life."""
+        return {"shards": self.map.num_shards, "replicas": self.replicas, **self.settings}
+
+    # Actions
+
+    def take_actions(self) -> list[Action]:
+        """The actions since the last call."""
+        actions, self.actions = self.actions, []
         return actions
 
-    def _member_keys(self) -> list[tuple[str, str]]:
-        return [("server", name) for name in self.map.servers] + [("worker", name) for name in self.map.workers]
+    def send(self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any]) -> None:
+        """Send a frame."""
+        self.actions.append(Send(PEER, peer, kind, request_id, meta))
 
-    def _send(self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any]) -> None:
-        self._queued_actions.append(Send(PEER, peer, kind, request_id, meta))
+    def refuse(self, peer: Hashable, request_id: int, error: str, message: str) -> None:
+        """Answer that a request fails."""
+        self.send(peer, wire.REFUSED, request_id, {"error": error, "message": message})
 
-    def _refuse(self, peer: Hashable, request_id: int, error: str, message: str) -> None:
-        self._send(peer, wire.REFUSED, request_id, {"error": error, "message": message})
+    def close(self, peer: Hashable) -> None:
+        """Close a connection."""
+        self.actions.append(Close(PEER, peer))
 
-    def _find_peer(self, role: str, name: str) -> Hashable | None:
-        peers = (peer for peer, session in self.sessions.items() if session.role == role and session.name == name)
-        return next(peers, None)
+    def log(self, event: str, **details: Any) -> None:
+        """Log an event for people."""
+        self.actions.append(LogEvent(event, details))
 
-    def _is_head(self, session: MemberSession, shard: int) -> bool:
+    def persist(self) -> None:
+        """Write the document, before any action that follows."""
+        self.actions.append(Persist(self.to_document()))
+
+    # Members
+
+    def find_peer(self, role: str, name: str) -> Hashable | None:
+        """The connection of a member, if it has one."""
+        session = next((each for each in self.sessions.values() if each.role == role and each.name == name), None)
+        return None if session is None else session.peer
+
+    def is_head(self, session: MemberSession, shard: int) -> bool:
+        """Whether a member is the head of a shard."""
         return session.role == "server" and self.map.heads[shard] == session.name
 
-    def _map_answer(self) -> dict[str, Any]:
-        return {
-            "map": self.map.to_document(),
-            "specs": self.specs,
-            "settings": self.settings | {"replicas": self.replicas},
-        }
+    # Maps
 
-    def _send_map_update(self, peer: Hashable) -> None:
-        self._send(peer, wire.MAP_UPDATE, 0, {"map": self.map.to_document(), "specs": self.specs})
+    def map_answer(self, **more: Any) -> dict[str, Any]:
+        """The answer to members that join and to watchers."""
+        settings = self.settings | {"replicas": self.replicas}
+        return {"map": self.map.to_document(), "specs": self.specs, "settings": settings, **more}
 
-    def _publish_map(self, **changes: Any) -> None:
-        """A new version: on the disk, then to the servers, then to whoever watches. Epochs follow from who is head."""
+    def send_map_update(self, peer: Hashable) -> None:
+        """Send a server the map."""
+        self.send(peer, wire.MAP_UPDATE, 0, {"map": self.map.to_document(), "specs": self.specs})
+
+    def publish_map(self, **changes: Any) -> None:
+        """A new version: to the disk, then to the servers, then to watchers. An epoch changes where the head does."""
+        changes |= {name: tuple(changes[name]) for name in ("chains", "learners") if name in changes}
         version = self.map.version + 1
         chains = changes.get("chains", self.map.chains)
         epochs = tuple(
@@ -211,41 +214,104 @@ class ControllerState:
             for new_chain, old_chain, epoch in zip(chains, self.map.chains, self.map.epochs, strict=True)
         )
         self.map = replace(self.map, version=version, epochs=epochs, **changes)
-        # What a head said of a learner holds under that head only: the next one may acknowledge without it.
-        self._caught_up = {
+        # A head's report on a learner holds under that head only: the next one may acknowledge without the learner.
+        self.caught_up = {
             (shard, name): since
-            for (shard, name), since in self._caught_up.items()
+            for (shard, name), since in self.caught_up.items()
             if epochs[shard] < version and name in self.map.learners[shard]
         }
-        self._queued_actions.append(Persist(self.to_document()))
-        for peer, session in self.sessions.items():
+        self.persist()
+        for session in self.sessions.values():
             if session.role == "server":
-                self._send_map_update(peer)
-        watchers, self._watchers = self._watchers, []
+                self.send_map_update(session.peer)
+        watchers, self.watchers = self.watchers, []
         for peer, request_id, _ in watchers:
-            self._send(peer, wire.MAP, request_id, self._map_answer())
+            self.send(peer, wire.MAP, request_id, self.map_answer())
 
-    def _on_map_installed(self, session: MemberSession, version: int) -> None:
-        session.map_version = max(session.map_version, version)
-        self._send_due_answers()
+    def publish_chains(self, chains: Sequence[tuple[str, ...]], learners: Sequence[tuple[str, ...]]) -> bool:
+        """A new version with these chains and learners, if they differ."""
+        if tuple(chains) == self.map.chains and tuple(learners) == self.map.learners:
+            return False
+        self.publish_map(chains=chains, learners=learners)
+        return True
 
-    def _send_due_answers(self) -> None:
-        oldest_version = min((self._installed_version(name) for name in self.map.servers), default=self.map.version)
-        due = [deferred for deferred in self._deferred_answers if deferred.version <= oldest_version]
-        self._deferred_answers = [deferred for deferred in self._deferred_answers if deferred.version > oldest_version]
-        for answer in due:
-            meta = answer.meta | self._map_answer() if answer.kind == wire.MAP else answer.meta
-            self._send(answer.peer, answer.kind, answer.request_id, meta)
-
-    def _installed_version(self, server: str) -> int:
-        peer = self._find_peer("server", server)
+    def installed_version(self, server: str) -> int:
+        """The map version that a server has; -1 without a connection."""
+        peer = self.find_peer("server", server)
         return -1 if peer is None else self.sessions[peer].map_version
 
-    def _is_map_installed(self) -> bool:
-        return all(self._installed_version(name) >= self.map.version for name in self.map.servers)
+    def is_map_installed(self) -> bool:
+        """Whether every server has the present map."""
+        return all(self.installed_version(name) >= self.map.version for name in self.map.servers)
 
-    def _answer_once_installed(self, peer: Hashable, request_id: int, kind: int, meta: dict[str, Any]) -> None:
-        self._deferred_answers.append(
-            DeferredAnswer(version=self.map.version, peer=peer, request_id=request_id, kind=kind, meta=meta)
+    def answer_once_installed(self, peer: Hashable, request_id: int, kind: int, meta: dict[str, Any]) -> None:
+        """Answer when every server has the present map."""
+        self.deferred_answers.append(DeferredAnswer(self.map.version, peer, request_id, kind, meta))
+        self.send_due_answers()
+
+    def send_due_answers(self) -> None:
+        """Send the answers whose map version every server has."""
+        oldest_version = min((self.installed_version(name) for name in self.map.servers), default=self.map.version)
+        due = [deferred for deferred in self.deferred_answers if deferred.version <= oldest_version]
+        self.deferred_answers = [deferred for deferred in self.deferred_answers if deferred.version > oldest_version]
+        for answer in due:
+            meta = self.map_answer(**answer.meta) if answer.kind == wire.MAP else answer.meta
+            self.send(answer.peer, answer.kind, answer.request_id, meta)
+
+
+def open_controller(
+    document: Mapping[str, Any] | None,
+    *,
+    num_shards: int = 256,
+    replicas: int = 2,
+    expect: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    now: float = 0.0,
+    lease: float = SERVER_LEASE,
+    restore: tuple[str, Sequence[dict[str, Any]], int] | None = None,
+) -> ControllerState:
+    """A controller that continues from its document; without one, a new job, from a checkpoint if `restore` (folder, specs, incarnation)."""
+    if not SHORTEST_LEASE <= lease <= LONGEST_LEASE:
+        raise ServerError(f"lease: {lease} s; use {SHORTEST_LEASE} to {LONGEST_LEASE:g} s")
+    if document is not None:
+        return _load_document(document, now, lease)
+    controller = ControllerState(
+        map=empty_map(num_shards),
+        replicas=replicas,
+        expect=expect,
+        settings=dict(settings or {}),
+        started_at=now,
+        lease=lease,
+    )
+    if restore is not None:
+        # Incarnations continue where the old job's ended: the checkpoint's deduplication state is of those. None of its workers comes here.
+        folder, specs, controller.last_incarnation = restore
+        controller.restore_folder = controller.last_checkpoint = folder
+        controller.specs = list(specs)
+        controller.map = replace(controller.map, horizon=controller.last_incarnation)
+    return controller
+
+
+def _load_document(document: Mapping[str, Any], now: float, lease: float) -> ControllerState:
+    try:
+        if document["format"] != DOCUMENT_FORMAT:
+            raise DocumentError(
+                f"controller: format {document['format']!r}, expected {DOCUMENT_FORMAT}; start with a new folder"
+            )
+        return ControllerState(
+            map=ShardMap.from_document(document["map"]),
+            specs=list(document["specs"]),
+            replicas=int(document["replicas"]),
+            expect=int(document["expect"]),
+            settings=dict(document["settings"]),
+            last_incarnation=int(document["count"]),
+            leaving=set(document["leaving"]),
+            last_checkpoint=document["checkpoint"],
+            checkpoint_error=document.get("unreadable"),
+            dead_servers={str(name): int(incarnation) for name, incarnation in document["graves"].items()},
+            restore_folder=document["restoring"],
+            started_at=now,
+            lease=lease,
         )
-        self._send_due_answers()
+    except (KeyError, TypeError, ValueError) as error:
+        raise DocumentError(f"controller: {type(error).__name__}: {error}; not a controller's document") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon.server.protocol.wire import ChunkedArray
+from echelon.server.protocol import wire
+from echelon.server.protocol.event_loop import Connection, EventLoop
 
 #: Kinds of connection: one that was accepted, one to another server, the one to the controller.
 PEER, LINK, CONTROL = "peer", "link", "control"
@@ -21,7 +22,7 @@ class Send(NamedTuple):
     kind: int
     request_id: int
     meta: dict[str, Any]
-    arrays: Sequence[np.ndarray | ChunkedArray] = ()
+    arrays: Sequence[np.ndarray | wire.ChunkedArray] = ()
 
 
 class Close(NamedTuple):
@@ -52,3 +53,23 @@ class LogEvent(NamedTuple):
 
 
 Action = Send | Close | Persist | WriteManifest | LogEvent
+
+
+def perform(
+    actions: Sequence[Action],
+    loop: EventLoop,
+    connection_to: Callable[[str, Any], Connection | None],
+    log_event: Callable[[str, Mapping[str, Any]], None],
+) -> None:
+    """Send, close and log. An action on a connection that is gone does nothing."""
+    for action in actions:
+        if isinstance(action, LogEvent):
+            log_event(action.event, action.details)
+        elif isinstance(action, Send | Close):
+            connection = connection_to(action.channel, action.peer)
+            if connection is None:
+                continue
+            if isinstance(action, Send):
+                loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
+            else:
+                loop.close(connection)

@@ -1,4 +1,4 @@
-"""As backup or learner: entries and snapshots of the head that our map names, in their order; those of anyone else are refused."""
+"""Backup or learner: takes entries and snapshots, in order, from the head that the map names, and refuses those of any other server."""
 
 from __future__ import annotations
 
@@ -11,150 +11,150 @@ from echelon.errors import EchelonError
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LogEvent
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
-from echelon.server.replica.catch_up import ReplicaCatchUp
+from echelon.server.replica import replication
 from echelon.server.replica.shard_state import ReplicaDiverged
+from echelon.server.replica.state import ReplicaState
 
-#: Answers to "is this taken" that are kept under one map.
 _MAX_CACHED_ACCEPTANCES = 4096
 
 
-class BackupRole(ReplicaCatchUp):
-    """A backup's side of the links to it."""
+def on_hello(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    """HELLO: a head opens its link; the answer is the last message that arrived over it."""
+    meta = frame.meta
+    if meta["member"] != replica.incarnation:
+        message = f"{replica.name} is incarnation {replica.incarnation}"
+        replica.send_to_peer(peer, wire.REFUSED, 0, {"error": "Superseded", "message": message})
+        return
+    head_id = (str(meta["head"]), int(meta["incarnation"]))
+    # One connection per head: what an older one still delivers is ignored.
+    for stale_peer in [other for other, other_head in replica.head_of_peer.items() if other_head[0] == head_id[0]]:
+        del replica.head_of_peer[stale_peer]
+        replica.frames_awaiting_map.pop(stale_peer, None)
+    replica.head_of_peer[peer] = head_id
+    link_id = int(meta["link"])
+    if replica.last_received.get(head_id, (0, 0))[0] != link_id:
+        replica.last_received[head_id] = (link_id, 0)
+        replica.refused_shards.pop(head_id, None)
+    answer: dict[str, Any] = {"last": replica.last_received[head_id][1], "v": replica.map.version}
+    replica.send_to_peer(peer, wire.HELLO_REPLY, 0, with_refused_shards(replica, head_id, answer))
 
-    def _on_hello(self, peer: Hashable, frame: wire.Frame) -> None:
-        meta = frame.meta
-        if meta["member"] != self.incarnation:
-            self._send_to_peer(
-                peer, wire.REFUSED, 0, {"error": "Superseded", "message": f"{self.name} is in life {self.incarnation}"}
-            )
-            return
-        head_id = (str(meta["head"]), int(meta["incarnation"]))
-        # One connection per head: what an older one still brings is not heard.
-        for stale_peer in [
-            other_peer for other_peer, other_head in self._head_of_peer.items() if other_head[0] == head_id[0]
-        ]:
-            del self._head_of_peer[stale_peer]
-            self._frames_awaiting_map.pop(stale_peer, None)
-        self._head_of_peer[peer] = head_id
-        link_id = int(meta["link"])
-        if self._last_received.get(head_id, (0, 0))[0] != link_id:
-            self._last_received[head_id] = (link_id, 0)
-            self._refused_shards.pop(head_id, None)
-        answer: dict[str, Any] = {"last": self._last_received[head_id][1], "v": self.map.version}
-        self._send_to_peer(peer, wire.HELLO_REPLY, 0, self._with_refused_shards(head_id, answer))
 
-    def _with_refused_shards(self, head_id: tuple[str, int], answer: dict[str, Any]) -> dict[str, Any]:
-        """Said until the head asks again how far these shards are: an answer that names them may be lost."""
-        if self._refused_shards.get(head_id):
-            answer["refused"] = sorted(self._refused_shards[head_id])
-        return answer
+def on_head_frame(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    """LOG_ENTRY, SNAPSHOT, LOG_STATE, HEARTBEAT: from a head. Of a newer map than ours they wait for that map."""
+    head_id = replica.head_of_peer.get(peer)
+    if head_id is None:
+        raise wire.WireError(f"{wire.KIND_NAMES[frame.kind]} over a connection without HELLO")
+    meta, kind, (head, _) = frame.meta, frame.kind, head_id
+    if meta["v"] > replica.map.version:
+        replica.frames_awaiting_map[peer] = [frame]
+        replica.send_to_peer(peer, wire.MAP_REQUEST, 0, {"version": replica.map.version})
+        return
+    replica.last_answered[head] = now
+    if kind == wire.HEARTBEAT:
+        replica.send_to_peer(peer, wire.HEARTBEAT, 0, {"n": meta["n"], "v": replica.map.version})
+        return
+    if kind == wire.LOG_STATE:
+        _answer_log_state(replica, peer, head_id, frame)
+        return
+    number = meta["n"]
+    link_id, last_number = replica.last_received[head_id]
+    if number > last_number:
+        if number != last_number + 1:
+            raise wire.WireError(f"message {number} of {head} after {last_number}")
+        replica.last_received[head_id] = (link_id, number)
+        take = _take_entry if kind == wire.LOG_ENTRY else _take_snapshot_part
+        refused_shards = take(replica, head, frame)
+        if len(refused_shards):
+            replica.refused_shards.setdefault(head_id, set()).update(refused_shards.tolist())
+        last_number = number
+    answer = with_refused_shards(replica, head_id, {"n": last_number, "v": replica.map.version})
+    replica.send_to_peer(peer, wire.REPLICA_ACK, 0, answer)
 
-    def _accepts(self, head: str, version: int, shard_set: ShardSet) -> np.ndarray:
-        """Per shard whether an entry of this head is taken. Kept until the map or `_is_unloaded` change."""
-        key = (head, version, shard_set)
-        cached = self._acceptance_cache.get(key)
-        if cached is None:
-            is_held = self.map.replica_mask(self.name) if head != self.name else np.zeros(self.map.num_shards, bool)
-            accepted = (is_held & self.map.head_mask(head) & (self._epochs <= version) & ~self._is_unloaded)[
-                shard_set.index
-            ]
-            if len(self._acceptance_cache) >= _MAX_CACHED_ACCEPTANCES:
-                self._acceptance_cache.clear()
-            cached = self._acceptance_cache[key] = accepted
-        return cached
 
-    def _on_head_frame(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
-        meta, kind, head_id = frame.meta, frame.kind, self._head_of_peer[peer]
-        head, version = head_id[0], meta["v"]
-        self._last_answered[head] = now
-        if kind == wire.HEARTBEAT:
-            self._send_to_peer(peer, wire.HEARTBEAT, 0, {"n": meta["n"], "v": self.map.version})
-            return
-        if kind == wire.LOG_STATE:
-            shards = frame.arrays[0]
-            shards = shards[self._accepts(head, version, self.shard_sets.get(shards))]
-            if head_id in self._refused_shards:
-                self._refused_shards[head_id] -= set(shards.tolist())
-            self._send_to_peer(
-                peer,
-                wire.LOG_STATE_REPLY,
-                0,
-                {"v": self.map.version, "of": meta["of"]},
-                [shards, self.state.entry_version[shards], self.state.lsn[shards]],
-            )
-            return
-        number = meta["n"]
-        link_id, last_number = self._last_received[head_id]
-        if number > last_number:
-            if number != last_number + 1:
-                raise wire.WireError(f"message {number} of {head} after {last_number}")
-            self._last_received[head_id] = (link_id, number)
-            refused_shards = (
-                self._on_entry(now, head, frame) if kind == wire.LOG_ENTRY else self._on_snapshot_part(now, head, frame)
-            )
-            if len(refused_shards):
-                self._refused_shards.setdefault(head_id, set()).update(refused_shards.tolist())
-            last_number = number
-        self._send_to_peer(
-            peer, wire.REPLICA_ACK, 0, self._with_refused_shards(head_id, {"n": last_number, "v": self.map.version})
-        )
+def with_refused_shards(replica: ReplicaState, head_id: tuple[str, int], answer: dict[str, Any]) -> dict[str, Any]:
+    """Add the refused shards, until the head asks for their state: an answer that names them may be lost."""
+    if replica.refused_shards.get(head_id):
+        answer["refused"] = sorted(replica.refused_shards[head_id])
+    return answer
 
-    def _on_entry(self, now: float, head: str, outer: wire.Frame) -> np.ndarray:
-        """Apply an entry; the shards for which it is not taken."""
-        frame = wire.parse(outer.arrays[0])
-        only_shards, version = outer.meta.get("only"), outer.meta["v"]
-        shard_set = self.shard_sets.get(frame.arrays[0] if only_shards is None else np.array(only_shards, np.uint16))
-        is_accepted = self._accepts(head, version, shard_set)
-        all_accepted = all_set(is_accepted)
-        if all_accepted or any_set(is_accepted):
-            accepted_shards = shard_set if all_accepted else shard_set.subset(is_accepted)
-            self.counters["entries"] += 1
-            if frame.kind == wire.PUSH:
-                is_next, has_gap = self.state.check_sequence(frame, accepted_shards)
-                if has_gap or (is_next is not None and not all_set(is_next)):
-                    raise ReplicaDiverged(
-                        f"push {frame.meta['seq']} of worker {frame.meta['worker']} does not follow here on {accepted_shards.wire_shards}"
-                    )
-                is_noop = bool(outer.meta.get("void"))
-                try:
-                    # Heads keep to the memory's bound; replicas take what their head took, or they would part from it.
-                    with self.state.store.without_memory_limit():
-                        self.state.apply_push(
-                            frame,
-                            accepted_shards,
-                            version=version,
-                            covers_all_shards=only_shards is None and all_accepted,
-                            is_noop=is_noop,
-                        )
-                except EchelonError as error:
-                    raise ReplicaDiverged(f"{self.name} cannot take what the head took: {error}") from error
-                self._min_clock = None
-            else:
-                self._apply_entry(frame, accepted_shards, version)
-        return shard_set.wire_shards[:0] if all_accepted else shard_set.wire_shards[~is_accepted]
 
-    def _on_snapshot_part(self, now: float, head: str, frame: wire.Frame) -> np.ndarray:
-        """A part of a snapshot; the shard if it is not taken."""
-        meta = frame.meta
-        shard = int(meta["shard"])
-        shard_array = np.array([shard], np.uint16)
-        if not self._accepts(head, meta["v"], self.shard_sets.get(shard_array)).all():
-            self._incoming_snapshots.pop(shard, None)
+def accepts(replica: ReplicaState, head: str, version: int, shard_set: ShardSet) -> np.ndarray:
+    """Per shard, whether an entry that this head sent under this map version is taken."""
+    key = (head, version, shard_set)
+    cached = replica.acceptance_cache.get(key)
+    if cached is None:
+        shard_map = replica.map
+        is_accepted = shard_map.head_mask(head) & (np.array(shard_map.epochs) <= version) & ~replica.is_unloaded
+        is_accepted &= shard_map.replica_mask(replica.name) & (head != replica.name)
+        if len(replica.acceptance_cache) >= _MAX_CACHED_ACCEPTANCES:
+            replica.acceptance_cache.clear()
+        cached = replica.acceptance_cache[key] = is_accepted[shard_set.index]
+    return cached
+
+
+def _answer_log_state(replica: ReplicaState, peer: Hashable, head_id: tuple[str, int], frame: wire.Frame) -> None:
+    shards = frame.arrays[0]
+    shards = shards[accepts(replica, head_id[0], frame.meta["v"], replica.shard_sets.get(shards))]
+    if head_id in replica.refused_shards:
+        replica.refused_shards[head_id] -= set(shards.tolist())
+    meta = {"v": replica.map.version, "of": frame.meta["of"]}
+    state = [shards, replica.shards.entry_version[shards], replica.shards.lsn[shards]]
+    replica.send_to_peer(peer, wire.LOG_STATE_REPLY, 0, meta, state)
+
+
+def _take_entry(replica: ReplicaState, head: str, outer: wire.Frame) -> np.ndarray:
+    """Apply an entry; the shards for which it is refused."""
+    frame = wire.parse(outer.arrays[0])
+    only_shards, version = outer.meta.get("only"), outer.meta["v"]
+    shard_set = replica.shard_sets.get(frame.arrays[0] if only_shards is None else np.array(only_shards, np.uint16))
+    is_accepted = accepts(replica, head, version, shard_set)
+    all_accepted = all_set(is_accepted)
+    if all_accepted or any_set(is_accepted):
+        accepted_shards = shard_set if all_accepted else shard_set.subset(is_accepted)
+        replica.counters["entries"] += 1
+        if frame.kind == wire.PUSH:
+            _apply_push(replica, outer.meta, frame, accepted_shards)
+        else:
+            replication.apply_entry(replica, frame, accepted_shards, version)
+    return shard_set.wire_shards[:0] if all_accepted else shard_set.wire_shards[~is_accepted]
+
+
+def _apply_push(replica: ReplicaState, meta: dict[str, Any], frame: wire.Frame, shard_set: ShardSet) -> None:
+    is_next, has_gap = replica.shards.check_sequence(frame, shard_set)
+    if has_gap or (is_next is not None and not all_set(is_next)):
+        push = f"push {frame.meta['seq']} of worker {frame.meta['worker']}"
+        raise ReplicaDiverged(f"{push} does not follow here on {shard_set.wire_shards}")
+    try:
+        # The head enforces the memory limit; its replicas take what it took.
+        with replica.shards.store.without_memory_limit():
+            replica.shards.apply_push(frame, shard_set, version=meta["v"], is_noop=bool(meta.get("void")))
+    except EchelonError as error:
+        raise ReplicaDiverged(f"{replica.name} cannot take what the head took: {error}") from error
+    replica.min_clock_cache = None
+
+
+def _take_snapshot_part(replica: ReplicaState, head: str, frame: wire.Frame) -> np.ndarray:
+    """Collect a part of a snapshot, and install the snapshot when it is complete; the shard if it is refused."""
+    meta = frame.meta
+    shard = int(meta["shard"])
+    shard_array = np.array([shard], np.uint16)
+    if not accepts(replica, head, meta["v"], replica.shard_sets.get(shard_array)).all():
+        replica.incoming_snapshots.pop(shard, None)
+        return shard_array
+    if meta["part"] == 0:
+        replica.incoming_snapshots[shard] = []
+    parts = replica.incoming_snapshots.get(shard)
+    if parts is None or len(parts) != meta["part"]:
+        return shard_array
+    parts.append((meta["meta"], frame.arrays))
+    if len(parts) == meta["parts"]:
+        del replica.incoming_snapshots[shard]
+        try:
+            replica.shards.install(shard, parts)
+        except EchelonError as error:
+            # No room: the shard goes without this replica; the others here are not affected.
+            replica.shards.drop(shard)
+            replica.actions.append(LogEvent("refused", {"shard": shard, "why": str(error)}))
             return shard_array
-        if meta["part"] == 0:
-            self._incoming_snapshots[shard] = []
-        parts = self._incoming_snapshots.get(shard)
-        if parts is None or len(parts) != meta["part"]:
-            return shard_array
-        parts.append((meta["meta"], frame.arrays))
-        if len(parts) == meta["parts"]:
-            del self._incoming_snapshots[shard]
-            try:
-                self.state.install(shard, parts)
-            except EchelonError as error:
-                # No room here: the shard goes without this replica, which is no reason to take all others with it.
-                self.state.drop(shard)
-                self._queued_actions.append(LogEvent("refused", {"shard": shard, "why": str(error)}))
-                return shard_array
-            self._min_clock = None
-        return shard_array[:0]
+        replica.min_clock_cache = None
+    return shard_array[:0]

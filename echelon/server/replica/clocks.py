@@ -1,69 +1,67 @@
-"""As head: who counts from which step on, and entries that nobody pushed: commits of synchronous steps, rows that expire."""
+"""Head: workers' clocks, and the entries that no worker pushes: commits of synchronous steps, workers that join or expire, row expiry."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from echelon.server.protocol import wire
+from echelon.server.replica import replication
 from echelon.server.replica.dedup import INFINITE_CLOCK, NOT_COUNTED
-from echelon.server.replica.log import ReplicationLog
+from echelon.server.replica.state import ReplicaState
 
 
-class WorkerClocks(ReplicationLog):
-    """Workers' clocks."""
+def min_clock(replica: ReplicaState) -> np.ndarray:
+    """Per shard, the lowest clock of the workers that count."""
+    if replica.min_clock_cache is None:
+        replica.min_clock_cache = replica.shards.dedup.min_clock(replica.live_slots)
+    return replica.min_clock_cache
 
-    def min_clock(self) -> np.ndarray:
-        """Per shard the least clock of the workers that are counted."""
-        if self._min_clock is None:
-            self._min_clock = self.state.dedup.min_clock(self._live_slots)
-        return self._min_clock
 
-    def _add_workers(self, now: float) -> None:
-        """Count the map's workers on all shards that we head, from the least clock there is."""
-        dedup = self.state.dedup
-        for worker, incarnation in sorted(self.map.workers.items()):
-            slot = dedup.get_slot(worker, incarnation)
-            new_shards = np.flatnonzero(self.is_ready & (dedup.clocks[slot] == NOT_COUNTED) & ~dedup.is_rolled_back)
-            if len(new_shards):
-                min_clocks = self.min_clock()[new_shards]
-                start_clocks = np.where(
-                    min_clocks == INFINITE_CLOCK, np.maximum(dedup.max_clock(new_shards), 0), min_clocks
-                )
-                wire_shards = new_shards.astype(np.uint16)
-                self._append_entry(
-                    now, wire.ADD_WORKER, {"worker": worker, "incarnation": incarnation}, [wire_shards, start_clocks]
-                )
-
-    def _commit_steps(self, now: float) -> None:
-        """Log the commit of each step that all workers have ticked."""
-        for step in sorted(self.state.pending_pushes):
-            is_pending = np.zeros(self.map.num_shards, bool)
-            for push in self.state.pending_pushes[step]:
-                is_pending[push.shards] = True
-            shards = np.flatnonzero(is_pending & self.is_ready & (self.min_clock() > step))
-            if len(shards):
-                self._append_entry(now, wire.COMMIT_STEP, {"step": step}, [shards.astype(np.uint16)])
-
-    def _forget_workers(self, now: float) -> None:
-        """Lives of workers that the map says are over: forget them, on all replicas. Whoever is head from here on knows that map."""
-        dedup, shard_map = self.state.dedup, self.map
-        expired_slots = dedup.expired_slots(shard_map.is_expired)
-        if not expired_slots:
-            return
-        has_records = (dedup.last_seq[expired_slots] != 0).any(axis=0) | (
-            dedup.clocks[expired_slots] != NOT_COUNTED
-        ).any(axis=0)
-        shards = np.flatnonzero(self.is_ready & has_records)
+def add_workers(replica: ReplicaState, now: float) -> None:
+    """Count the map's workers on all ready shards, starting at the lowest clock there."""
+    dedup = replica.shards.dedup
+    for worker, incarnation in sorted(replica.map.workers.items()):
+        slot = dedup.get_slot(worker, incarnation)
+        shards = np.flatnonzero(replica.is_ready & (dedup.clocks[slot] == NOT_COUNTED) & ~dedup.is_rolled_back)
         if len(shards):
-            meta = {"horizon": shard_map.horizon, "kept": sorted(shard_map.retained_incarnations)}
-            self._append_entry(now, wire.FORGET_WORKERS, meta, [shards.astype(np.uint16)])
+            lowest = min_clock(replica)[shards]
+            start_clocks = np.where(lowest == INFINITE_CLOCK, np.maximum(dedup.max_clock(shards), 0), lowest)
+            meta = {"worker": worker, "incarnation": incarnation}
+            replication.append_entry(replica, now, wire.ADD_WORKER, meta, [shards.astype(np.uint16), start_clocks])
 
-    def _expire_rows(self, now: float, frame: wire.Frame) -> None:
-        if (self.is_head & ~self.is_ready).any():
-            self._waiting_expiries.append(frame)  # "done" is said of all that we head
-            return
-        shards = np.flatnonzero(self.is_ready)
+
+def commit_steps(replica: ReplicaState, now: float) -> None:
+    """Append the commit of each step that all workers have ended."""
+    for step in sorted(replica.shards.pending_pushes):
+        is_pending = np.zeros(replica.map.num_shards, bool)
+        for push in replica.shards.pending_pushes[step]:
+            is_pending[push.shards] = True
+        shards = np.flatnonzero(is_pending & replica.is_ready & (min_clock(replica) > step))
         if len(shards):
-            before_lsn = np.maximum(self.state.lsn[shards] - int(frame.meta["older"]) + 1, 0)
-            self._append_entry(now, wire.EXPIRE, {"table": frame.meta["table"]}, [shards.astype(np.uint16), before_lsn])
-        self._send_to_controller(wire.DONE, {"of": frame.meta.get("of")})
+            replication.append_entry(replica, now, wire.COMMIT_STEP, {"step": step}, [shards.astype(np.uint16)])
+
+
+def forget_workers(replica: ReplicaState, now: float) -> None:
+    """Drop the records of expired incarnations on all replicas. Every later head knows a map that expires them too."""
+    dedup, shard_map = replica.shards.dedup, replica.map
+    expired_slots = dedup.expired_slots(shard_map.is_expired)
+    if not expired_slots:
+        return
+    has_records = (dedup.last_seq[expired_slots] != 0) | (dedup.clocks[expired_slots] != NOT_COUNTED)
+    shards = np.flatnonzero(replica.is_ready & has_records.any(axis=0))
+    if len(shards):
+        meta = {"horizon": shard_map.horizon, "kept": sorted(shard_map.retained_incarnations)}
+        replication.append_entry(replica, now, wire.FORGET_WORKERS, meta, [shards.astype(np.uint16)])
+
+
+def expire_rows(replica: ReplicaState, now: float, frame: wire.Frame) -> None:
+    """Expire old rows on all shards headed here, once all of them are ready."""
+    if (replica.is_head & ~replica.is_ready).any():
+        replica.waiting_expiries.append(frame)
+        return
+    shards = np.flatnonzero(replica.is_ready)
+    if len(shards):
+        before_lsn = np.maximum(replica.shards.lsn[shards] - int(frame.meta["older"]) + 1, 0)
+        meta = {"table": frame.meta["table"]}
+        replication.append_entry(replica, now, wire.EXPIRE, meta, [shards.astype(np.uint16), before_lsn])
+    replica.send_to_controller(wire.DONE, {"of": frame.meta.get("of")})

@@ -1,4 +1,4 @@
-"""What each worker has had applied, per shard: its last push (each counts once) and its clock (who may run how far ahead)."""
+"""What each worker has had applied, per shard: its last push, which counts once, and its clock, which bounds staleness."""
 
 from __future__ import annotations
 
@@ -9,62 +9,57 @@ import numpy as np
 
 from echelon.server.protocol.shard_sets import any_set
 
-#: The clock of a worker that a shard does not count yet.
+#: The clock of a worker that a shard does not count yet. As an unsigned number it exceeds INFINITE_CLOCK.
 NOT_COUNTED = -1
 INFINITE_CLOCK = np.iinfo(np.int64).max
 
 
 class DedupTable:
-    """Rows by (worker, incarnation), columns by shard. Kept for workers that left too, for a while: a late resend is told from a new push."""
+    """One row per (worker, incarnation), one column per shard. Rows of departed workers stay for a while, to recognize late resends."""
 
     def __init__(self, num_shards: int) -> None:
-        self.num_shards = num_shards
         self.slots: dict[tuple[str, int], int] = {}
         self._free_slots: list[int] = []
-        #: The furthest clock of workers of which nothing else is known any more.
+        #: The furthest clock of forgotten workers.
         self.departed_max_clock = np.zeros(num_shards, np.int64)
         self.last_seq = np.zeros((4, num_shards), np.int64)
         self.clocks = np.full((4, num_shards), NOT_COUNTED, np.int64)
-        #: The last push that was counted and not applied.
+        #: The last push that was counted but not applied.
         self.last_noop_seq = np.zeros((4, num_shards), np.int64)
-        #: Shards that went back to a checkpoint while workers went on: of these a worker's first push `pushed_since_rollback` may leave a gap, and
-        #: its clock does not count before.
+        #: Shards that went back to a checkpoint while workers went on: a worker's first push there (until `pushed_since_rollback`) may
+        #: leave a gap, and its clock does not count before.
         self.is_rolled_back = np.zeros(num_shards, bool)
         self.pushed_since_rollback = np.zeros((4, num_shards), bool)
 
     def get_slot(self, worker: str, incarnation: int) -> int:
-        """The row of a worker, made if it is new."""
+        """The row of a worker, created if new."""
         key = (worker, incarnation)
         slot = self.slots.get(key)
         if slot is None:
             slot = self.slots[key] = self._free_slots.pop() if self._free_slots else len(self.slots)
             if slot == len(self.last_seq):
-                self.last_seq = np.concatenate([self.last_seq, np.zeros_like(self.last_seq)])
-                self.clocks = np.concatenate([self.clocks, np.full_like(self.clocks, NOT_COUNTED)])
-                self.last_noop_seq = np.concatenate([self.last_noop_seq, np.zeros_like(self.last_noop_seq)])
-                self.pushed_since_rollback = np.concatenate(
-                    [self.pushed_since_rollback, np.zeros_like(self.pushed_since_rollback)]
-                )
+                self.last_seq, self.clocks = _double(self.last_seq, 0), _double(self.clocks, NOT_COUNTED)
+                self.last_noop_seq = _double(self.last_noop_seq, 0)
+                self.pushed_since_rollback = _double(self.pushed_since_rollback, False)
         return slot
 
     def min_clock(self, slots: list[int]) -> np.ndarray:
-        """Per shard the least clock of these rows; FAR where it counts none of them."""
+        """Per shard, the lowest clock of these rows; INFINITE_CLOCK where it counts none of them."""
         clocks = self.clocks[slots]
         if any_set(self.is_rolled_back):
             clocks[self.is_rolled_back & ~self.pushed_since_rollback[slots]] = NOT_COUNTED
-        # As an unsigned number ABSENT is beyond FAR.
         return clocks.view(np.uint64).min(axis=0, initial=INFINITE_CLOCK).view(np.int64)
 
     def max_clock(self, shards: np.ndarray) -> np.ndarray:
-        """Of these shards, the furthest clock that any worker ever had."""
+        """Per shard, the furthest clock that any worker ever had."""
         return np.maximum(self.clocks[:, shards].max(axis=0), self.departed_max_clock[shards])
 
     def expired_slots(self, is_expired: Callable[[int], bool]) -> list[int]:
-        """The rows of lives that are over."""
+        """The rows of expired incarnations."""
         return [slot for (_, incarnation), slot in self.slots.items() if is_expired(incarnation)]
 
     def forget_expired(self, is_expired: Callable[[int], bool], shards: Any) -> None:
-        """Know nothing any more of lives that are over, but how far they got, on these shards."""
+        """Clear the rows of expired incarnations on these shards, except for the furthest clock."""
         expired = self.expired_slots(is_expired)
         if not expired:
             return
@@ -72,24 +67,23 @@ class DedupTable:
             self.departed_max_clock[shards], self.clocks[expired][:, shards].max(axis=0)
         )
         for slot in expired:
-            self.last_seq[slot, shards], self.clocks[slot, shards] = 0, NOT_COUNTED
-            self.last_noop_seq[slot, shards], self.pushed_since_rollback[slot, shards] = 0, False
+            self._clear(slot, shards)
         empty = {slot for slot in expired if not self.last_seq[slot].any() and (self.clocks[slot] == NOT_COUNTED).all()}
         self.slots = {key: slot for key, slot in self.slots.items() if slot not in empty}
         for slot in sorted(empty):
-            self.last_noop_seq[slot], self.pushed_since_rollback[slot] = 0, False
+            self._clear(slot, slice(None))
             self._free_slots.append(slot)
 
+    def _clear(self, slots: Any, shards: Any) -> None:
+        self.last_seq[slots, shards], self.clocks[slots, shards] = 0, NOT_COUNTED
+        self.last_noop_seq[slots, shards], self.pushed_since_rollback[slots, shards] = 0, False
+
     def export_shard(self, shard: int) -> list[list[Any]]:
-        """All that is known of one shard, as JSON, in one order everywhere."""
+        """The rows of one shard as JSON, in the same order on every replica."""
         return [
             [
-                worker,
-                incarnation,
-                int(self.last_seq[slot, shard]),
-                int(self.clocks[slot, shard]),
-                int(self.last_noop_seq[slot, shard]),
-                bool(self.pushed_since_rollback[slot, shard]),
+                *(worker, incarnation, int(self.last_seq[slot, shard]), int(self.clocks[slot, shard])),
+                *(int(self.last_noop_seq[slot, shard]), bool(self.pushed_since_rollback[slot, shard])),
             ]
             for (worker, incarnation), slot in sorted(self.slots.items())
             if self.last_seq[slot, shard] or self.clocks[slot, shard] != NOT_COUNTED
@@ -98,16 +92,13 @@ class DedupTable:
     def import_shard(
         self, shard: int, entries: list[list[Any]], *, is_rolled_back: bool, departed_max_clock: int
     ) -> None:
-        """Replace what is known of one shard."""
+        """Replace one shard by what `export_shard` returned."""
         self.clear_shard(shard)
         self.is_rolled_back[shard], self.departed_max_clock[shard] = is_rolled_back, departed_max_clock
-        for worker, incarnation, last_seq, clock, last_noop_seq, pushed_since_rollback in entries:
+        for worker, incarnation, last_seq, clock, last_noop_seq, has_pushed in entries:
             slot = self.get_slot(str(worker), int(incarnation))
             self.last_seq[slot, shard], self.clocks[slot, shard] = last_seq, clock
-            self.last_noop_seq[slot, shard], self.pushed_since_rollback[slot, shard] = (
-                last_noop_seq,
-                pushed_since_rollback,
-            )
+            self.last_noop_seq[slot, shard], self.pushed_since_rollback[slot, shard] = last_noop_seq, has_pushed
 
     def mark_rolled_back(self, shard: int) -> None:
         """A shard went back to a checkpoint while workers went on."""
@@ -115,7 +106,10 @@ class DedupTable:
         self.pushed_since_rollback[:, shard] = False
 
     def clear_shard(self, shard: int) -> None:
-        """Nothing is known of one shard."""
-        self.last_seq[:, shard], self.clocks[:, shard] = 0, NOT_COUNTED
-        self.last_noop_seq[:, shard], self.pushed_since_rollback[:, shard] = 0, False
+        """Forget everything of one shard."""
+        self._clear(slice(None), shard)
         self.is_rolled_back[shard], self.departed_max_clock[shard] = False, 0
+
+
+def _double(rows: np.ndarray, fill: int) -> np.ndarray:
+    return np.concatenate([rows, np.full_like(rows, fill)])

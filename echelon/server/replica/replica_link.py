@@ -1,9 +1,10 @@
-"""A head's side of the connection to one other replica: what was sent and not answered, and which shards are equal there."""
+"""A head's link to one other replica: what was sent and not acknowledged, and which shards are equal there."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 
 
 class UnackedMessage(NamedTuple):
-    """A numbered message that is kept until it is answered."""
+    """A numbered message, kept until it is acknowledged."""
 
     number: int
     kind: int
@@ -21,89 +22,80 @@ class UnackedMessage(NamedTuple):
     sent_at: float
 
 
+@dataclass(slots=True, eq=False)
 class PendingAck:
-    """A worker's frame that is answered once all replicas have it."""
+    """The answer to a worker's frame, sent once all replicas have the frame."""
 
-    __slots__ = ("answer", "awaited_numbers", "peer", "request_id", "shard_set")
-
-    def __init__(self, peer: Any, request_id: int, shard_set: ShardSet, answer: tuple[int, dict[str, Any]]) -> None:
-        self.peer, self.request_id, self.shard_set, self.answer = peer, request_id, shard_set, answer
-        #: Per replica the number of the message that it has yet to answer.
-        self.awaited_numbers: dict[str, int] = {}
+    peer: Hashable
+    request_id: int
+    shard_set: ShardSet
+    answer: tuple[int, dict[str, Any]]
+    #: Per replica, the number of the message that it has yet to acknowledge.
+    awaited_numbers: dict[str, int] = field(default_factory=dict)
 
 
 class SnapshotTransfer:
-    """A shard's snapshot on its way to a replica: some parts at a time, so that entries of other shards get between them."""
+    """A shard's snapshot on its way to a replica: a few parts at a time, so that entries of other shards get between them."""
 
     __slots__ = ("deferred_entries", "last_part_number", "part_count", "parts", "shard", "unacked_parts")
 
     def __init__(self, shard: int, parts: Sequence[tuple[dict[str, Any], Sequence[np.ndarray]]]) -> None:
         self.shard, self.part_count = shard, len(parts)
-        #: Place, what it says, arrays of parts that are yet to be sent.
+        #: Parts to be sent: index, meta, arrays.
         self.parts = deque((index, meta, arrays) for index, (meta, arrays) in enumerate(parts))
         self.unacked_parts: deque[int] = deque()
         #: Entries of the shard since the snapshot was taken: they follow its last part.
         self.deferred_entries: list[tuple[dict[str, Any], Sequence[np.ndarray]]] = []
-        #: Of the last part; None while some are yet to be sent.
+        #: Message number of the last part; None while parts are left to send.
         self.last_part_number: int | None = None
 
 
 class ReplicaLink:
-    """To one replica, in one of its lives. Arrays are per shard."""
+    """The link to one incarnation of a replica. Arrays are per shard."""
 
     def __init__(self, server: str, incarnation: int, num_shards: int, link_id: int) -> None:
         self.server, self.incarnation = server, incarnation
-        #: Tells this link from earlier ones to the same replica: messages are numbered from 1 in each.
+        #: Distinguishes this link from earlier ones to the same replica: each numbers its messages from 1.
         self.link_id = link_id
         self.is_up = False
         self.down_since = float("inf")
-        #: The newest map that the replica is known to have. While ours is older, nothing is acknowledged by its answers.
+        #: The newest map that the replica is known to have. While ours is older, its answers acknowledge nothing.
         self.peer_map_version = 0
-        #: The number of the last message made, and of the last one answered.
-        self.last_number = 0
-        self.last_acked = 0
+        #: Numbers of the last message created and of the last one acknowledged.
+        self.last_number = self.last_acked = 0
         self.unacked: deque[UnackedMessage] = deque()
         self.pending_acks: deque[tuple[int, PendingAck]] = deque()
-        #: When the newest message that it has answered was sent: what reads are leased by.
-        self.lease_start = float("-inf")
-        self.last_heartbeat = float("-inf")
+        #: When the newest acknowledged message was sent: the start of the lease for reads.
+        self.lease_start = self.last_heartbeat = float("-inf")
         self.unanswered_heartbeats: deque[tuple[int, float]] = deque()
-        self.is_backup = np.zeros(num_shards, bool)
-        self.is_learner = np.zeros(num_shards, bool)
-        #: Equal there, up to messages under way; entries are sent for `is_forwarding` ones (those whose snapshot is under way too).
-        self.is_synced = np.zeros(num_shards, bool)
-        self.is_forwarding = np.zeros(num_shards, bool)
-        #: Asked how far it is, and no answer yet.
+        #: The replica's role. A learner that `is_required` must acknowledge like a backup.
+        self.is_backup, self.is_learner, self.is_required = (np.zeros(num_shards, bool) for _ in range(3))
+        #: Equal there except for messages in flight; entries are sent for `is_forwarding` shards, which include one whose snapshot is in flight.
+        self.is_synced, self.is_forwarding = np.zeros(num_shards, bool), np.zeros(num_shards, bool)
         self.log_state_requested = np.zeros(num_shards, bool)
-        #: Learners without whose answer nothing is acknowledged any more.
-        self.is_required = np.zeros(num_shards, bool)
-        #: It knows a newer map and did not take an entry.
+        #: The replica knows a newer map and did not take an entry.
         self.has_refused = np.zeros(num_shards, bool)
         self.snapshot_queue: deque[int] = deque()
-        #: The snapshot that is under way.
         self.transfer: SnapshotTransfer | None = None
         self.next_transfer_at = float("-inf")
         self.transfer_started = 0.0
-        #: (shard, number): once that is answered, the learner has everything that was ever acknowledged.
+        #: (shard, number): once that number is acknowledged, the learner has everything that was ever acknowledged.
         self.catching_up: list[tuple[int, int]] = []
 
     def must_ack(self, shard_set: ShardSet) -> bool:
-        """Whether an acknowledgement on some of these shards needs its answer."""
+        """Whether this replica's acknowledgement is required for some of these shards."""
         return any_set(self.is_backup[shard_set.index]) or any_set(self.is_required[shard_set.index])
 
     def is_behind(self, shard_set: ShardSet) -> bool:
-        """Whether something is missing there of shards that need its answer."""
+        """Whether it lacks something of a shard for which its acknowledgement is required."""
         index = shard_set.index
         if all_set(self.is_synced[index]) and not any_set(self.has_refused[index]):
             return False
-        return bool(
-            (
-                (self.is_backup[index] | self.is_required[index]) & (~self.is_synced[index] | self.has_refused[index])
-            ).any()
-        )
+        is_required = self.is_backup[index] | self.is_required[index]
+        return bool((is_required & (~self.is_synced[index] | self.has_refused[index])).any())
 
     def reset_shards(self, shards: np.ndarray) -> None:
-        """Nothing is known any more of how these shards are there."""
+        """Forget how these shards are there."""
         for flags in (self.is_synced, self.is_forwarding, self.log_state_requested, self.is_required, self.has_refused):
             flags[shards] = False
         self.snapshot_queue = deque(shard for shard in self.snapshot_queue if not shards[shard])
@@ -112,7 +104,7 @@ class ReplicaLink:
             self.transfer = None
 
     def on_disconnect(self) -> None:
-        """The connection is gone; what was asked for is asked again, what was sent is sent again."""
+        """The connection is gone: requests are repeated and messages sent again on the next one."""
         self.is_up = False
         self.log_state_requested[:] = False
         self.unanswered_heartbeats.clear()

@@ -1,13 +1,13 @@
-"""What one replica holds of its shards: rows and blocks (in the store), log numbers, windows, clocks, gradients that wait for a commit.
+"""The contents of one replica's shards: rows and blocks (in the store), log numbers, deduplication, clocks, pushes that await a commit.
 
-Entries of a shard's log change it, here alone, and the same on every replica: frames whose first array is the cover.
+Entries of a shard's log change it, the same on every replica: frames whose first array is the shards that they cover.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -20,34 +20,24 @@ from echelon.server.protocol.specs import check_learning_rate
 from echelon.server.replica.dedup import NOT_COUNTED, DedupTable
 
 SnapshotPart = tuple[dict[str, Any], list[np.ndarray]]
-#: A table's gradients or rows (n, dim), or one array for each dense block.
+#: Gradients or rows of a table (n, dim), or one array for each dense block.
 Values = Any
-#: What a push does, to which ids or blocks, with which values.
+#: One operation of a push, its ids or blocks, and its values.
 Operation = tuple[dict[str, Any], np.ndarray, Values]
 _INT64 = np.dtype(np.int64)
 
 
 class ReplicaStore(Protocol):
-    """Of the store, what a replica calls."""
+    """The methods of the store that a replica calls."""
 
+    @property
+    def lazy_tables(self) -> Mapping[str, Any]: ...
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray: ...
     def check_operations(
         self, operations: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None
     ) -> None: ...
     def without_memory_limit(self) -> AbstractContextManager[None]: ...
-    def apply(
-        self,
-        name: str,
-        ids: np.ndarray,
-        grads: Values,
-        *,
-        lr: float | None,
-        lsn: np.ndarray,
-        step: int | None,
-        ids_are_unique: bool = False,
-    ) -> None: ...
-    @property
-    def lazy_tables(self) -> Mapping[str, Any]: ...
+    def apply(self, name: str, ids: np.ndarray, grads: Values, *, lr: float | None, lsn: np.ndarray, step: int | None, ids_are_unique: bool = False) -> None: ...  # fmt: skip
     def advance_lazy_table(self, name: str, shards: np.ndarray, lr: float | None) -> None: ...
     def assign(self, name: str, ids: np.ndarray, rows: np.ndarray, *, lsn: np.ndarray) -> None: ...
     def initialize_blocks(self, name: str, blocks: np.ndarray, values: Values, *, lsn: np.ndarray) -> None: ...
@@ -65,11 +55,11 @@ class ReplicaStore(Protocol):
 
 
 class ReplicaDiverged(ServerError):  # noqa: N818 (what happened; its base says error)
-    """An entry that does not follow what this replica holds: it must not go on as one."""
+    """An entry does not follow from what this replica holds: it must stop."""
 
 
 class PendingPush:
-    """A push of a synchronous step that waits for the commit, as far as `shards` are concerned."""
+    """A push of a synchronous step that awaits its commit on these shards."""
 
     __slots__ = ("frame", "shards")
 
@@ -78,7 +68,7 @@ class PendingPush:
 
     @property
     def sort_key(self) -> tuple[str, int, int]:
-        """By what replicas sort before they add up."""
+        """The order in which all replicas sum."""
         meta = self.frame.meta
         return meta["worker"], meta["incarnation"], meta["seq"]
 
@@ -90,7 +80,7 @@ def parse_operations(frame: wire.Frame) -> list[Operation]:
     for op in frame.meta["ops"]:
         ids = arrays[index]
         if ids.dtype != _INT64 or ids.ndim != 1:
-            raise wire.WireError("PUSH: ids and blocks are one row of 64-bit integers")
+            raise wire.WireError("PUSH: ids and blocks are one-dimensional int64 arrays")
         if "table" in op:
             operations.append((op, ids, arrays[index + 1]))
             index += 2
@@ -98,40 +88,41 @@ def parse_operations(frame: wire.Frame) -> list[Operation]:
             operations.append((op, ids, arrays[index + 1 : index + 1 + len(ids)]))
             index += 1 + len(ids)
     if index != len(arrays):
-        raise wire.WireError(f"PUSH: {len(arrays)} arrays where its operations have {index}")
+        raise wire.WireError(f"PUSH: {len(arrays)} arrays, but its operations have {index}")
     return operations
 
 
 def target_name(op: dict[str, Any]) -> str:
-    """What an operation is on."""
+    """The table or dense parameter of an operation."""
     name = op.get("table") or op.get("dense") or op.get("set")
     if not isinstance(name, str):
-        raise wire.WireError(f"PUSH: an operation on {name!r}; it names a table or a dense parameter")
+        raise wire.WireError(f"PUSH: an operation on {name!r}; expected the name of a table or dense parameter")
     return name
 
 
 def _operation_kind(op: dict[str, Any]) -> str:
+    """What the store does: "apply" gradients, "assign" rows, or "set" the first values of blocks."""
     return "set" if "set" in op else "assign" if op.get("assign") else "apply"
 
 
-def _is_assignment(op: dict[str, Any]) -> bool:
-    """Whether it does not wait for a step's commit: values that are set."""
-    return "set" in op or bool(op.get("assign"))
+def covers_frame(shard_set: ShardSet, frame: wire.Frame) -> bool:
+    """Whether `shard_set`, some of the shards of a frame, are all of them."""
+    return len(shard_set) == len(frame.arrays[0])
 
 
 class ShardState:
-    """All shards of one replica; arrays are per shard."""
+    """All shards of one replica. Arrays are per shard."""
 
     def __init__(self, store: ReplicaStore, num_shards: int) -> None:
         self.store, self.num_shards = store, num_shards
         self.lsn = np.zeros(num_shards, np.int64)
-        #: The map's version under which the last entry was ordered. (stamp, lsn) names a state: each version has one head per shard.
+        #: The map version under which the last entry was ordered. Each version has one head per shard, so (version, lsn) names a state.
         self.entry_version = np.zeros(num_shards, np.int64)
         self.dedup = DedupTable(num_shards)
         self.pending_pushes: dict[int, list[PendingPush]] = {}
 
     def check_sequence(self, frame: wire.Frame, shard_set: ShardSet) -> tuple[np.ndarray | None, bool]:
-        """Of a push: per covered shard whether it is the next one there (None: on all); and whether some shard misses one before it."""
+        """Per shard of a push, whether it is the worker's next one there (None: on all); and whether some shard lacks an earlier one."""
         meta = frame.meta
         slot = self.dedup.get_slot(meta["worker"], meta["incarnation"])
         last_seq, seq = self.dedup.last_seq[slot][shard_set.index], meta["seq"]
@@ -140,11 +131,8 @@ class ShardState:
             return None, False
         is_ahead = last_seq + 1 < seq
         if is_ahead.any():
-            gap_allowed = (
-                self.dedup.is_rolled_back[shard_set.index]
-                & ~self.dedup.pushed_since_rollback[slot][shard_set.index]
-                & is_ahead
-            )
+            has_pushed = self.dedup.pushed_since_rollback[slot][shard_set.index]
+            gap_allowed = self.dedup.is_rolled_back[shard_set.index] & ~has_pushed & is_ahead
             return is_next | gap_allowed, bool((is_ahead & ~gap_allowed).any())
         return is_next, False
 
@@ -153,10 +141,8 @@ class ShardState:
         slot = self.dedup.get_slot(frame.meta["worker"], frame.meta["incarnation"])
         return bool((self.dedup.last_noop_seq[slot][shard_set.index] == frame.meta["seq"]).any())
 
-    def apply_push(
-        self, frame: wire.Frame, shard_set: ShardSet, *, version: int, covers_all_shards: bool, is_noop: bool
-    ) -> None:
-        """Apply a push to `shard_set` (`covers_all_shards`: that is all that it covers). `is_noop`: only count it. An error: nothing has changed."""
+    def apply_push(self, frame: wire.Frame, shard_set: ShardSet, *, version: int, is_noop: bool) -> None:
+        """Apply a push to `shard_set`, all or a part of its shards; only count it if `is_noop`. An error changes nothing."""
         meta, index = frame.meta, shard_set.index
         rates = meta.get("lr")
         if rates and not is_noop:
@@ -166,12 +152,12 @@ class ShardState:
         self.lsn[index] += 1
         if (meta["ops"] or lazy_table_rates) and not is_noop:
             try:
-                self._apply_operations(frame, None if covers_all_shards else shard_set.shards)
+                self._apply_operations(frame, None if covers_frame(shard_set, frame) else shard_set.shards)
             except BaseException:
                 self.lsn[index] -= 1
                 raise
             if meta.get("aggregate"):
-                if lazy_table_rates or not all(_is_assignment(op) for op in meta["ops"]):
+                if lazy_table_rates or not all(_operation_kind(op) != "apply" for op in meta["ops"]):
                     self.pending_pushes.setdefault(meta["step"], []).append(PendingPush(frame, shard_set.shards))
             else:
                 for name, rate in lazy_table_rates.items():
@@ -192,7 +178,7 @@ class ShardState:
         is_aggregated = bool(meta.get("aggregate"))
         operations = self._restrict_operations(frame, shards)
         if is_aggregated or len(operations) > 1:
-            # One operation alone is refused before anything changes; of several none may be applied if one is refused.
+            # The store refuses a single operation before it changes anything; of several, all are checked before the first is applied.
             checked = [(target_name(op), ids, values, _operation_kind(op)) for op, ids, values in operations]
             self.store.check_operations(checked, step, meta.get("lr"))
         rates = meta.get("lr") or {}
@@ -204,93 +190,23 @@ class ShardState:
                 elif op.get("assign"):
                     self.store.assign(name, ids, values, lsn=self.lsn)
                 elif not is_aggregated:
-                    self.store.apply(
-                        name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step, ids_are_unique=True
-                    )
+                    lr = rates.get(name)
+                    self.store.apply(name, ids, values, lr=lr, lsn=self.lsn, step=step, ids_are_unique=True)
             except Exception as error:
                 if index == 0:
                     raise
-                raise ReplicaDiverged(f"half of push {meta['seq']} is applied, and then: {error}") from error
+                raise ReplicaDiverged(f"push {meta['seq']} is applied in part, and then: {error}") from error
 
     def _lazy_table_rates(self, meta: Mapping[str, Any]) -> dict[str, float]:
-        """The tables of which a push moves all rows, on every shard that it covers: it brings their rates."""
+        """The learning rates of lazy tables: a push moves all of their rows on every shard that it covers."""
         rates = meta.get("lr") or {}
         for op in meta["ops"]:
             if op.get("table") in self.store.lazy_tables and not op.get("assign") and op["table"] not in rates:
-                raise ServerError(
-                    f"{op['table']}: a push moves all of its rows, and has no rate for them; push with lr="
-                )
+                raise ServerError(f"{op['table']}: its rule moves every row, which needs a rate; push with lr=")
         return {name: rates[name] for name in sorted(rates) if name in self.store.lazy_tables}
 
-    def commit_step(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> None:
-        """Add up what is pending of a step, in the order of workers, and apply it once."""
-        self.lsn[shard_set.index] += 1
-        self.entry_version[shard_set.index] = version
-        step = frame.meta["step"]
-        is_covered = np.zeros(self.num_shards, bool)
-        is_covered[shard_set.index] = True
-        by_target: dict[str, tuple[dict[str, Any], list[np.ndarray], list[Values], float | None]] = {}
-        lazy_table_updates: dict[str, tuple[float, np.ndarray]] = {}
-        remaining = []
-        for push in sorted(self.pending_pushes.pop(step, []), key=lambda item: item.sort_key):
-            shards = push.shards[is_covered[push.shards]]
-            if len(shards) < len(push.shards):
-                remaining.append(PendingPush(push.frame, push.shards[~is_covered[push.shards]]))
-            if not len(shards):
-                continue
-            for name, lr in self._lazy_table_rates(push.frame.meta).items() if self.store.lazy_tables else ():
-                lazy_table_updates.setdefault(name, (lr, np.zeros(self.num_shards, bool)))[1][shards] = True
-            for op, ids, values in self._restrict_operations(push.frame, shards):
-                if _is_assignment(op):
-                    continue
-                rates = push.frame.meta.get("lr") or {}
-                entry = by_target.setdefault(target_name(op), (op, [], [], rates.get(target_name(op))))
-                entry[1].append(ids)
-                entry[2].append(values)
-        if remaining:
-            self.pending_pushes[step] = remaining
-        for name, (op, id_arrays, grads, rate) in sorted(by_target.items()):
-            all_grads: Values = (
-                np.concatenate(grads) if "table" in op else [item for grad_list in grads for item in grad_list]
-            )
-            # What was acknowledged is applied, whatever the memory's bound.
-            with self.store.without_memory_limit():
-                self.store.apply(name, np.concatenate(id_arrays), all_grads, lr=rate, lsn=self.lsn, step=step + 1)
-        for name, (lr, is_updated) in lazy_table_updates.items():
-            self.store.advance_lazy_table(name, np.flatnonzero(is_updated), lr)
-
-    def add_worker(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> None:
-        """Count a worker from a clock on, where it is not counted yet. Arrays: cover, clocks."""
-        self.lsn[shard_set.index] += 1
-        self.entry_version[shard_set.index] = version
-        entry_shards, clocks = frame.arrays
-        slot = self.dedup.get_slot(frame.meta["worker"], frame.meta["incarnation"])
-        start_clocks = np.zeros(self.num_shards, np.int64)
-        start_clocks[entry_shards] = clocks
-        own_clocks = self.dedup.clocks[slot]
-        own_clocks[shard_set.index] = np.where(
-            own_clocks[shard_set.index] == NOT_COUNTED, start_clocks[shard_set.index], own_clocks[shard_set.index]
-        )
-
-    def forget_workers(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> None:
-        """Forget workers' lives that are over. `horizon`, `retained`: as in the map."""
-        self.lsn[shard_set.index] += 1
-        self.entry_version[shard_set.index] = version
-        horizon, retained = int(frame.meta["horizon"]), {int(incarnation) for incarnation in frame.meta["kept"]}
-        self.dedup.forget_expired(
-            lambda incarnation: incarnation <= horizon and incarnation not in retained, shard_set.index
-        )
-
-    def expire_rows(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> int:
-        """Forget rows that nobody has written to since a log number. Arrays: cover, log numbers."""
-        self.lsn[shard_set.index] += 1
-        self.entry_version[shard_set.index] = version
-        before_lsn = np.zeros(self.num_shards, np.int64)
-        before_lsn[frame.arrays[0]] = frame.arrays[1]
-        return self.store.expire(frame.meta["table"], shard_set.shards, before_lsn[shard_set.shards])
-
     def _restrict_operations(self, frame: wire.Frame, shards: np.ndarray | None) -> list[Operation]:
-        """The operations of a push as far as they are on these shards (None: on all)."""
+        """The operations of a push restricted to these shards (None: all)."""
         if shards is None:
             return parse_operations(frame)
         operations: list[Operation] = []
@@ -301,29 +217,94 @@ class ShardState:
             if on_shards.all():
                 operations.append((op, ids, values))
             elif on_shards.any():
-                kept_values = (
-                    values[on_shards]
-                    if "table" in op
-                    else [value for value, keep in zip(values, on_shards, strict=True) if keep]
-                )
-                operations.append((op, ids[on_shards], kept_values))
+                is_table = "table" in op
+                some: Values = values[on_shards] if is_table else [values[i] for i in np.flatnonzero(on_shards)]
+                operations.append((op, ids[on_shards], some))
         return operations
 
+    def apply_entry(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> None:
+        """Apply an entry of the head's own."""
+        apply: dict[int, Callable[[wire.Frame, ShardSet], None]] = {
+            wire.COMMIT_STEP: self._commit_step,
+            wire.ADD_WORKER: self._add_worker,
+            wire.FORGET_WORKERS: self._forget_workers,
+            wire.EXPIRE: self._expire_rows,
+        }
+        if frame.kind not in apply:
+            raise wire.WireError(f"{wire.KIND_NAMES.get(frame.kind, frame.kind)} is not a log entry")
+        self.lsn[shard_set.index] += 1
+        self.entry_version[shard_set.index] = version
+        apply[frame.kind](frame, shard_set)
+
+    def _commit_step(self, frame: wire.Frame, shard_set: ShardSet) -> None:
+        """Sum the pending gradients of a step in the order of workers, and apply them once."""
+        step = frame.meta["step"]
+        is_covered = np.zeros(self.num_shards, bool)
+        is_covered[shard_set.index] = True
+        by_target: dict[str, tuple[dict[str, Any], list[np.ndarray], list[Values], float | None]] = {}
+        lazy_table_updates: dict[str, tuple[float, np.ndarray]] = {}
+        remaining = []
+        for push in sorted(self.pending_pushes.pop(step, []), key=lambda push: push.sort_key):
+            meta, shards = push.frame.meta, push.shards[is_covered[push.shards]]
+            if len(shards) < len(push.shards):
+                remaining.append(PendingPush(push.frame, push.shards[~is_covered[push.shards]]))
+            if not len(shards):
+                continue
+            for name, lr in self._lazy_table_rates(meta).items() if self.store.lazy_tables else ():
+                lazy_table_updates.setdefault(name, (lr, np.zeros(self.num_shards, bool)))[1][shards] = True
+            for op, ids, values in self._restrict_operations(push.frame, shards):
+                if _operation_kind(op) == "apply":
+                    name = target_name(op)
+                    entry = by_target.setdefault(name, (op, [], [], (meta.get("lr") or {}).get(name)))
+                    entry[1].append(ids)
+                    entry[2].append(values)
+        if remaining:
+            self.pending_pushes[step] = remaining
+        for name, (op, id_arrays, grads, rate) in sorted(by_target.items()):
+            all_grads: Values = (
+                np.concatenate(grads) if "table" in op else [block for blocks in grads for block in blocks]
+            )
+            # It was acknowledged, so it is applied whatever the memory limit.
+            with self.store.without_memory_limit():
+                self.store.apply(name, np.concatenate(id_arrays), all_grads, lr=rate, lsn=self.lsn, step=step + 1)
+        for name, (lr, is_updated) in lazy_table_updates.items():
+            self.store.advance_lazy_table(name, np.flatnonzero(is_updated), lr)
+
+    def _add_worker(self, frame: wire.Frame, shard_set: ShardSet) -> None:
+        """Count a worker from a clock on, where it does not count yet. Arrays: shards, clocks."""
+        slot = self.dedup.get_slot(frame.meta["worker"], frame.meta["incarnation"])
+        start_clocks, clocks = self._per_shard(frame)[shard_set.index], self.dedup.clocks[slot]
+        current = clocks[shard_set.index]
+        clocks[shard_set.index] = np.where(current == NOT_COUNTED, start_clocks, current)
+
+    def _forget_workers(self, frame: wire.Frame, shard_set: ShardSet) -> None:
+        """Forget the incarnations up to `horizon` that are not kept."""
+        horizon, retained = int(frame.meta["horizon"]), {int(incarnation) for incarnation in frame.meta["kept"]}
+        is_expired = lambda incarnation: incarnation <= horizon and incarnation not in retained  # noqa: E731
+        self.dedup.forget_expired(is_expired, shard_set.index)
+
+    def _expire_rows(self, frame: wire.Frame, shard_set: ShardSet) -> None:
+        """Remove rows that were last written before a log number. Arrays: shards, log numbers."""
+        self.store.expire(frame.meta["table"], shard_set.shards, self._per_shard(frame)[shard_set.shards])
+
+    def _per_shard(self, frame: wire.Frame) -> np.ndarray:
+        """The numbers of an entry (shards, numbers), indexed by shard."""
+        values = np.zeros(self.num_shards, np.int64)
+        values[frame.arrays[0]] = frame.arrays[1]
+        return values
+
     def snapshot(self, shard: int) -> list[SnapshotPart]:
-        """Everything of one shard at this moment; the first part is what is not the store's."""
+        """A copy of one shard; the first part is everything that is not the store's."""
         frames = []
-        for push in (
-            pending_push
-            for step in sorted(self.pending_pushes)
-            for pending_push in sorted(self.pending_pushes[step], key=lambda item: item.sort_key)
-        ):
-            if shard in push.shards:
-                operations = self._restrict_operations(push.frame, np.array([shard]))
-                arrays = [np.array([shard], np.uint16)]
-                for op, ids, values in operations:
-                    arrays += [ids, values] if "table" in op else [ids, *values]
-                meta = push.frame.meta | {"ops": [op for op, _, _ in operations]}
-                frames.append(wire.join_buffers(wire.encode(wire.PUSH, 0, meta, arrays)))
+        for step in sorted(self.pending_pushes):
+            for push in sorted(self.pending_pushes[step], key=lambda push: push.sort_key):
+                if shard in push.shards:
+                    operations = self._restrict_operations(push.frame, np.array([shard]))
+                    arrays = [np.array([shard], np.uint16)]
+                    for op, ids, values in operations:
+                        arrays += [ids, values] if "table" in op else [ids, *values]
+                    meta = push.frame.meta | {"ops": [op for op, _, _ in operations]}
+                    frames.append(wire.join_buffers(wire.encode(wire.PUSH, 0, meta, arrays)))
         header = {
             "lsn": int(self.lsn[shard]),
             "stamp": int(self.entry_version[shard]),
@@ -338,11 +319,9 @@ class ShardState:
         self.drop(shard)
         header, frames = parts[0]
         self.lsn[shard], self.entry_version[shard] = header["lsn"], header["stamp"]
+        departed_max_clock, is_rolled_back = int(header.get("reached", 0)), bool(header["restored"])
         self.dedup.import_shard(
-            shard,
-            header["windows"],
-            is_rolled_back=bool(header["restored"]),
-            departed_max_clock=int(header.get("reached", 0)),
+            shard, header["windows"], is_rolled_back=is_rolled_back, departed_max_clock=departed_max_clock
         )
         for raw in frames:
             frame = wire.parse(raw)
@@ -351,20 +330,18 @@ class ShardState:
             self.store.install(shard, parts[1:])
 
     def drop(self, shard: int) -> None:
-        """Hold nothing of one shard."""
+        """Forget one shard."""
         self.lsn[shard] = self.entry_version[shard] = 0
         self.dedup.clear_shard(shard)
-        for step in list(self.pending_pushes):
-            remaining = [
-                PendingPush(push.frame, push.shards[push.shards != shard]) for push in self.pending_pushes[step]
-            ]
+        for step, pushes in list(self.pending_pushes.items()):
+            remaining = [PendingPush(push.frame, push.shards[push.shards != shard]) for push in pushes]
             self.pending_pushes[step] = [push for push in remaining if len(push.shards)]
             if not self.pending_pushes[step]:
                 del self.pending_pushes[step]
         self.store.drop(shard)
 
     def digest(self, shard: int) -> bytes:
-        """Equal on equal replicas, and on those alone."""
+        """Equal on equal replicas, and only on those."""
         pending_keys = sorted(
             (step, *push.sort_key)
             for step, pushes in self.pending_pushes.items()

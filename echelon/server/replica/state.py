@@ -1,8 +1,9 @@
-"""What all rooms of a replica share: what it holds, and how it says something."""
+"""The state of a replica, and the ways in which its handlers answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,119 +13,132 @@ from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, 
 from echelon.server.protocol.shard_map import ShardMap, empty_map
 from echelon.server.protocol.shard_sets import ShardSet, ShardSetCache
 from echelon.server.replica.replica_link import PendingAck, ReplicaLink
-from echelon.server.replica.shard_state import ReplicaDiverged, ReplicaStore, ShardState, SnapshotPart
+from echelon.server.replica.shard_state import ReplicaDiverged, ShardState, SnapshotPart
 
+#: Seconds for which a backup's answer lets its head serve reads.
 LEASE = 0.3
-#: Parts of a snapshot that are sent and not answered, at once.
-MAX_PARTS_IN_FLIGHT = 4
-#: What a frame with other contents than its kind should have makes a handler raise.
+#: Raised by a handler when a frame's contents are not those of its kind.
 MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, MemoryError)
 
+#: A worker's frame that cannot be answered yet: the connection, the frame, its shards.
+WaitingRequest = tuple[Hashable, wire.Frame, ShardSet]
+Arrays = Sequence[np.ndarray | wire.ChunkedArray]
 
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class ReplicaState:
-    """Fields, and the ways out."""
+    """Everything one replica knows. Boolean arrays have one element per shard."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        incarnation: int,
-        store: ReplicaStore,
-        num_shards: int,
-        lease: float = LEASE,
-        load_shard: Callable[[str, int], Sequence[SnapshotPart]] | None = None,
-        declare_spec: Callable[[dict[str, Any]], None] | None = None,
-    ) -> None:
-        self.name, self.incarnation, self.lease = name, incarnation, lease
-        self.state = ShardState(store, num_shards)
-        self.shard_sets = ShardSetCache(num_shards)
-        self.map: ShardMap = empty_map(num_shards)
-        self.specs: list[dict[str, Any]] = []
-        self._load_shard, self._declare_spec = load_shard, declare_spec
-        self._queued_actions: list[Action] = []
-        # As head.
-        self.links: dict[str, ReplicaLink] = {}
-        self.is_head = np.zeros(num_shards, bool)
-        #: Shards that are yet to be read out of a checkpoint: folder, and the version that ordered it.
-        self.shards_to_load: dict[int, tuple[str, int]] = {}
-        self._is_unloaded = np.zeros(num_shards, bool)
-        self.is_ready = np.zeros(num_shards, bool)
-        self.is_draining = np.zeros(num_shards, bool)
-        self._handovers: list[tuple[float, np.ndarray, bool]] = []
-        self._links_created = 0
-        self.max_parts_in_flight = MAX_PARTS_IN_FLIGHT
-        self._log_state_requested_at = 0.0
-        #: When reads may begin, and when the last of the shards is so far.
-        self._reads_allowed_from = np.full(num_shards, -np.inf)
-        self._all_reads_allowed_from = float("-inf")
-        #: Replicas that the job wishes for; when the controller was last heard; shards that we alone have.
-        self.target_replicas = 1
-        self.controller_heard_at = 0.0
-        self._is_sole_replica = np.zeros(num_shards, bool)
-        self._blocked_acks: list[PendingAck] = []
-        self._waiting_pushes: list[tuple[Hashable, wire.Frame, ShardSet]] = []
-        self._waiting_reads: list[tuple[Hashable, wire.Frame, ShardSet]] = []
-        #: Orders to expire rows, until all that we head is ready.
-        self._waiting_expiries: list[wire.Frame] = []
-        self._live_slots: list[int] = []
-        self._min_clock: np.ndarray | None = None
-        # As backup.
-        self._head_of_peer: dict[Hashable, tuple[str, int]] = {}
-        #: Of each head: the number of its link, and of the last message of that; and shards of which it was refused something.
-        self._last_received: dict[tuple[str, int], tuple[int, int]] = {}
-        self._refused_shards: dict[tuple[str, int], set[int]] = {}
-        self._frames_awaiting_map: dict[Hashable, list[wire.Frame]] = {}
-        self._incoming_snapshots: dict[int, list[SnapshotPart]] = {}
-        self._last_answered: dict[str, float] = {}
-        self._acceptance_cache: dict[tuple[str, int, ShardSet], np.ndarray] = {}
-        self._epochs = np.zeros(num_shards, np.int64)
-        self._requested_map_version = -1
-        self.counters = {"pushes": 0, "pulls": 0, "entries": 0, "rows": 0, "refused": 0, "stale": 0}
+    name: str
+    incarnation: int
+    shards: ShardState
+    lease: float = LEASE
+    #: `load_shard(folder, shard)` reads a shard of a checkpoint; `declare_spec(document)` creates a table or dense parameter.
+    load_shard: Callable[[str, int], Sequence[SnapshotPart]] | None = None
+    declare_spec: Callable[[dict[str, Any]], None] | None = None
+    map: ShardMap = field(init=False)
+    specs: list[dict[str, Any]] = field(default_factory=list)
+    shard_sets: ShardSetCache = field(init=False)
+    actions: list[Action] = field(default_factory=list)
+    counters: dict[str, int] = field(init=False)
+    #: The job's replication factor, and when the controller was last heard.
+    target_replicas: int = 1
+    controller_heard_at: float = 0.0
 
-    def _reject_malformed(self, peer: Hashable, frame: wire.Frame, error: Exception) -> None:
-        if peer in self._head_of_peer:
-            raise ReplicaDiverged(f"{frame} of {self._head_of_peer[peer]}: {type(error).__name__}: {error}") from error
-        reason = f"{wire.KIND_NAMES.get(frame.kind, frame.kind)}: {type(error).__name__}: {error}"
-        self._queued_actions += [LogEvent("garbage", {"why": reason}), Close(PEER, peer)]
+    # As head.
+    links: dict[str, ReplicaLink] = field(default_factory=dict)
+    links_created: int = 0
+    is_head: np.ndarray = field(init=False)
+    is_ready: np.ndarray = field(init=False)
+    is_draining: np.ndarray = field(init=False)
+    #: The map gives the shard this server alone.
+    is_sole_replica: np.ndarray = field(init=False)
+    #: Shards to read from a checkpoint: folder, and the map version that ordered it.
+    shards_to_load: dict[int, tuple[str, int]] = field(default_factory=dict)
+    is_unloaded: np.ndarray = field(init=False)
+    #: Drained shards: deadline, shards, whether the controller knows.
+    handovers: list[tuple[float, np.ndarray, bool]] = field(default_factory=list)
+    #: Snapshot parts in flight per link.
+    max_parts_in_flight: int = 4
+    log_state_requested_at: float = 0.0
+    #: When reads of each shard may begin, and the latest of these times.
+    reads_allowed_from: np.ndarray = field(init=False)
+    all_reads_allowed_from: float = float("-inf")
+    blocked_acks: list[PendingAck] = field(default_factory=list)
+    waiting_pushes: list[WaitingRequest] = field(default_factory=list)
+    waiting_reads: list[WaitingRequest] = field(default_factory=list)
+    #: Expiry orders that wait until every shard headed here is ready.
+    waiting_expiries: list[wire.Frame] = field(default_factory=list)
+    live_slots: list[int] = field(default_factory=list)
+    min_clock_cache: np.ndarray | None = None
 
-    def _take_actions(self) -> list[Action]:
-        actions, self._queued_actions = self._queued_actions, []
+    # As backup.
+    #: The head on each connection: its name and incarnation.
+    head_of_peer: dict[Hashable, tuple[str, int]] = field(default_factory=dict)
+    #: Of each head: the id of its link and the number of its last message.
+    last_received: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    refused_shards: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    frames_awaiting_map: dict[Hashable, list[wire.Frame]] = field(default_factory=dict)
+    requested_map_version: int = -1
+    incoming_snapshots: dict[int, list[SnapshotPart]] = field(default_factory=dict)
+    last_answered: dict[str, float] = field(default_factory=dict)
+    acceptance_cache: dict[tuple[str, int, ShardSet], np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_shards = self.shards.num_shards
+        self.map, self.shard_sets = empty_map(num_shards), ShardSetCache(num_shards)
+        self.is_head, self.is_ready, self.is_draining, self.is_sole_replica, self.is_unloaded = (
+            np.zeros(num_shards, bool) for _ in range(5)
+        )
+        self.reads_allowed_from = np.full(num_shards, -np.inf)
+        self.counters = dict.fromkeys(("pushes", "pulls", "entries", "rows", "refused", "stale"), 0)
+
+    def take_actions(self) -> list[Action]:
+        """The actions since the last call."""
+        actions, self.actions = self.actions, []
         return actions
 
-    def _send_to_peer(
-        self,
-        peer: Hashable,
-        kind: int,
-        request_id: int,
-        meta: dict[str, Any],
-        arrays: Sequence[np.ndarray | wire.ChunkedArray] = (),
+    def send_to_peer(
+        self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any], arrays: Arrays = ()
     ) -> None:
-        self._queued_actions.append(Send(PEER, peer, kind, request_id, meta, arrays))
+        """Send over a connection that the other side opened."""
+        self.actions.append(Send(PEER, peer, kind, request_id, meta, arrays))
 
-    def _send_to_replica(
-        self, server: str, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray | wire.ChunkedArray] = ()
-    ) -> None:
-        self._queued_actions.append(Send(LINK, server, kind, 0, meta, arrays))
+    def send_to_replica(self, server: str, kind: int, meta: dict[str, Any], arrays: Arrays = ()) -> None:
+        """Send over our connection to another server."""
+        self.actions.append(Send(LINK, server, kind, 0, meta, arrays))
 
-    def _send_to_controller(self, kind: int, meta: dict[str, Any]) -> None:
-        self._queued_actions.append(Send(CONTROL, None, kind, 0, meta))
+    def send_to_controller(self, kind: int, meta: dict[str, Any]) -> None:
+        """Send to the controller."""
+        self.actions.append(Send(CONTROL, None, kind, 0, meta))
 
-    def _send_stale(self, peer: Hashable, frame: wire.Frame) -> None:
+    def send_stale(self, peer: Hashable, request_id: int) -> None:
+        """Answer that another server heads these shards: nothing was done."""
         self.counters["stale"] += 1
-        self._send_to_peer(peer, wire.STALE_MAP, frame.request_id, {"version": self.map.version})
+        self.send_to_peer(peer, wire.STALE_MAP, request_id, {"version": self.map.version})
 
-    def _refuse(self, peer: Hashable, frame: wire.Frame, error: str, message: str) -> None:
+    def refuse(self, peer: Hashable, frame: wire.Frame, error: str, message: str) -> None:
+        """Answer that a request fails for good."""
         self.counters["refused"] += 1
-        self._send_to_peer(peer, wire.REFUSED, frame.request_id, {"error": error, "message": message})
+        self.send_to_peer(peer, wire.REFUSED, frame.request_id, {"error": error, "message": message})
 
-    def _parse_shard_set(self, frame: wire.Frame) -> ShardSet:
+    def reject_malformed(self, peer: Hashable, frame: wire.Frame, error: Exception) -> None:
+        """Close a connection that sent a malformed frame; of a head it means that we diverged."""
+        if peer in self.head_of_peer:
+            raise ReplicaDiverged(f"{frame} of {self.head_of_peer[peer]}: {type(error).__name__}: {error}") from error
+        reason = f"{wire.KIND_NAMES.get(frame.kind, frame.kind)}: {type(error).__name__}: {error}"
+        self.actions += [LogEvent("garbage", {"why": reason}), Close(PEER, peer)]
+
+    def parse_shard_set(self, frame: wire.Frame) -> ShardSet:
+        """The shards of a worker's frame: its first array."""
         shard_set = self.shard_sets.get(frame.arrays[0])
         if type(frame.meta["version"]) is not int:
-            raise wire.WireError(f"{wire.KIND_NAMES[frame.kind]}: version {frame.meta['version']!r} is no number")
+            raise wire.WireError(f"{wire.KIND_NAMES[frame.kind]}: version {frame.meta['version']!r} is not an integer")
         return shard_set
 
-    def _update_ready(self) -> None:
-        is_ready = self.is_head & ~self.is_draining & ~self._is_unloaded
+    def update_ready(self) -> None:
+        """Recompute which shards take pushes: headed, loaded, not draining, equal on all backups."""
+        is_ready = self.is_head & ~self.is_draining & ~self.is_unloaded
         for link in self.links.values():
             is_ready &= ~link.is_backup | link.is_synced
         self.is_ready = is_ready

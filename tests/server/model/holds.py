@@ -18,7 +18,7 @@ def check(world: World) -> None:
         replica = world.nodes[name].replica
         if replica is None:
             continue
-        state = replica.state
+        state = replica.shards
         for shard in range(case.shards):
             want = 0
             held = sum(
@@ -42,8 +42,8 @@ def check(world: World) -> None:
             node = world.nodes.get(name)
             if node is None or node.replica is None or node.incarnation != known.servers[name].incarnation:
                 continue
-            slot = node.replica.state.dedup.slots.get((worker, world.nodes[worker].incarnation))
-            have = 0 if slot is None else int(node.replica.state.dedup.last_seq[slot, shard])
+            slot = node.replica.shards.dedup.slots.get((worker, world.nodes[worker].incarnation))
+            have = 0 if slot is None else int(node.replica.shards.dedup.last_seq[slot, shard])
             if have < seq:
                 world.fail(
                     f"{name}, of the chain of shard {shard}, has {have} pushes of {worker}; {seq} are acknowledged"
@@ -73,8 +73,8 @@ def _known(world: World, worker: str, shard: int, seq: int) -> bool:
     node = world.nodes.get(known.heads[shard] or "")
     if node is None or node.replica is None:
         return True
-    slot = node.replica.state.dedup.slots.get((worker, world.nodes[worker].incarnation))
-    return slot is not None and int(node.replica.state.dedup.last_seq[slot, shard]) >= seq
+    slot = node.replica.shards.dedup.slots.get((worker, world.nodes[worker].incarnation))
+    return slot is not None and int(node.replica.shards.dedup.last_seq[slot, shard]) >= seq
 
 
 def finished(world: World) -> None:
@@ -91,7 +91,7 @@ def finished(world: World) -> None:
     for shard, chain in enumerate(core.map.chains):
         digests = set()
         for name in chain:
-            state = world.nodes[name].replica.state
+            state = world.nodes[name].replica.shards
             digests.add(state.digest(shard))
             if state.store.rows[shard] != whole:
                 world.fail(f"{name} ends with {oct(int(state.store.rows[shard]))} on shard {shard}, not {oct(whole)}")

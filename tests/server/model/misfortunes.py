@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from echelon.server.controller import Controller
+from echelon.server.controller.state import ControllerState, open_controller
 from echelon.server.protocol import wire
 from tests.server.model.nodes import Server, Worker
 from tests.server.model.world import Ends, World
@@ -144,10 +144,10 @@ def start(world: World) -> None:
     world.reconnect()
 
 
-def controller(world: World, document: dict[str, Any] | None) -> Controller:
+def controller(world: World, document: dict[str, Any] | None) -> ControllerState:
     """The controller as its disk has it."""
     case = world.case
-    return Controller(document, num_shards=case.shards, replicas=case.replicas, expect=case.servers, now=world.now)
+    return open_controller(document, num_shards=case.shards, replicas=case.replicas, expect=case.servers, now=world.now)
 
 
 def join(world: World) -> None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.server.client.outbox import Outbox, Section
-from echelon.server.controller import Controller
+from echelon.server.controller import events as controller_events
+from echelon.server.controller.state import ControllerState
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
 from echelon.server.protocol.shard_map import ShardMap
-from echelon.server.replica import Replica
+from echelon.server.replica import events
+from echelon.server.replica.shard_state import ShardState
+from echelon.server.replica.state import ReplicaState
 from tests.server.fake_store import TinyStore
 
 
@@ -21,7 +24,7 @@ class Server:
 
     name: str
     incarnation: int = 0
-    replica: Replica | None = None
+    replica: ReplicaState | None = None
     joined: bool = False
 
 
@@ -43,7 +46,7 @@ def _server(call: str) -> Callable[..., list[Action]]:
     def run(server: Server, now: float, *args: Any) -> list[Action]:
         if server.replica is None:
             return []
-        return list(getattr(server.replica, call)(now, *args))
+        return list(getattr(events, call)(server.replica, now, *args))
 
     return run
 
@@ -51,7 +54,7 @@ def _server(call: str) -> Callable[..., list[Action]]:
 def _framed(call: str) -> Callable[..., list[Action]]:
     def run(server: Server, now: float, peer: Any, frame: wire.Frame) -> list[Action]:
         assert server.replica is not None
-        return list(getattr(server.replica, call)(now, peer, frame))
+        return list(getattr(events, call)(server.replica, now, peer, frame))
 
     return run
 
@@ -63,13 +66,11 @@ def _controlled(server: Server, now: float, frame: wire.Frame) -> list[Any]:
         server.incarnation, server.joined = frame.meta["incarnation"], True
         new = ShardMap.from_document(frame.meta["map"])
         if server.replica is None:
-            store = TinyStore(new.num_shards)
-            server.replica = Replica(
-                name=server.name, incarnation=server.incarnation, store=store, num_shards=new.num_shards
-            )
+            shards = ShardState(TinyStore(new.num_shards), new.num_shards)
+            server.replica = ReplicaState(name=server.name, incarnation=server.incarnation, shards=shards)
             server.replica.max_parts_in_flight = 1  # of a snapshot under way at once: pushes come between them
-        out += server.replica.on_map(now, new, frame.meta["specs"])
-        out += server.replica.on_controller_connected(now)
+        out += events.on_map(server.replica, now, new, frame.meta["specs"])
+        out += events.on_controller_connected(server.replica, now)
     elif frame.kind == wire.REFUSED:
         out.append("anew")
     elif frame.kind == wire.MAP_UPDATE:
@@ -79,22 +80,22 @@ def _controlled(server: Server, now: float, frame: wire.Frame) -> list[Any]:
             if seat is None or seat.incarnation != server.incarnation:
                 out.append("anew")
             else:
-                out += server.replica.on_map(now, new, frame.meta["specs"])
+                out += events.on_map(server.replica, now, new, frame.meta["specs"])
     elif server.replica is not None:
-        out += server.replica.on_controller_frame(now, frame)
+        out += events.on_controller_frame(server.replica, now, frame)
     if "anew" in out:
         server.replica, server.incarnation, server.joined = None, 0, False
     return out
 
 
-def _ticked(core: Controller, now: float, dead: str | None) -> list[Action]:
+def _ticked(core: ControllerState, now: float, dead: str | None) -> list[Action]:
     """The controller's tick, when everyone who has a connection has just been heard."""
-    core._last_tick = now
+    core.last_tick = now
     for session in core.sessions.values():
         session.last_heard = now
     if dead is not None:
         core.disconnect_deadlines["server", dead] = now
-    return core.on_tick(now)
+    return controller_events.on_tick(core, now)
 
 
 def _mapped(worker: Worker, now: float, frame: wire.Frame) -> list[Any]:
@@ -145,8 +146,8 @@ EVENTS: dict[str, Callable[..., list[Any]]] = {
     "peer lost": _server("on_peer_lost"),
     "server tick": _server("on_tick"),
     "unjoined": lambda server, now: setattr(server, "joined", False) or [],
-    "heard": lambda core, now, peer, frame: core.on_frame(now, peer, frame),
-    "lost": lambda core, now, peer: core.on_peer_lost(now, peer),
+    "heard": lambda core, now, peer, frame: controller_events.on_frame(core, now, peer, frame),
+    "lost": lambda core, now, peer: controller_events.on_peer_lost(core, now, peer),
     "tick": _ticked,
     "map": _mapped,
     "answered": _answered,

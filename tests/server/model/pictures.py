@@ -61,13 +61,13 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 _SKIPPED = {
     "counters",
-    "_acceptance_cache",
-    "_log_state_requested_at",
+    "acceptance_cache",
+    "log_state_requested_at",
     "down_since",
     "settings",
     "reports",
-    "_load_shard",
-    "_declare_spec",
+    "load_shard",
+    "declare_spec",
     "requests",
     "shard_sets",
 }
@@ -96,7 +96,7 @@ def frozen(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return frozenset([frozen(each) for each in value])
     if is_dataclass(value):
-        return tuple([frozen(getattr(value, each.name)) for each in fields(value)])
+        return tuple([frozen(getattr(value, each.name)) for each in fields(value) if each.name not in _SKIPPED])
     if callable(value):
         return None
     names = getattr(type(value), "__slots__", ()) or value.__dict__

@@ -1,0 +1,102 @@
+"""Head: sends log entries to the other replicas, and acknowledges a push once all of them have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from echelon.server.protocol import wire
+from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
+from echelon.server.replica.replica_link import PendingAck, ReplicaLink, SnapshotTransfer, UnackedMessage
+from echelon.server.replica.shard_state import covers_frame
+from echelon.server.replica.state import ReplicaState
+
+
+def forward(
+    replica: ReplicaState, now: float, frame: wire.Frame, applied_shards: ShardSet, *, is_noop: bool = False
+) -> None:
+    """Send an entry that was applied here to every replica of its shards."""
+    for link in replica.links.values():
+        if link.transfer is not None and link.transfer.last_part_number is None:
+            defer_entry(replica, link.transfer, frame, applied_shards, is_noop)
+        is_forwarding = link.is_forwarding[applied_shards.index]
+        forwards_all = all_set(is_forwarding)
+        if not forwards_all and not any_set(is_forwarding):
+            continue
+        meta: dict[str, Any] = {"v": replica.map.version}
+        if is_noop:
+            meta["void"] = True
+        if not forwards_all or not covers_frame(applied_shards, frame):
+            meta["only"] = applied_shards.wire_shards[is_forwarding].tolist()
+        send_numbered(replica, now, link, wire.LOG_ENTRY, meta, [frame.raw])
+
+
+def defer_entry(
+    replica: ReplicaState, transfer: SnapshotTransfer, frame: wire.Frame, applied_shards: ShardSet, is_noop: bool
+) -> None:
+    """Hold back an entry of a shard whose snapshot is still being sent."""
+    if (applied_shards.shards == transfer.shard).any():
+        meta: dict[str, Any] = {"v": replica.map.version, "only": [transfer.shard]}
+        if is_noop:
+            meta["void"] = True
+        transfer.deferred_entries.append((meta, [frame.raw]))
+
+
+def send_numbered(
+    replica: ReplicaState, now: float, link: ReplicaLink, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
+) -> int:
+    """Send a message that the replica acknowledges by its number; keep it until then."""
+    link.last_number += 1
+    meta["n"] = link.last_number
+    link.unacked.append(UnackedMessage(link.last_number, kind, meta, arrays, now))
+    if link.is_up:
+        replica.send_to_replica(link.server, kind, meta, arrays)
+    return link.last_number
+
+
+def ack_when_replicated(replica: ReplicaState, ack: PendingAck) -> None:
+    """Answer a worker once every required replica has everything sent so far."""
+    for link in replica.links.values():
+        if link.last_acked < link.last_number and link.must_ack(ack.shard_set):
+            ack.awaited_numbers[link.server] = link.last_number
+            link.pending_acks.append((link.last_number, ack))
+    if not ack.awaited_numbers:
+        send_ack(replica, ack)
+
+
+def send_ack(replica: ReplicaState, ack: PendingAck) -> None:
+    """Answer now, or block the answer while a required replica is behind or knows a newer map."""
+    version, shard_set = replica.map.version, ack.shard_set
+    for link in replica.links.values():
+        if link.is_behind(shard_set) or (link.peer_map_version > version and link.must_ack(shard_set)):
+            replica.blocked_acks.append(ack)
+            return
+    kind, meta = ack.answer
+    replica.send_to_peer(ack.peer, kind, ack.request_id, meta)
+
+
+def retry_blocked_acks(replica: ReplicaState) -> None:
+    """Send the blocked answers that may go out by now."""
+    blocked, replica.blocked_acks = replica.blocked_acks, []
+    for ack in blocked:
+        if not ack.awaited_numbers:
+            send_ack(replica, ack)
+
+
+def append_entry(
+    replica: ReplicaState, now: float, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
+) -> None:
+    """Apply and forward an entry that the head itself creates."""
+    frame = wire.parse(wire.join_buffers(wire.encode(kind, 0, meta, arrays)))
+    shard_set = replica.shard_sets.get(frame.arrays[0])
+    apply_entry(replica, frame, shard_set, replica.map.version)
+    forward(replica, now, frame, shard_set)
+
+
+def apply_entry(replica: ReplicaState, frame: wire.Frame, shard_set: ShardSet, version: int) -> None:
+    """Apply an entry other than a push."""
+    replica.shards.apply_entry(frame, shard_set, version=version)
+    if frame.kind == wire.ADD_WORKER:
+        replica.min_clock_cache = None
