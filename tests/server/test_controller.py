@@ -267,7 +267,9 @@ def test_a_shard_that_is_lost_ends_the_checkpoint_that_is_being_written(job: Job
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
     job.say(job.core.map.heads[5], wire.RESTORE_FAILED, {"shard": 5, "why": "damaged", "version": job.core.map.version})
     told = [(kind, meta["message"]) for whom, kind, _, meta in job.heard if whom == "admin"]
-    assert told == [(wire.REFUSED, "folder: shards [5] were lost while it was written; write a checkpoint once they are back")]
+    assert told == [
+        (wire.REFUSED, "folder: shards [5] were lost while it was written; write a checkpoint once they are back")
+    ]
     assert "are lost" in job.say("admin", wire.CHECKPOINT, {"path": "other"}, 8)[0][1]["message"]
 
 
