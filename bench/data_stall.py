@@ -182,7 +182,7 @@ def measure(case: Case, folder: Path, device: str, workers: int, warm: int, step
     spent = time.perf_counter() - began
     assert batch is not None
     there = replace(
-        batch, micro_batches=tuple(MicroBatch(run.move(each.batch), each.samples) for each in batch.micro_batches)
+        batch, micro_batches=tuple(MicroBatch(run.move_batch(each.batch), each.samples) for each in batch.micro_batches)
     )
     _settled(device)
     began = time.perf_counter()

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish, tell
+from echelon.engine.backends.parameter_server import ParameterServerBackend
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.parameter_server import ServedTable
@@ -139,8 +140,8 @@ def learn(world: World, mode: str, seed: int, train: int, test: int) -> dict[str
         began, cpu = time.perf_counter(), time.process_time()
         for batch in run.batches():
             run.step(batch)
-            if batch.step % 16 == 15 and run.server_backend is not None:
-                most = max(most, run.server_backend.steps_ahead_of_slowest())
+            if batch.step % 16 == 15 and isinstance(run.backend, ParameterServerBackend):
+                most = max(most, run.backend.steps_ahead_of_slowest())
         run.check_last_step()
         run.synchronize()
         took, cpu = time.perf_counter() - began, time.process_time() - cpu

@@ -109,7 +109,7 @@ def held(run: Run) -> dict[str, bytes]:
         [each.state_dict() for each in run.schedules],
         run.model[0].calls,
         run.nominal_count,
-        run.mutable_buffers,
+        run.train_step.step_metrics.buffer_tracker.mutable_buffers,
     ]
     return {key: bytes(tensor_bytes(value)) for key, value in tensors.items()} | {"rest": repr(rest).encode()}
 

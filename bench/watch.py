@@ -105,8 +105,8 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _blind(run: Any) -> None:
     """Have a run look at nothing: neither at counts nor at buffers that a step might have to put back."""
-    run._loss_averages.add_part = lambda loss, samples, again: ()
-    run._buffer_rollback.save = lambda: None
+    run.train_step.loss_weighing._averages.add_part = lambda loss, samples, again: ()
+    run.train_step._buffer_rollback.save = lambda: None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from echelon.engine.activation_checkpoint import checkpoint_activations
-from echelon.engine.backends.parameter_server import remove_tables
+from echelon.engine.backends.remote_embedding import remove_tables
 from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.checks.hook_checks import require_supported_hooks
 from echelon.engine.data_setup import BatchMover
@@ -101,6 +101,11 @@ class RankModel:
         return (
             data_replicas * (1 if name in self.tp_shards else self._axes["tp"].size) * len(self.pipeline_ranks_of(name))
         )
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward without backward has gathered."""
+        if self.sharding is not None:
+            self.sharding.reshard()
 
     @contextmanager
     def explain_step_errors(self, optimizer: Optimizer) -> Iterator[None]:

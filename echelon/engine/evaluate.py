@@ -6,8 +6,9 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from echelon.data.loader import MicroBatch, evaluation_batches
 from echelon.data.open_data import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
-from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions, snapshot_metrics
-from echelon.engine.loss_averages import ClampedCounts
-from echelon.engine.losses import CountRatios, recount_pair, to_pair
+from echelon.engine.checkpoint.function_state import snapshot_functions, snapshot_metrics
+from echelon.engine.checkpoint.run_attributes import RunAttributes
+from echelon.engine.loss_averages import CountHistory
+from echelon.engine.losses import CountRatios
 from echelon.engine.metrics import (
     EvaluationPart,
     MetricKind,
@@ -34,21 +36,15 @@ from echelon.engine.metrics import (
     tensor_versions,
     to_full_tensors,
     to_metric_pair,
+    to_pair,
     trees_equal,
 )
 from echelon.engine.precision import autocast
+from echelon.engine.run_state import RunState
 from echelon.errors import JobError
-from echelon.job import call_loss
-from echelon.loss_counts import repeat_samples
 from echelon.plan.batch_split import local_batch_sizes
-from echelon.trials.random_state import preserve_random_states
 from echelon.trials.snapshot import Snapshot
-from echelon.trials.trial_context import single_process_world
 from echelon.world import usable_memory
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
-
 
 #: Relative rounding of counts that are sums of float32.
 _COUNT_TOLERANCE = 1e-5
@@ -62,44 +58,68 @@ _SMALL_SET_BYTES = 16 << 20
 _MAX_COLLECTED_BYTES, _MEMORY_DIVISOR = 4 << 30, 8
 
 
-@torch.no_grad()
-def evaluate(run: Run, data: Any = None) -> dict[str, float]:
-    """Loss and the job's metrics over `data` (default: the job's evaluation set). Every rank must call it."""
-    job = run.job
-    data = job.eval_data if data is None else data
-    if data is None:
-        raise JobError("nothing to evaluate on: give the job eval_data=, or pass a data set")
-    run.model.eval()
-    run.loss_is_stateful = not run.step_number or bool(run.attributes.functions.changed_objects())
-    restore_loss_state = snapshot_functions(job, run.model) if run.loss_is_stateful else None
-    metrics_before = snapshot_metrics(job, run.model)
-    try:
-        results = sums = None
+class Evaluator:
+    """Evaluates one run, and remembers what its evaluations found out about the loss and the metrics."""
+
+    def __init__(self, run: RunState, attributes: RunAttributes) -> None:
+        self.run, self.attributes = run, attributes
+        #: How each metric is reduced (metrics.py); known after the first evaluation.
+        self.metric_kinds: dict[str, MetricKind] = {}
+        self._pipeline_batches = 0
+
+    @torch.no_grad()
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Loss and the job's metrics over `data` (default: the job's evaluation set). Every rank must call it."""
+        run, job, loss = self.run, self.run.job, self.run.evaluation_loss
+        data = job.eval_data if data is None else data
+        if data is None:
+            raise JobError("nothing to evaluate on: give the job eval_data=, or pass a data set")
+        run.model.eval()
+        loss.is_stateful = not run.step_number or bool(self.attributes.functions.changed_objects())
+        restore_loss_state = snapshot_functions(job, run.model) if loss.is_stateful else None
+        metrics_before = snapshot_metrics(job, run.model)
         mutating_metrics: set[str] = set()
-        while (
-            results is None
-        ):  # again where a metric is no mean or edits its arguments, or the loss has no common weight
-            if sums is not None:
+        try:
+            while True:
+                sums = _EvaluationSums(self, metrics_before, mutating_metrics)
+                for micro_batch in _micro_batches(run, data):
+                    batch = run.move_batch(micro_batch.batch)
+                    sums.add(batch, self._evaluate_batch(batch), micro_batch.samples)
+                results = sums.finish(round_robin=is_stream(data))
+                if results is not None:
+                    return results
+                # A metric is no mean or edits its arguments, or the loss has no common weight.
                 metrics_before.restore()
                 if restore_loss_state is not None:
                     restore_loss_state()
-            sums = _EvaluationSums(run, metrics_before, mutating_metrics)
-            for micro_batch in _micro_batches(run, data):
-                batch = run.move(micro_batch.batch)
-                sums.add(batch, run.evaluate_batch(batch), micro_batch.samples)
-            results = sums.finish(round_robin=is_stream(data))
-    finally:
-        run.model.train()
-        run.reshard()
-    return results
+        finally:
+            run.model.train()
+            run.rank_model.reshard()
+
+    def _evaluate_batch(self, batch: Any) -> tuple[Tensor, Any] | None:
+        """The loss of a batch and the model's output; None on stages without a loss."""
+        run, pipeline = self.run, self.run.rank_model.pipeline
+        if pipeline is None:
+            (loss,) = run.evaluation_loss(run.model, batch)
+        else:
+            self._pipeline_batches += 1
+            seed = partial(run.seed_random, run.step_number, run.data_parallel.rank, -self._pipeline_batches)
+            losses = pipeline.forward(batch, run.evaluation_loss, seed)
+            if not losses:
+                return None
+            (loss,) = losses
+        output, run.evaluation_loss.output = run.evaluation_loss.output, None
+        return loss, output
 
 
 class _EvaluationSums:
     """Loss and metrics of an evaluation so far, on this rank."""
 
-    def __init__(self, run: Run, metrics_before: Snapshot, mutating_metrics: set[str]) -> None:
+    def __init__(self, evaluator: Evaluator, metrics_before: Snapshot, mutating_metrics: set[str]) -> None:
         """`metrics_before`: what metrics kept before this evaluation. `mutating_metrics`: those that edit their arguments; ranks add to it at the end."""
-        self._run, self._metrics, self._metrics_before = run, run.job.metrics, metrics_before
+        run = evaluator.run
+        self._run, self._evaluator, self._loss = run, evaluator, run.evaluation_loss
+        self._metrics, self._metrics_before = run.job.metrics, metrics_before
         self._mutating_metrics, self._new_mutating_metrics = mutating_metrics, set[str]()
         self._names = ["loss", *self._metrics]
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=run.device)
@@ -117,25 +137,21 @@ class _EvaluationSums:
         #: What batches divided their sums by in which the loss counted nothing.
         self._empty_divisor = 0.0
         #: The counts of what is given as (sum, count), by name.
-        self._clamped_counts: dict[str, ClampedCounts] = {}
+        self._clamped_counts: dict[str, CountHistory] = {}
         self._max_collected_bytes = min(_MAX_COLLECTED_BYTES, usable_memory() // _MEMORY_DIVISOR)
 
     def add(self, batch: Any, loss_and_output: tuple[Tensor, Any] | None, sample_count: int) -> None:
         """Count a micro-batch. `loss_and_output`: its loss and the model's output; None on stages without a loss."""
         if loss_and_output is not None:
             loss, output = loss_and_output
-            empty_divisor = self._run.empty_loss_divisor
-            if (
-                sample_count
-                and self._run.loss_count_ratios is None
-                and self._may_be_clamped("loss", loss, sample_count)
-            ):
+            empty_divisor = self._loss.empty_divisor
+            if sample_count and self._loss.count_ratios is None and self._may_be_clamped("loss", loss, sample_count):
                 loss, empty_divisor = self._recount_loss(loss, output, batch, sample_count)
             self._empty_divisor = empty_divisor or self._empty_divisor
             if sample_count and float(loss[1]):  # else nothing counts
-                if self._has_ratios and not _same_ratios(self._ratios, self._run.loss_count_ratios):
+                if self._has_ratios and not _same_ratios(self._ratios, self._loss.count_ratios):
                     self._misclassified.add("loss")
-                self._ratios, self._has_ratios = self._run.loss_count_ratios, True
+                self._ratios, self._has_ratios = self._loss.count_ratios, True
             # A part is gathered by all ranks that hold one, whatever counts.
             is_due = holds_full_tensors(output) or not self._has_dropped_batches or self._batch_count.bit_count() == 1
             needs_part = (
@@ -160,24 +176,14 @@ class _EvaluationSums:
     def _may_be_clamped(self, name: str, pair: Tensor, sample_count: int) -> bool:
         """Whether a count may be more than what was counted."""
         count = float(pair[1])
-        return not math.isnan(count) and self._clamped_counts.setdefault(name, ClampedCounts()).may_be_clamped(
+        return not math.isnan(count) and self._clamped_counts.setdefault(name, CountHistory()).may_be_clamped(
             count, sample_count
         )
 
     def _recount_loss(self, loss: Tensor, output: Any, batch: Any, sample_count: int) -> tuple[Tensor, float]:
-        run, full_output = self._run, to_full_tensors(output)
-
-        def repeat_loss(times: int) -> Any:
-            repeated = repeat_samples((full_output, batch), sample_count, times)
-            with (
-                single_process_world(),
-                preserve_random_states(),
-                preserve_function_state(run.job, run.model),
-                autocast(run.precision, run.device),
-            ):
-                return None if repeated is None else call_loss(run.job, repeated[0], repeated[1], run.model)
-
-        recounted, empty_divisor = recount_pair(loss, repeat_loss)
+        recounted, empty_divisor = self._loss.recount(
+            self._run.model, loss, (to_full_tensors(output), batch), sample_count
+        )
         if recounted is not None and recounted[1] != loss[1]:
             self._clamped_counts["loss"].highest_clamped = max(
                 self._clamped_counts["loss"].highest_clamped, float(loss[1])
@@ -190,7 +196,7 @@ class _EvaluationSums:
         rows_of_pairs = [
             (name, row)
             for name, row in zip(self._metrics, metric_rows, strict=True)
-            if run.metric_kinds.get(name) != "whole"
+            if self._evaluator.metric_kinds.get(name) != "whole"
         ]
         maybe_clamped = [name for name, row in rows_of_pairs if self._may_be_clamped(name, row, sample_count)]
         part = EvaluationPart(to_full_tensors(output), batch, sample_count) if maybe_clamped else None
@@ -201,7 +207,7 @@ class _EvaluationSums:
 
     def _all_classified_as(self, *kinds: str) -> bool:
         """Whether every metric is known, as one of these."""
-        return all(self._run.metric_kinds.get(name) in kinds for name in self._metrics)
+        return all(self._evaluator.metric_kinds.get(name) in kinds for name in self._metrics)
 
     def _compute_metric(self, name: str, kind: str | None, output: Any, batch: Any) -> Tensor:
         """A metric of a batch; nothing of one over the whole set, and of one that fails while its kind is not known."""
@@ -224,7 +230,7 @@ class _EvaluationSums:
         versions_before = tensor_versions(originals)
         for name in self._metrics:
             arguments = clone_tree(originals) if is_first_batch or name in self._mutating_metrics else originals
-            metric_rows.append(self._compute_metric(name, self._run.metric_kinds.get(name), *arguments))
+            metric_rows.append(self._compute_metric(name, self._evaluator.metric_kinds.get(name), *arguments))
             if (is_first_batch and not trees_equal(arguments, originals)) or (
                 arguments is originals and tensor_versions(originals) != versions_before
             ):
@@ -235,7 +241,7 @@ class _EvaluationSums:
     def _check_means(self, part: EvaluationPart) -> None:
         """Look again whether metrics are means: samples may be sorted, so that the first ones did not show it."""
         part = slice_part(part, 0, _CHECKED_ROWS) if part.sample_count > _CHECKED_ROWS else part
-        means = [name for name in self._metrics if self._run.metric_kinds.get(name) == "mean"]
+        means = [name for name in self._metrics if self._evaluator.metric_kinds.get(name) == "mean"]
         if means and self._has_dropped_batches and self._run.is_reporting:
             with self._preserve_metric_state():
                 self._misclassified |= {
@@ -267,7 +273,7 @@ class _EvaluationSums:
 
     def _agree_on_kinds(self) -> None:
         """Agree over all ranks on the kind of every metric that is not known; every rank comes here in the same turn."""
-        run, kinds = self._run, self._run.metric_kinds
+        run, kinds = self._run, self._evaluator.metric_kinds
         unknown = [name for name in self._metrics if name not in kinds]
         if unknown:
             local_kinds: dict[str, MetricKind | None] = {}
@@ -286,7 +292,7 @@ class _EvaluationSums:
 
     def _classify_metric(self, name: str) -> MetricKind | None:
         parts = [move_part(part, self._run.device) for part in self._parts]
-        if parts and self._run.attributes.changes_functions(
+        if parts and self._evaluator.attributes.changes_functions(
             lambda: self._metrics[name](parts[0].output, parts[0].batch)
         ):
             return "whole"  # every rank must have what the whole set leaves behind
@@ -308,8 +314,8 @@ class _EvaluationSums:
         if any(not _same_ratios(rank_ratios[0], value) for value in rank_ratios):
             misclassified.add("loss")
         if misclassified:
-            run.weighs_loss_by_samples |= "loss" in misclassified
-            run.metric_kinds.update({name: "whole" for name in misclassified if name != "loss"})
+            self._loss.weighs_by_samples |= "loss" in misclassified
+            self._evaluator.metric_kinds.update({name: "whole" for name in misclassified if name != "loss"})
         if misclassified or mutating_metrics:
             return None
         uncomputed = self._compute_whole_set_metrics(round_robin=round_robin)
@@ -346,7 +352,7 @@ class _EvaluationSums:
         ]
         with self._preserve_metric_state():
             for name in self._metrics if len(parts) > 1 else ():
-                if run.metric_kinds[name] == "mean" and not all(
+                if self._evaluator.metric_kinds[name] == "mean" and not all(
                     is_mean(self._metrics[name], *pair) for pair in pairwise(parts)
                 ):
                     self._misclassified.add(name)
@@ -366,8 +372,10 @@ class _EvaluationSums:
             not any(has_dropped for _, has_dropped in rank_states)
             and max(size for size, _ in rank_states) <= _SMALL_SET_BYTES
         )
-        whole_set_metrics = [name for name in self._metrics if run.metric_kinds[name] == "whole"]
-        mean_metrics = [name for name in self._metrics if run.metric_kinds[name] == "mean"] if is_small else []
+        whole_set_metrics = [name for name in self._metrics if self._evaluator.metric_kinds[name] == "whole"]
+        mean_metrics = (
+            [name for name in self._metrics if self._evaluator.metric_kinds[name] == "mean"] if is_small else []
+        )
         if not whole_set_metrics and not mean_metrics:
             return []
         reason = ""
@@ -388,7 +396,7 @@ class _EvaluationSums:
             if rank_parts is None:  # its batches are counted there
                 self._sums[self._names.index(name)] = 0
         if whole_set_metrics and any(computed for *_, computed in rank_results):
-            run.attributes.share_metrics(has_metrics=rank_parts is not None)
+            self._evaluator.attributes.share_metrics(has_metrics=rank_parts is not None)
         reason = reason or next((fields for fields, *_ in rank_results if fields), "")
         if reason and whole_set_metrics and run.world.is_main:
             run.warn(
@@ -456,7 +464,7 @@ def _same_ratios(left: CountRatios | None, right: CountRatios | None) -> bool:
     return all(math.isclose(*pair, rel_tol=_COUNT_TOLERANCE) for pair in zip(left, right, strict=True))
 
 
-def _micro_batches(run: Run, data: Any) -> Iterator[MicroBatch]:
+def _micro_batches(run: RunState, data: Any) -> Iterator[MicroBatch]:
     data_ranks = run.data_parallel
     rank, rank_count = data_ranks.rank, data_ranks.size
     # All ranks have as many samples here, so that no more than the smallest share fits everywhere.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.checkpoint.param_group_state import optimizer_entries
 from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions, to_local
-
-if TYPE_CHECKING:
-    from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
-    from echelon.engine.run import Run
+from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
+from echelon.engine.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ _LocalRegions = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
 
 
 @torch.no_grad()
-def gather_full_state(run: Run) -> FullState | None:
+def gather_full_state(run: RunState) -> FullState | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
     named_parameters = list(run.model.named_parameters())
     kinds: dict[str, Mapping[str, Tensor]] = {
@@ -47,7 +45,7 @@ def gather_full_state(run: Run) -> FullState | None:
     return FullState(**full_tensors) if run.world.is_main else None
 
 
-def gather_full_tensors(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The full tensors on rank 0, on its CPU or, where it is alone and its GPU has the room, there (elsewhere nothing). Every rank must
     call it.
 
@@ -134,7 +132,7 @@ def _write_regions(full_tensors: dict[str, Tensor], local_regions: Mapping[str, 
             full_tensors[name][index] = numbers
 
 
-def full_tensor_optimizer_of(run: Run, name: str) -> FullTensorOptimizer | None:
+def full_tensor_optimizer_of(run: RunState, name: str) -> FullTensorOptimizer | None:
     """What steps the optimizer that keeps a value (`0/blocks.1.up.weight/exp_avg`) on whole tensors: the tensor's owner has it whole."""
     optimizer_index, _, parameter_path = name.partition("/")  # Keras has strokes in parameter names
     return (
@@ -142,7 +140,7 @@ def full_tensor_optimizer_of(run: Run, name: str) -> FullTensorOptimizer | None:
     )
 
 
-def tp_shard_of(run: Run, name: str, value: Tensor) -> TPShard | None:
+def tp_shard_of(run: RunState, name: str, value: Tensor) -> TPShard | None:
     """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
     (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
     if full_tensor_optimizer_of(run, name) is not None:
@@ -151,7 +149,7 @@ def tp_shard_of(run: Run, name: str, value: Tensor) -> TPShard | None:
     return tp_shard if tp_shard is not None and value.shape == tp_shard.local_shape else None
 
 
-def _is_sender(run: Run, name: str, value: Tensor) -> bool:
+def _is_sender(run: RunState, name: str, value: Tensor) -> bool:
     """Whether this rank tells of a value: of ranks that hold the same the first does."""
     if value.is_meta:
         return False  # another stage's
@@ -163,7 +161,7 @@ def _is_sender(run: Run, name: str, value: Tensor) -> bool:
     return not any(group.rank for axis, group in run.axes.items() if axis not in sharded_axes)
 
 
-def _local_regions(run: Run, name: str, value: Tensor) -> _LocalRegions:
+def _local_regions(run: RunState, name: str, value: Tensor) -> _LocalRegions:
     tp_shard = tp_shard_of(run, name, value)
     shape = tuple(full_tensor_shape(value, tp_shard))
     if 0 in shape:
@@ -174,18 +172,18 @@ def _local_regions(run: Run, name: str, value: Tensor) -> _LocalRegions:
     return shape, tensor_regions
 
 
-def optimizer_tensors(run: Run) -> dict[str, Tensor]:
+def optimizer_tensors(run: RunState) -> dict[str, Tensor]:
     """Tensors of the optimizers' state: `0/blocks.1.up.weight/exp_avg`."""
     return {
         f"{index}/{name}/{key}": value
         for index, optimizer in enumerate(run.optimizers)
         for name, entry in optimizer_entries(run, optimizer)
         for key, value in entry.items()
-        if isinstance(value, Tensor) and (run.server_backend is None or name not in run.server_backend.trained_names)
+        if isinstance(value, Tensor) and name not in run.backend.server_trained
     }
 
 
-def state_bytes(run: Run) -> dict[str, int]:
+def state_bytes(run: RunState) -> dict[str, int]:
     """Bytes that this rank keeps: parameters, gradients, optimizer."""
     parameters = list(run.model.parameters())
     return {

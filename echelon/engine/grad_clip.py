@@ -5,7 +5,7 @@ Not torch's clip_grad_norm_: it fails where plain and sharded parameters meet, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def scale_gradients(grads: list[Tensor], factor: float | Tensor) -> None:
 
 @torch.no_grad()
 def total_norm(
-    grads: list[Tensor], replica_counts: list[int], ranks: WorldCommunicator, *, same_parameters: bool = True
+    grads: Sequence[Tensor], replica_counts: Sequence[int], ranks: WorldCommunicator, *, same_parameters: bool = True
 ) -> Tensor:
     """The 2-norm over all gradients as if they were on one device; the same value on every rank.
 
@@ -67,12 +67,6 @@ def _local_norm(tensors: list[Tensor], ranks: WorldCommunicator) -> Tensor:
     )
 
 
-@torch.no_grad()
-def clip_gradients(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most `max_norm` (torch's formula, to the bit)."""
-    scale_gradients(grads, clip_factor(norm, max_norm))
-
-
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by."""
+    """The factor by which clipping scales gradients of this norm (torch's formula, to the bit)."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -48,10 +48,9 @@ class LossAverages:
         #: The last part's averages by name, and a word that stands for them.
         self._term_names: tuple[str, ...] | None = None
         self._names_hash = 0.0
-        #: Of each average the least count so far, its first count per sample, and whether there was another.
-        self._term_counts: dict[int, tuple[float, float, bool]] = {}
-        #: The counts of losses given as (sum, count).
-        self.clamped_counts = ClampedCounts()
+        #: The counts of each average so far, and of losses given as (sum, count).
+        self._term_counts: dict[int, CountHistory] = {}
+        self.pair_counts = CountHistory()
         #: Whether the averages are entries of a list that grows with the samples; None: not tried yet.
         self._averages_sample_list: bool | None = None
 
@@ -134,11 +133,9 @@ class LossAverages:
         accelerator does not know it, and waits for this alone."""
         if isinstance(term.scale, Tensor):
             return bool(term.divided_by_one)
-        per_sample = term.scale / sample_count
-        lowest, first_per_sample, rates_differ = self._term_counts.get(index, (term.scale, per_sample, False))
-        rates_differ = rates_differ or not math.isclose(per_sample, first_per_sample)
-        self._term_counts[index] = min(lowest, term.scale), first_per_sample, rates_differ
-        return bool(term.divided_by_one) or (rates_differ and term.scale <= lowest)
+        history = self._term_counts.setdefault(index, CountHistory())
+        is_lowest = history.record(term.scale, sample_count) and history.rates_differ
+        return is_lowest or bool(term.divided_by_one)
 
     def _add_numbers(self, start: int, values: Sequence[float | Tensor]) -> None:
         for index, value in enumerate(values, start):
@@ -205,28 +202,31 @@ class LossAverages:
         return f"{name} {divided_by} per sample (varying by {deviation:.2g} between parts)"
 
 
-class ClampedCounts:
-    """Which counts of sums given as (sum, count) may be more than what was counted, as `max(count, least)` makes them."""
+class CountHistory:
+    """The counts of an average so far: `max(count, least)`, which hides what was counted, gives the lowest of them."""
 
     def __init__(self) -> None:
-        self._lowest, self._last_per_sample, self._rates_differ = math.inf, 0.0, False
-        #: The highest count that was more.
+        self._lowest, self._last_rate = math.inf, 0.0
+        #: Whether counts per sample differ.
+        self.rates_differ = False
+        #: The highest count that was found to be more than what was counted.
         self.highest_clamped = 0.0
 
+    def record(self, count: float, sample_count: int) -> bool:
+        """Add a count; whether none before was lower."""
+        rate, previous_lowest = count / max(sample_count, 1), self._lowest
+        self.rates_differ |= previous_lowest != math.inf and not math.isclose(rate, self._last_rate)
+        self._lowest, self._last_rate = min(previous_lowest, count), rate
+        return count <= previous_lowest
+
     def may_be_clamped(self, count: float, sample_count: int) -> bool:
-        """Whether it is the first, or 1, or as low as any before where counts per sample differ, or no higher than one that was more."""
-        per_sample = count / max(sample_count, 1)
-        is_first = self._lowest == math.inf
-        self._rates_differ = self._rates_differ or not (is_first or math.isclose(per_sample, self._last_per_sample))
-        maybe_clamped = (
-            is_first
-            or count == 1
-            or count <= self.highest_clamped
-            or count < self._lowest
-            or (self._rates_differ and count == self._lowest)
+        """Add the count of a (sum, count); whether it may be more than what was counted: 1, the first, or as low as any before where counts per
+        sample differ, or no higher than one that was."""
+        previous_lowest = self._lowest
+        is_lowest = self.record(count, sample_count)
+        return (
+            count == 1 or count <= self.highest_clamped or count < previous_lowest or (self.rates_differ and is_lowest)
         )
-        self._lowest, self._last_per_sample = min(self._lowest, count), per_sample
-        return maybe_clamped
 
 
 def _fold_terms(terms: tuple[LossTerm, ...]) -> tuple[LossTerm, ...]:

@@ -1,4 +1,4 @@
-"""The loss of one batch of an evaluation: its sum and what it counts."""
+"""The job's loss of one batch, in training and in evaluation, and what it counts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions
-from echelon.engine.loss_averages import weigh_by_count
-from echelon.engine.metrics import as_graph_leaves, tensor_versions, to_scalar
+from echelon.engine.loss_averages import weigh_by_count, zero_loss
+from echelon.engine.metrics import as_graph_leaves, tensor_versions, to_pair
+from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.loss_counts import LossTerm, read_counts, recount_term, repeat_samples
@@ -26,32 +27,137 @@ CountRatios = tuple[float, ...]
 _COUNT_TOLERANCE = 1e-5
 
 
-def evaluate_loss(
-    job: Job, model: nn.Module, batch: Any, *, weigh_by_counts: bool = True, preserve_state: bool = True
-) -> tuple[Tensor, Any, CountRatios | None, float]:
-    """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, the counts of the averages that
-    the loss adds up, as multiples of the first (None where it is weighed by samples), and what the sum was divided by where nothing was counted."""
-    output = call_model(job, model, batch)
-    versions_before = tensor_versions((output, batch))
-    state_context = _preserve_loss_state(job, model) if preserve_state and weigh_by_counts else nullcontext()
-    loss = call_loss(job, output, batch, model)
-    ratios: CountRatios | None = None
-    empty_divisor = 0.0
-    if (
-        weigh_by_counts
-        and job.loss is not None
-        and isinstance(loss, Tensor)
-        and tensor_versions((output, batch)) == versions_before
-    ):
-        terms = _loss_terms(job, model, output, batch, loss, state_context)
-        if terms:
-            first_count, *other_counts = (float(term.count) for term in terms)
-            if first_count or not any(other_counts):
-                ratios = tuple(term / first_count for term in other_counts) if first_count else ()
-                empty_divisor = 0.0 if first_count else float(terms[0].scale)
-                loss = weigh_by_count(loss, terms[0])
-    device = (loss[0] if isinstance(loss, tuple) else loss).device
-    return to_pair("loss", loss, device), output, ratios, empty_divisor
+def repeat_loss(
+    job: Job, model: nn.Module, inputs: tuple[Any, Any], sample_count: int, times: int, expected_type: type
+) -> Any:
+    """The loss of an output and a batch with every sample given `times` times; None where it cannot be computed so. Leaves no trace."""
+    repeated = repeat_samples(inputs, sample_count, times)
+    if repeated is None:
+        return None
+    try:
+        with single_process_world(), preserve_random_states(), preserve_function_state(job, model):
+            loss = call_loss(job, repeated[0], repeated[1], model)
+    except JobError:
+        raise
+    except Exception:  # it takes other shapes only: the count is taken as it was read
+        return None
+    return loss if isinstance(loss, expected_type) else None
+
+
+class TrainingLoss:
+    """The loss of a micro-batch: a mean, or (sum, count)."""
+
+    def __init__(self, job: Job, precision: str, device: torch.device) -> None:
+        self._job, self._precision, self._device = job, precision, device
+        #: Whether the last call's output and batch are kept for `repeat`.
+        self.keeps_inputs = False
+        self._inputs: tuple[Any, Any] | None = None
+        #: A zero that depends on the last output, for a loss that counts nothing of it.
+        self.zero: Tensor | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with autocast(self._precision, self._device):
+            output = call_model(self._job, model, batch)
+            loss = call_loss(self._job, output, batch, model)
+            self.zero = zero_loss(output, loss)
+        self._inputs = (output, batch) if self.keeps_inputs else None
+        return (loss[0], torch.as_tensor(loss[1], device=self._device)) if isinstance(loss, tuple) else loss
+
+    def repeat(self, model: nn.Module, sample_count: int, expected_type: type, times: int) -> Any:
+        """The last loss with every sample given `times` times, as `repeat_loss` computes it."""
+        if self._inputs is None:
+            return None
+        with autocast(self._precision, self._device):
+            return repeat_loss(self._job, model, self._inputs, sample_count, times, expected_type)
+
+    def drop_inputs(self) -> None:
+        """Free the last call's output: logits are large."""
+        self._inputs = None
+
+
+class EvaluationLoss:
+    """The loss of an evaluation's batch as (sum, count), or (mean, NaN)."""
+
+    def __init__(self, job: Job, precision: str, device: torch.device) -> None:
+        self._job, self._precision, self._device = job, precision, device
+        #: Whether the loss is weighed by samples, because no other weight joins its batches.
+        self.weighs_by_samples = False
+        #: Whether a second call of the loss must leave no trace.
+        self.is_stateful = True
+        #: Of the last call: the model's output, the counts of the loss's averages as multiples of the first (None: weighed by samples), and
+        #: what the sum was divided by where nothing was counted.
+        self.output: Any = None
+        self.count_ratios: CountRatios | None = None
+        self.empty_divisor = 0.0
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
+        """Metrics are not computed here: stages also call this without values, to learn shapes."""
+        with autocast(self._precision, self._device):
+            self.output = call_model(self._job, model, batch)
+            versions_before = tensor_versions((self.output, batch))
+            state_context: AbstractContextManager[None] = nullcontext()
+            if self.is_stateful and not self.weighs_by_samples:
+                state_context = _preserve_loss_state(self._job, model)
+            loss = call_loss(self._job, self.output, batch, model)
+            self.count_ratios, self.empty_divisor = None, 0.0
+            if (
+                not self.weighs_by_samples
+                and self._job.loss is not None
+                and isinstance(loss, Tensor)
+                and tensor_versions((self.output, batch)) == versions_before
+            ):
+                loss = self._weigh(loss, self._read_terms(model, batch, loss, state_context))
+            return (to_pair("loss", loss, (loss[0] if isinstance(loss, tuple) else loss).device),)
+
+    def _weigh(self, loss: Tensor, terms: tuple[LossTerm, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        if not terms:
+            return loss
+        first_count, *other_counts = (float(term.count) for term in terms)
+        if not first_count and any(other_counts):
+            return loss
+        self.count_ratios = tuple(count / first_count for count in other_counts) if first_count else ()
+        self.empty_divisor = 0.0 if first_count else float(terms[0].scale)
+        return weigh_by_count(loss, terms[0])
+
+    def _read_terms(
+        self, model: nn.Module, batch: Any, loss: Tensor, state_context: AbstractContextManager[None]
+    ) -> tuple[LossTerm, ...]:
+        """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
+        first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
+        if isinstance(loss, FakeTensor):
+            return ()
+        try:
+            with torch.enable_grad(), preserve_random_states(), state_context:
+                loss_with_graph = call_loss(self._job, as_graph_leaves(self.output), batch, model)
+        except JobError:
+            raise
+        except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
+            return ()
+        if not isinstance(loss_with_graph, Tensor) or not torch.allclose(
+            loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True
+        ):
+            return ()  # it differs with gradients enabled, as label smoothing in training does
+        reading = read_counts(loss_with_graph)
+        if reading.opaque_operators:
+            return ()
+        if not any(term.divided_by_one for term in reading.terms):
+            return reading.terms
+        sample_count = next((len(tensor) for tensor in tree_tensors(batch) if tensor.dim()), 0)
+
+        def repeat(times: int) -> Tensor | None:
+            with torch.enable_grad():
+                inputs = as_graph_leaves(self.output), batch
+                return repeat_loss(self._job, model, inputs, sample_count, times, Tensor)
+
+        recounted_term, _ = recount_term(reading.terms, repeat)
+        return reading.terms if recounted_term is None else (recounted_term,)
+
+    def recount(
+        self, model: nn.Module, loss: Tensor, inputs: tuple[Any, Any], sample_count: int
+    ) -> tuple[Tensor | None, float]:
+        """`recount_pair` of a loss that was computed from `inputs`."""
+        with autocast(self._precision, self._device):
+            return recount_pair(loss, lambda times: repeat_loss(self._job, model, inputs, sample_count, times, tuple))
 
 
 def _preserve_loss_state(job: Job, model: nn.Module) -> AbstractContextManager[None]:
@@ -67,63 +173,16 @@ def _preserve_loss_state(job: Job, model: nn.Module) -> AbstractContextManager[N
     return restored_state()
 
 
-def _loss_terms(
-    job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor, state_context: AbstractContextManager[None]
-) -> tuple[LossTerm, ...]:
-    """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
-    first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
-    if isinstance(loss, FakeTensor):
-        return ()
-    try:
-        with torch.enable_grad(), preserve_random_states(), state_context:
-            loss_with_graph = call_loss(job, as_graph_leaves(output), batch, model)
-    except JobError:
-        raise
-    except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
-        return ()
-    if not isinstance(loss_with_graph, Tensor) or not torch.allclose(
-        loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True
-    ):
-        return ()  # it differs with gradients enabled, as label smoothing in training does
-    reading = read_counts(loss_with_graph)
-    if reading.opaque_operators:
-        return ()
-    if not any(term.divided_by_one for term in reading.terms):
-        return reading.terms
-    sample_count = next((len(tensor) for tensor in tree_tensors(batch) if tensor.dim()), 0)
-
-    def repeated_loss(times: int) -> Tensor | None:
-        try:
-            with (
-                torch.enable_grad(),
-                single_process_world(),
-                preserve_random_states(),
-                preserve_function_state(job, model),
-            ):
-                repeated_inputs = repeat_samples((as_graph_leaves(output), batch), sample_count, times)
-                loss = (
-                    None if repeated_inputs is None else call_loss(job, repeated_inputs[0], repeated_inputs[1], model)
-                )
-        except JobError:
-            raise
-        except Exception:  # it takes other shapes only: the counts are taken as they were read
-            return None
-        return loss if isinstance(loss, Tensor) else None
-
-    recounted_term, _ = recount_term(reading.terms, repeated_loss)
-    return reading.terms if recounted_term is None else (recounted_term,)
-
-
-def recount_pair(loss: Tensor, repeat_loss: Callable[[int], Any]) -> tuple[Tensor | None, float]:
+def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> tuple[Tensor | None, float]:
     """A loss given as (sum, count) with what it really counts, which `max(count, least)` may hide (None where that does not show), and that least
     where it counts nothing.
 
-    `repeat_loss(times)` is the loss with every sample given that many times; None where it cannot be computed. One whose sum does not grow is a mean.
+    `repeat(times)` is the loss with every sample given that many times; None where it cannot be computed. One whose sum does not grow is a mean.
     """
     total, count = loss.tolist()
     for times in (2, 4, 8, 16, 32, 64):
         try:
-            repeated_loss = repeat_loss(times)
+            repeated_loss = repeat(times)
         except JobError:
             raise
         except Exception:  # it takes other shapes only
@@ -142,11 +201,3 @@ def recount_pair(loss: Tensor, repeat_loss: Callable[[int], Any]) -> tuple[Tenso
         if repeated_count > count * (1 + _COUNT_TOLERANCE):
             return loss.new_tensor([total, repeated_count / times]), 0.0
     return loss.new_tensor([total, 0.0]), count
-
-
-def to_pair(name: str, value: Any, device: torch.device) -> Tensor:
-    """(sum, count) as one tensor; of a mean (mean, NaN)."""
-    pair = value if isinstance(value, tuple) else (value, math.nan)
-    # Half precision has too few digits for a sum over a batch.
-    parts = [torch.as_tensor(to_scalar(part, name), dtype=torch.float64, device=device) for part in pair]
-    return torch.stack([part.detach() for part in parts])

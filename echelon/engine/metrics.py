@@ -415,6 +415,14 @@ def to_metric_pair(name: str, value: Any) -> tuple[float, float]:
     return float(to_scalar(pair[0], name)), float(to_scalar(pair[1], name))
 
 
+def to_pair(name: str, value: Any, device: torch.device) -> Tensor:
+    """(sum, count) as one tensor; of a mean (mean, NaN)."""
+    pair = value if isinstance(value, tuple) else (value, math.nan)
+    # Half precision has too few digits for a sum over a batch.
+    parts = [torch.as_tensor(to_scalar(part, name), dtype=torch.float64, device=device) for part in pair]
+    return torch.stack([part.detach() for part in parts])
+
+
 def to_scalar(value: Any, name: str) -> Tensor | float:
     """What can be added to a sum on any device without waiting for that device."""
     if not isinstance(value, Tensor):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,8 @@ from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_s
 from echelon.engine.checkpoint.param_group_state import map_parameter_names
 from echelon.engine.checkpoint.schedule_state import takes_metric
 from echelon.engine.optimizers import make_schedules
+from echelon.engine.run_state import RunState
 from echelon.errors import JobError
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: How far a schedule has come, and what it keeps for each group: not what it is set to.
 _PROGRESS_KEYS = frozenset(
@@ -50,7 +48,7 @@ class InitialSettings:
     attributes: tuple[dict[str, Any], ...]
 
 
-def initial_settings(run: Run) -> InitialSettings:
+def initial_settings(run: RunState) -> InitialSettings:
     """Keep what the groups and optimizers are set to now."""
     return InitialSettings(
         tuple(tuple(map(_initial_group_settings, optimizer.param_groups)) for optimizer in run.optimizers),
@@ -82,11 +80,11 @@ def _user_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _optimizer_prefix(run: Run, index: int) -> str:
+def _optimizer_prefix(run: RunState, index: int) -> str:
     return "optimizer" if len(run.optimizers) == 1 else f"optimizer{index + 1}"
 
 
-def optimizer_settings(run: Run) -> dict[str, Any]:
+def optimizer_settings(run: RunState) -> dict[str, Any]:
     """Every setting by name: optimizer.lr, or optimizer.lr[1] for the second of groups that differ in it; optimizer.groups lists which
     parameters are in which. Every rank must call it."""
     names_by_id, local_groups = map_parameter_names(run), []
@@ -151,7 +149,7 @@ def parameter_settings(settings_by_name: Mapping[str, Any], prefix: str, name: s
     return settings_of_parameter
 
 
-def schedule_settings(run: Run, total_steps: int | None = None) -> dict[str, Any]:
+def schedule_settings(run: RunState, total_steps: int | None = None) -> dict[str, Any]:
     """The schedules' settings by name (schedule.T_max). `total_steps`: those of a run of that many steps, before a checkpoint is loaded."""
     schedules = run.schedules
     if total_steps is not None:
@@ -181,7 +179,7 @@ def _plain_leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _plain_leaves(value, f"{path}.{index}")
 
 
-def apply_overrides(run: Run, initial: InitialSettings, saved: Mapping[str, Any], changed_names: Set[str]) -> bool:
+def apply_overrides(run: RunState, initial: InitialSettings, saved: Mapping[str, Any], changed_names: Set[str]) -> bool:
     """Set what `changed_names` names as the job has it now, and rebuild schedules around it; whether any was. `saved`: the settings with which
     the checkpoint was written."""
     schedules_replaced = any(name.startswith("lr_schedule") for name in changed_names)
@@ -222,7 +220,7 @@ def _set_keys(group: dict[str, Any], new_values: Mapping[str, Any], keys: Set[st
 
 
 def _replay_schedules(
-    run: Run, groups: Sequence[Sequence[Mapping[str, Any]]], total_steps: int, step_counts: Sequence[int]
+    run: RunState, groups: Sequence[Sequence[Mapping[str, Any]]], total_steps: int, step_counts: Sequence[int]
 ) -> tuple[list[Optimizer], list[Any]]:
     """Copies of the optimizers with these settings, and their schedules for `total_steps` steps, advanced by `step_counts`."""
     copies = []
@@ -239,7 +237,7 @@ def _replay_schedules(
 
 
 def _make_advanced_schedules(
-    run: Run, optimizers: list[Optimizer], total_steps: int, step_counts: Sequence[int]
+    run: RunState, optimizers: list[Optimizer], total_steps: int, step_counts: Sequence[int]
 ) -> list[Any]:
     with run.schedule_read_check.watch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedules expect a step of their optimizer before each of theirs
@@ -251,7 +249,7 @@ def _make_advanced_schedules(
 
 
 def _rebuild_schedules(
-    run: Run,
+    run: RunState,
     initial: InitialSettings,
     saved: Mapping[str, Any],
     keys: Sequence[Set[str]],
@@ -324,7 +322,9 @@ def _rebuild_schedules(
     return rebuilt
 
 
-def _first_settings(run: Run, index: int, initial: InitialSettings, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _first_settings(
+    run: RunState, index: int, initial: InitialSettings, saved: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """What each group was set to before a schedule moved it, by the record of the checkpoint."""
     names_by_id, first_settings = map_parameter_names(run), []
     for group, initial_group in zip(run.optimizers[index].param_groups, initial.groups[index], strict=True):
@@ -379,7 +379,7 @@ def _same_schedule(left: Any, right: Any) -> bool:
 
 
 def _irreproducible_message(
-    run: Run, replayed: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
+    run: RunState, replayed: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
 ) -> str:
     index = next(
         index_of_group

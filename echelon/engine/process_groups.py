@@ -157,31 +157,27 @@ class WorldCommunicator(Communicator):
             ) from error
         self._owns_process_group = True
 
-    def create_axes(self, mesh: Mesh) -> dict[str, Communicator]:
-        """The group of each axis that this rank is in. With one axis alone that is everybody."""
-        #: The ranks that compute the same samples together: tp x pp.
-        self.model_parallel: Communicator = Communicator(0, 1, self.device)
-        coordinate = mesh.coordinate(self.rank)
+    def create_axes(self, mesh: Mesh) -> tuple[dict[str, Communicator], Communicator]:
+        """This rank's communicator along each axis, and that of the ranks that compute the same samples together (tp x pp)."""
+        alone = Communicator(0, 1, self.device)
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
         split_axes = [axis for axis, size in sizes.items() if size > 1]
-        if len(split_axes) < 2:
+        if len(split_axes) < 2:  # an axis with all ranks needs no group of its own
             self.axis = split_axes[0] if split_axes else "dp"
-            if self.axis in ("tp", "pp"):
-                self.model_parallel = self
-            return {axis: self if axis == self.axis else Communicator(0, 1, self.device) for axis in AXES}
+            communicators = {axis: self if axis == self.axis else alone for axis in AXES}
+            return communicators, self if self.axis in ("tp", "pp") else alone
         with _record_connections():
             device_mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+        coordinate = mesh.coordinate(self.rank)
         communicators = {
             axis: Communicator(coordinate[axis], size, self.device, device_mesh[axis]) for axis, size in sizes.items()
         }
         model_axes = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
-        if len(model_axes) == 2:
-            with _record_connections():
-                model_mesh = device_mesh["pp", "tp"]._flatten("model_parallel")
-            self.model_parallel = Communicator(model_mesh.get_local_rank(), model_mesh.size(), self.device, model_mesh)
-        elif model_axes:
-            self.model_parallel = communicators[model_axes[0]]
-        return communicators
+        if len(model_axes) < 2:
+            return communicators, communicators[model_axes[0]] if model_axes else alone
+        with _record_connections():
+            model_mesh = device_mesh["pp", "tp"]._flatten("model_parallel")
+        return communicators, Communicator(model_mesh.get_local_rank(), model_mesh.size(), self.device, model_mesh)
 
     def split_by(self, key: Callable[[int], Hashable | None]) -> Communicator | None:
         """This rank's group of those that have one key; None where its key is None. Every rank must call it, with the same keys."""

@@ -9,15 +9,15 @@ ranks call it unequally often, and the parts are exchanged once more with the ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.buffers.buffer_rules import ReducedState
 from echelon.engine.buffers.buffer_sync import BufferTracker
+from echelon.engine.buffers.reduced_state import ReducedState
 from echelon.engine.process_groups import Communicator
 from echelon.errors import DivergenceError
 from echelon.nn.batchnorm import SynchronisedBatchNorm
@@ -42,7 +42,6 @@ class StepMetrics:
         self._synced_states: list[_RunningStatistics | BufferTracker | ReducedState] = []
         #: State that calls change by a known rule; None: nothing does.
         self.reduced_state: ReducedState | None = None
-        self._buffer_tracker: BufferTracker | None = None
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
         self._scalar_count = self._extra_size = 0
@@ -53,25 +52,9 @@ class StepMetrics:
         deferred = ranks.device.type != "cpu" if deferred is None else deferred
         if local_norms:
             self._synced_states.append(_RunningStatistics(local_norms, ranks, deferred=deferred))
-        buffer_tracker = BufferTracker(model, ranks, deferred=deferred, track_frozen=track_frozen, warn=warn)
-        if buffer_tracker.slots and (ranks.size > 1 or uses_micro_batches):
-            self._buffer_tracker = buffer_tracker
-            self._synced_states.append(buffer_tracker)
-
-    @property
-    def newly_changed(self) -> frozenset[str]:
-        """Buffers that a step was seen to change for the first time since somebody last looked for rules."""
-        return frozenset() if self._buffer_tracker is None else frozenset(self._buffer_tracker.newly_changed)
-
-    @property
-    def differed_from_mean(self) -> frozenset[str]:
-        """Those of them that this rank had other values of than the mean."""
-        return frozenset() if self._buffer_tracker is None else frozenset(self._buffer_tracker.differed_from_mean)
-
-    def set_sample_fraction(self, sample_fraction: float) -> None:
-        """This rank's part of the step's samples, by which its buffers count in means."""
-        if self._buffer_tracker is not None:
-            self._buffer_tracker.sample_fraction = sample_fraction
+        self.buffer_tracker = BufferTracker(model, ranks, deferred=deferred, track_frozen=track_frozen, warn=warn)
+        if self.buffer_tracker.slots and (ranks.size > 1 or uses_micro_batches):
+            self._synced_states.append(self.buffer_tracker)
 
     def set_reduced_state(self, reduced_state: ReducedState) -> None:
         """Have this state put together by its own rules."""
@@ -79,18 +62,12 @@ class StepMetrics:
             reduced_state
         ]
         self.reduced_state = reduced_state
-        if self._buffer_tracker is not None:
-            self._buffer_tracker.stop_tracking(reduced_state.rules)
-
-    def clear_newly_changed(self) -> None:
-        """The rules of everything that changes have been looked for."""
-        if self._buffer_tracker is not None:
-            self._buffer_tracker.newly_changed.clear()
-            self._buffer_tracker.differed_from_mean.clear()
+        self.buffer_tracker.stop_tracking(reduced_state.rules)
 
     @torch.no_grad()
-    def begin_step(self) -> None:
-        """Before the step's first forward."""
+    def begin_step(self, sample_fraction: float) -> None:
+        """Before the step's first forward. `sample_fraction`: this rank's part of the step's samples, by which its buffers count in means."""
+        self.buffer_tracker.sample_fraction = sample_fraction
         for state in self._synced_states:
             state.begin_step()
 
@@ -129,16 +106,6 @@ class StepMetrics:
         """Agree on which buffers change and bring them to their common values now. Every rank must call it."""
         for state in self._synced_states:
             state.resync()
-
-    @property
-    def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
-        """The buffers without a known rule that steps change, and their shapes; None: nobody has looked."""
-        return None if self._buffer_tracker is None or self._ranks.size == 1 else self._buffer_tracker.mutable_buffers
-
-    def assume_mutable(self, mutable_buffers: Mapping[str, Sequence[int]] | None) -> None:
-        """Go on from a checkpoint: these are known to change (None: look again)."""
-        if self._buffer_tracker is not None:
-            self._buffer_tracker.assume_mutable(mutable_buffers)
 
 
 class _RunningStatistics:

@@ -522,11 +522,12 @@ class Trainer:
         }  # fmt: skip
 
     def _measure_memory(self) -> dict[str, int]:
+        from echelon.engine.full_state import state_bytes
         from echelon.engine.peak_memory import peak_memory_bytes
 
         run = self._run
         peaks = run.ranks.all_gather_object(peak_memory_bytes(run.device))
-        held_bytes = run.ranks.all_gather_object(sum(run.state_bytes().values()))
+        held_bytes = run.ranks.all_gather_object(sum(state_bytes(run).values()))
         return {"peak": max(peaks), "held": max(held_bytes)}
 
     def _current_epoch(self) -> int:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine import build_model, grad_clip, step_metrics
-from echelon.engine import run as engine
-from echelon.engine.backends.parameter_server import ServerBackend
+from echelon.engine import build_model, grad_clip, run_state, step_metrics, train_step
+from echelon.engine.backends.parameter_server import ParameterServerBackend
 from echelon.engine.data_setup import RunData, open_run_data
 from echelon.engine.full_state import optimizer_tensors, tp_shard_of
+from echelon.engine.loss_weighing import LossWeighing
 from echelon.engine.parallel import tp_collectives, tp_forwards
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import to_local
@@ -76,22 +76,22 @@ def _register_fault(name: str, description: str, *, needs: str) -> Callable[[Fau
     "loss times tp", "every rank of the tensor axis brings the whole loss, and they are added up", needs="tp > 1"
 )
 def _loss_times_tp() -> Sequence[AbstractContextManager[object]]:
-    return [patch_loss(lambda run, loss: scale_loss(loss, run.axes["tp"].size))]
+    return [patch_loss(lambda weighing, loss: scale_loss(loss, weighing.run.axes["tp"].size))]
 
 
 @_register_fault("loss times dp", "a sum over the data ranks where a mean was due", needs="dp > 1")
 def _loss_times_dp() -> Sequence[AbstractContextManager[object]]:
-    return [patch_loss(lambda run, loss: scale_loss(loss, run.data_parallel.size))]
+    return [patch_loss(lambda weighing, loss: scale_loss(loss, weighing.run.data_parallel.size))]
 
 
 @_register_fault("gradients times micro-batches", "accumulated and never divided", needs="several micro-batches")
 def _multiply_by_micro_batches() -> Sequence[AbstractContextManager[object]]:
-    weigh_loss = Run._weigh_loss
+    weigh = LossWeighing.weigh
 
-    def undivided(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
-        return weigh_loss(self, loss, micro_batch, batch, sums) * len(batch.micro_batches)
+    def undivided(self: LossWeighing, loss: Any, micro_batch: Any, batch: Any) -> Tensor:
+        return weigh(self, loss, micro_batch, batch) * len(batch.micro_batches)
 
-    return [patch.object(Run, "_weigh_loss", undivided)]
+    return [patch.object(LossWeighing, "weigh", undivided)]
 
 
 # Weights of samples
@@ -103,8 +103,8 @@ def _multiply_by_micro_batches() -> Sequence[AbstractContextManager[object]]:
     needs="a loss that is (sum, count), and dp > 1 or several micro-batches",
 )
 def _average_micro_batch_means() -> Sequence[AbstractContextManager[object]]:
-    def averaged(run: Run, loss: Any) -> Any:
-        run._step_is_split = False  # the watch would read the count from the graph, weigh by it, and so be right
+    def averaged(weighing: LossWeighing, loss: Any) -> Any:
+        weighing.is_split = False  # the watch would read the count from the graph, weigh by it, and so be right
         return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
     return [patch_loss(averaged)]
@@ -116,13 +116,13 @@ def _average_micro_batch_means() -> Sequence[AbstractContextManager[object]]:
     needs="a loss that is a mean, a batch that micro-batches do not divide",
 )
 def _weigh_micro_batches_equally() -> Sequence[AbstractContextManager[object]]:
-    weigh_loss = Run._weigh_loss
+    weigh = LossWeighing.weigh
 
-    def weigh_equally(self: Run, loss: Any, micro_batch: Any, batch: Any, sums: Any) -> Tensor:
-        mean_samples = batch.samples / len(batch.micro_batches) / self.data_parallel.size
-        return weigh_loss(self, loss, micro_batch, batch, sums) * (mean_samples / micro_batch.samples)
+    def weigh_equally(self: LossWeighing, loss: Any, micro_batch: Any, batch: Any) -> Tensor:
+        mean_samples = batch.samples / len(batch.micro_batches) / self.run.data_parallel.size
+        return weigh(self, loss, micro_batch, batch) * (mean_samples / micro_batch.samples)
 
-    return [patch.object(Run, "_weigh_loss", weigh_equally)]
+    return [patch.object(LossWeighing, "weigh", weigh_equally)]
 
 
 @_register_fault(
@@ -146,7 +146,7 @@ def _shuffle_per_rank() -> Sequence[AbstractContextManager[object]]:
     def open_shuffled(job: Job, ranks: WorldCommunicator, data: Communicator, **options: Any) -> RunData:
         return open_run_data(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **options)
 
-    return [patch.object(engine, "open_run_data", open_shuffled)]
+    return [patch.object(run_state, "open_run_data", open_shuffled)]
 
 
 # Reductions that are left out
@@ -185,7 +185,7 @@ def _skip_norms() -> Sequence[AbstractContextManager[object]]:
 )
 def _keep_local_norm_gradients() -> Sequence[AbstractContextManager[object]]:
     norm_tensors: dict[int, Tensor] = {}  # held, as a proof has two runs at once
-    sum_gradients = engine.sum_gradients
+    sum_gradients = train_step.sum_gradients
 
     def record_norms(model: nn.Module) -> None:
         norm_tensors.update({id(parameter): parameter for parameter in norm_parameters(model)})
@@ -193,7 +193,7 @@ def _keep_local_norm_gradients() -> Sequence[AbstractContextManager[object]]:
     def sum_other_gradients(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
         sum_gradients([parameter for parameter in parameters if id(parameter) not in norm_tensors], ranks)
 
-    return [patch_model(record_norms), patch.object(engine, "sum_gradients", sum_other_gradients)]
+    return [patch_model(record_norms), patch.object(train_step, "sum_gradients", sum_other_gradients)]
 
 
 @_register_fault(
@@ -282,7 +282,7 @@ def _untie_weights() -> Sequence[AbstractContextManager[object]]:
     "tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1"
 )
 def _untie_stage_weights() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(engine, "sum_gradients", lambda parameters, ranks: None)]
+    return [patch.object(train_step, "sum_gradients", lambda parameters, ranks: None)]
 
 
 @_register_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")
@@ -307,12 +307,12 @@ def _seed_weights_per_rank() -> Sequence[AbstractContextManager[object]]:
     needs="tp > 1, dropout or noise",
 )
 def _seed_dropout_per_rank() -> Sequence[AbstractContextManager[object]]:
-    seed_step = engine.seed_step
+    seed_step = run_state.seed_step
 
     def seed_per_rank(device: torch.device, *position: int | str, **options: Any) -> None:
         seed_step(device, *position, dist.get_rank() if dist.is_initialized() else 0, **options)
 
-    return [patch.object(engine, "seed_step", seed_per_rank)]
+    return [patch.object(run_state, "seed_step", seed_per_rank)]
 
 
 # Buffers
@@ -424,14 +424,14 @@ def _step_schedule_per_micro_batch() -> Sequence[AbstractContextManager[object]]
     needs="exchange=server, dp > 1",
 )
 def _lose_push() -> Sequence[AbstractContextManager[object]]:
-    push = ServerBackend.push
+    update = ParameterServerBackend.update
 
-    def push_or_lose(self: ServerBackend, **options: Any) -> None:
-        if self.update_count == 0 and self.rank == 1:
-            self.discard_gradients()
-        push(self, **options)
+    def update_or_lose(self: ParameterServerBackend, **options: Any) -> None:
+        if self._update_count == 0 and self._run.data_parallel.rank == 1:
+            self._row_gradients = {}
+        update(self, **options)
 
-    return [patch.object(ServerBackend, "push", push_or_lose)]
+    return [patch.object(ParameterServerBackend, "update", update_or_lose)]
 
 
 @_register_fault(
@@ -440,13 +440,13 @@ def _lose_push() -> Sequence[AbstractContextManager[object]]:
     needs="exchange=server, dp > 1",
 )
 def _skip_row_weighting() -> Sequence[AbstractContextManager[object]]:
-    collect = ServerBackend.collect_gradients
+    finish_backward = ParameterServerBackend.finish_backward
 
-    def collect_unweighted(self: ServerBackend) -> None:
-        collect(self)
-        self.scale_gradients(self.rank_count)
+    def collect_unweighted(self: ParameterServerBackend) -> None:
+        finish_backward(self)
+        self.scale_gradients(self._run.data_parallel.size)
 
-    return [patch.object(ServerBackend, "collect_gradients", collect_unweighted)]
+    return [patch.object(ParameterServerBackend, "finish_backward", collect_unweighted)]
 
 
 @_register_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon.engine import build_model
 from echelon.engine.build_model import RankModel
-from echelon.engine.run import Run
+from echelon.engine.loss_weighing import LossWeighing
 
 #: What takes the place of a part of the engine, for a while.
 FaultPatches = Callable[[], Sequence[AbstractContextManager[object]]]
@@ -34,12 +34,14 @@ def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
 
 
-def patch_loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:
+def patch_loss(change: Callable[[LossWeighing, Any], Any]) -> AbstractContextManager[object]:
     """The loss of every micro-batch, changed."""
-    original_loss = Run._training_loss
-    return patch.object(
-        Run, "_training_loss", lambda self, model, batch: change(self, original_loss(self, model, batch))
-    )
+    weigh = LossWeighing.weigh
+
+    def weigh_changed(self: LossWeighing, loss: Any, *rest: Any) -> Tensor:
+        return weigh(self, change(self, loss), *rest)
+
+    return patch.object(LossWeighing, "weigh", weigh_changed)
 
 
 def scale_loss(loss: Any, factor: int) -> Any:

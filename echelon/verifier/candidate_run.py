@@ -134,12 +134,12 @@ class CandidateRun:
     def gather_start_values(self) -> dict[str, Tensor]:
         """Parameters and buffers before the first step, whole on rank 0."""
         tensors = gather_full_tensors(self.run, dict(self._local_parameters()) | dict(self.run.model.named_buffers()))
-        return tensors if self.run.server_backend is None else tensors | self.run.server_backend.pull_tables()
+        return tensors | self.run.backend.pull_tables()
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Those that ranks hold: of a server's tables they have none."""
-        served_names = self.run.server_backend.table_names if self.run.server_backend is not None else frozenset()
-        return [(name, value) for name, value in self.run.model.named_parameters() if name not in served_names]
+        tables = self.run.backend.table_names
+        return [(name, value) for name, value in self.run.model.named_parameters() if name not in tables]
 
     def step(self, step: int) -> StepRecord | None:
         """One step; the record is rank 0's."""
@@ -178,7 +178,9 @@ class CandidateRun:
         ]
         recorder = _OutputRecorder(sample_ranges, per_sample=self._per_sample)
         with self._determinism():
-            run.learn_buffer_rules(batch)  # it calls the model, which must not be taken for the step's own calls
+            run.train_step.buffer_rule_check.learn_rules(
+                batch
+            )  # it calls the model, which must not be taken for the step's own calls
         recording = (
             record_outputs(run.model, recorder.record, _full_logits)
             if self._records_outputs
@@ -190,12 +192,11 @@ class CandidateRun:
             self._ranks.all_gather_object(recorder.outputs if run.is_reporting else {}) if self._records_outputs else []
         )
         self._records_outputs = False
-        parameters_by_name, server_backend = dict(self._local_parameters()), run.server_backend
+        parameters_by_name = dict(self._local_parameters())
         gradients_by_name = self._gather_full_tensors(
             {name: value.grad for name, value in parameters_by_name.items() if value.grad is not None}
         )
-        if server_backend is not None:
-            gradients_by_name |= server_backend.gather_gradients()
+        gradients_by_name |= run.backend.gather_gradients()
         gradient_norm = self._gradient_norm()
         loss_parameters = job_reader.loss_parameters(run.model, run.optimizers) if run.loss_parameters else {}
         gradients_by_name |= self._gather_full_tensors(
@@ -213,7 +214,7 @@ class CandidateRun:
                 self._optimizer_tensors(),
             )
         )
-        parameters |= {} if server_backend is None else server_backend.pull_tables()
+        parameters |= run.backend.pull_tables()
         if not run.world.is_main:
             return None
         return StepRecord(
@@ -235,7 +236,7 @@ class CandidateRun:
             outputs={
                 output_slice: each for rank_outputs in outputs_by_rank for output_slice, each in rank_outputs.items()
             },
-            server_trained=frozenset() if server_backend is None else server_backend.trained_names,
+            server_trained=run.backend.server_trained,
         )
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -290,12 +291,16 @@ class CandidateRun:
 
     def _gradient_norm(self) -> Tensor | None:
         """The gradient norm where a training would not ask for it; None where it does, or where rounding would decide."""
-        return None if self._in_own_precision or self.run.job.clip_norm is not None else self.run.gradient_norm()
+        return (
+            None
+            if self._in_own_precision or self.run.job.clip_norm is not None
+            else self.run.train_step.gradient_norm()
+        )
 
     def prepare(self, step: int) -> None:
         """Have the run call the model as it does before its first step, so that later calls are the step's own."""
         with self.active(), self._determinism():
-            self.run.learn_buffer_rules(self.read_batch(step))
+            self.run.train_step.buffer_rule_check.learn_rules(self.read_batch(step))
 
     def checksum_state(self) -> RankChecksums:
         """What each rank holds of the parameters and the buffers."""

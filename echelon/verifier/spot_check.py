@@ -128,7 +128,7 @@ class SpotChecks:
         return False
 
     def _can_check(self) -> bool:
-        if self._run.server_backend is not None or self._run.loss_scale is not None:
+        if self._run.plan.uses_servers or self._run.loss_scale is not None:
             return False
         mean_seconds = self.seconds / self.count if self.count else 0.0
         time_budget = max(MIN_SECONDS, TIME_SHARE * (time.perf_counter() - self._start_time))
@@ -143,10 +143,10 @@ class SpotChecks:
         run = self._run
         loss = run.backward(batch)
         if (
-            run.needs_comparison
+            run.train_step.needs_comparison
             and batch.step + 1 >= FIRST_CHECKED_STEP
             and self._is_worth_it(batch.step)
-            and all(run.ranks.all_gather_object(run.is_batch_unchanged(batch)))
+            and all(run.ranks.all_gather_object(run.train_step.is_batch_unchanged(batch)))
         ):
             begin = time.perf_counter()
             self._check_reduced_step(batch, self._affordable_share())

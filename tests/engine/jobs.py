@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
+from echelon.engine import train_step
+from echelon.engine.full_state import state_bytes
 from echelon.engine.run import Run
 from echelon.engine.step_metrics import StepMetrics
 from echelon.errors import EchelonError
@@ -343,7 +347,7 @@ def trained(world: World, name: str, plan: str, *, double: bool = True, steps: i
     losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
     state = run.gather_full_state()
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
-    held = run.state_bytes()
+    held = state_bytes(run)
     run.close()
     found = {"losses": losses, "rates": rates, "held": held}
     if state is not None:
@@ -366,8 +370,8 @@ def apart(world: World, name: str, plan: str) -> list[set[str]]:
 
 def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     """The same in the order in which an accelerator's host goes: it hears of a step after the next one's backward."""
-    run = live(world, name, plan)
-    run.step_metrics = StepMetrics(run.model, run.ranks, deferred=True)
+    with patch.object(train_step, "StepMetrics", partial(StepMetrics, deferred=True)):
+        run = live(world, name, plan)
     found = []
 
     def differ() -> set[str]:
@@ -378,10 +382,10 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     for batch in run.batches():
         loss = run.backward(batch)
         run.check_last_step()
-        run._last_step = run.update(loss, batch.samples)
+        run.train_step.last_step = run.update(loss, batch.samples)
         found.append(differ())
     run.check_last_step()
-    last, changing = differ(), run.mutable_buffers
+    last, changing = differ(), run.train_step.step_metrics.buffer_tracker.mutable_buffers
     run.close()
     return {"found": found, "last": last, "changing": changing}
 
@@ -389,14 +393,16 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
 def counted(world: World, later: bool) -> tuple[list[str], list[int], int]:
     """What is said of buffers of whole numbers, with those that travelled in each step, and how many calls were counted."""
     said: list[str] = []
-    with Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run:
-        run.step_metrics = StepMetrics(run.model, run.data_parallel, deferred=later, warn=said.append)
+    with (
+        patch.object(train_step, "StepMetrics", partial(StepMetrics, deferred=later)),
+        Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run,
+    ):
         sizes = []
         for batch in run.batches():
             loss = run.backward(batch)
             run.check_last_step()
-            run._last_step = run.update(loss, batch.samples)
-            sizes.append(len(run.mutable_buffers or ()))
+            run.train_step.last_step = run.update(loss, batch.samples)
+            sizes.append(len(run.train_step.step_metrics.buffer_tracker.mutable_buffers or ()))
         return said, sizes, int(run.model.calls)
 
 

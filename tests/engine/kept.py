@@ -173,7 +173,7 @@ def by_hand(name: str) -> dict[str, Tensor]:
     job = _job(name)
     run = Run(job, from_text("dp=1"), World(), dtype=torch.float64)
     model = copy.deepcopy(run.model)
-    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micro_batches]
+    batches = [run.move_batch(micro.batch) for step in run.batches() for micro in step.micro_batches]
     run.close()
     optimizer: Any = job.optimizer(model.parameters())
     for x, y in batches:

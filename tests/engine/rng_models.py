@@ -48,7 +48,7 @@ def masks(world: World, sequence: bool, length: int) -> dict[str, Tensor]:
     """By dropout, which numbers it kept here."""
     ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"])
+        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))[0]["tp"])
         torch.manual_seed(1)
         model = Model().double()
         x = numbers(2, length, 12)

@@ -92,7 +92,7 @@ def compare(world: World, name: str) -> Compared:
     """A stack on parts of sequences of several lengths, beside itself on one device."""
     ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        return _compare(TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"]), ranks, name)
+        return _compare(TPCommunicator(ranks.create_axes(Mesh(tp=world.size))[0]["tp"]), ranks, name)
     finally:
         ranks.close()
 

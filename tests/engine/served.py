@@ -53,10 +53,7 @@ def train(
         state = run.gather_full_state()
         held = {} if state is None else {name: value for name, value in state.parameters.items() if len(value)}
         evaluated = run.evaluate(run.job.data)
-        return held | (run.server_backend.pull_tables() if run.server_backend is not None else {}), [
-            *losses,
-            evaluated["loss"],
-        ]
+        return held | run.backend.pull_tables(), [*losses, evaluated["loss"]]
 
 
 def stop_together(world: World, asked_at: int, lead: int) -> int:

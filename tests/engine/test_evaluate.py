@@ -128,7 +128,7 @@ def evaluate_under(world: World, plan: str) -> tuple[dict[str, float], dict[str,
     with Run(job, complete(from_text(plan), job), world) as run:
         found = run.evaluate()
         assert run.evaluate() == found  # now their kinds are known
-        return found, dict(run.metric_kinds)
+        return found, dict(run.evaluator.metric_kinds)
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later(monkeypatch
         run.model.eval()
         with torch.no_grad():
             assert found["kept"] == pytest.approx(float(kept(run.model(values), (values, None))), rel=1e-6)
-        assert run.metric_kinds == {"kept": "whole"}
+        assert run.evaluator.metric_kinds == {"kept": "whole"}
 
 
 def smoothed_in_training(output: Tensor, batch: Any) -> Tensor:

@@ -459,7 +459,7 @@ def test_an_evaluation_calls_the_loss_once_per_batch(kind: type[Counting], steps
         for batch in run.batches(steps):
             run.step(batch)
         run.evaluate()
-        assert run.weighs_loss_by_samples == (kind is Mixed)
+        assert run.evaluation_loss.weighs_by_samples == (kind is Mixed)
         assert loss.calls == steps + -(-len(job.eval_data) // job.batch_size)  # type: ignore[arg-type]
 
 

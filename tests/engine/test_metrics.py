@@ -126,7 +126,7 @@ def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[st
     with Run(job, complete(from_text(plan), job), world) as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr("echelon.engine.evaluate._SMALL_SET_BYTES", small)
         run.evaluate()
-        return run.evaluate(), dict(run.metric_kinds)
+        return run.evaluate(), dict(run.evaluator.metric_kinds)
 
 
 @pytest.mark.slow

@@ -387,7 +387,7 @@ def compare(world: World, names: list[str]) -> dict[str, Compared]:
     """Each case cut over all ranks beside itself."""
     ranks = WorldCommunicator(world, torch.device("cpu"))
     try:
-        tensor = ranks.create_axes(Mesh(tp=world.size))["tp"]
+        tensor = ranks.create_axes(Mesh(tp=world.size))[0]["tp"]
         return {name: _compare(Counting(tensor), ranks, CASES[name]) for name in names}
     finally:
         ranks.close()
@@ -434,7 +434,7 @@ def strange(world: World) -> dict[str, str]:
     """What is said of ids and targets that are out of range, by a model cut over all ranks; "": nothing."""
     ranks, told = WorldCommunicator(world, torch.device("cpu")), dict[str, str]()
     try:
-        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))["tp"])
+        axis = TPCommunicator(ranks.create_axes(Mesh(tp=world.size))[0]["tp"])
         for name, (make, good, bad) in STRANGE.items():
             model = make().double()
             found = find_tensor_cuts(model, lambda model=model, good=good: _loss(model(*good)), axis.size)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.cli.verify import _print_certificate
-from echelon.engine import grad_clip
-from echelon.engine.run import Run
+from echelon.engine.loss_weighing import LossWeighing
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION, common_gradient_factor
@@ -73,16 +72,15 @@ def test_a_few_numbers_or_none_that_are_finite_tell_nothing() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so
 def test_a_factor_that_only_the_trained_precision_has_is_a_no(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Run._normalize_gradients
+    normalize = LossWeighing.normalize
 
-    def left_in(self: Run, *args: Any) -> Tensor:
-        loss = finish(self, *args)
-        if self.rank_model.parameters[0].dtype is not torch.float64:  # not the proof itself
-            grad_clip.scale_gradients(grad_clip.gradients(self.rank_model.parameters), 1024.0)
-        return loss
+    def left_in(self: LossWeighing, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        loss, factor = normalize(self, *args, **options)
+        is_proof = self.run.rank_model.parameters[0].dtype is torch.float64
+        return loss, factor if is_proof else factor * 1024.0
 
     assert alone(precision=precision).verified
-    monkeypatch.setattr(Run, "_normalize_gradients", left_in)
+    monkeypatch.setattr(LossWeighing, "normalize", left_in)
     certificate = alone(precision=precision)
     assert not certificate.verified
     assert certificate.divergent.startswith(f"gradients in {precision} at step 0: 1")

@@ -1,1 +1,1 @@
-"""How gradients and embedding rows travel: all-reduce, or a parameter server."""
+"""How data ranks exchange gradients: `Backend` is the protocol, `allreduce` and `parameter_server` implement it."""

@@ -39,6 +39,11 @@ class ServerLauncher:
         self._client: Client | None = None
 
     @property
+    def address(self) -> str:
+        """Of the external servers' controller."""
+        return "" if self.external_servers is None else self.external_servers.address
+
+    @property
     def client(self) -> Client:
         """This rank's connection."""
         assert self._client is not None, "open() comes first"

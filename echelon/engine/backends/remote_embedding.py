@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,27 @@ _METADATA_METHODS = (
 
 def _never_in_forward() -> bool:
     return False
+
+
+def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_values: bool) -> dict[str, Tensor]:
+    """Replace the tables of the model by empty ones; returns the initial values of their rows, where `keep_values`."""
+    initial_tables: dict[str, Tensor] = {}
+    for table in tables:
+        try:
+            module = model.get_submodule(table.path)
+        except AttributeError:
+            module = None
+        weight = getattr(module, "weight", None)
+        if module is None or not isinstance(weight, nn.Parameter) or tuple(weight.shape) != (table.rows, table.dim):
+            raise PlanError(
+                f"tables: {table.path} is not a table of {table.rows} x {table.dim} in this model; leave tables out: they are found"
+            )
+        if keep_values and table.initialized_by == "model":
+            initial_tables[table.path] = weight.detach()
+        empty_table = EmptyTable(torch.empty((0, table.dim), dtype=weight.dtype), True)
+        empty_table.parameter_name = table.parameter_name
+        module.weight = empty_table
+    return initial_tables
 
 
 #: Gives rows that hold all of these ids, and where each of them lies, flat.

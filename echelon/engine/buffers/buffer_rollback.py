@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.buffers.buffer_sync import BufferVersions, TensorSlot
+from echelon.engine.buffers.buffer_sync import BufferVersions
+from echelon.engine.buffers.slots import TensorSlot, named_slots
 
 
 class BufferRollback:
@@ -13,10 +14,9 @@ class BufferRollback:
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[str, TensorSlot] = {
-            f"{path}.{key}" if path else key: (module._buffers, key)
-            for path, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if buffer is None or not buffer.is_meta
+            name: slot
+            for name, _, slot in named_slots(model)
+            if (buffer := slot[0][slot[1]]) is None or not buffer.is_meta
         }
         #: None: no step has been looked at.
         self._constants: BufferVersions | None = None

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.engine.buffers.slots import TensorSlot, has_numbers, make_writable, named_slots
 from echelon.engine.process_groups import Communicator
 
-#: Where a buffer is: its module's buffers, and its name among them.
-TensorSlot = tuple[dict[str, Tensor | None], str]
 #: Copies are kept of buffers up to this size in bytes.
 _COPY_LIMIT_BYTES = 2**20
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -87,20 +86,17 @@ class BufferTracker:
         self._ranks, self._deferred, self._warn = ranks, deferred, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
         self.slots: dict[str, TensorSlot] = {
-            f"{path}.{key}" if path else key: (module._buffers, key)
-            for path, module in model.named_modules()
-            for key, tensor in module._buffers.items()
-            if not isinstance(module, _BatchNorm) and (tensor is None or (_is_numeric(tensor) and not tensor.is_meta))
+            name: slot
+            for name, module, slot in named_slots(model)
+            if not isinstance(module, _BatchNorm) and _may_hold_numbers(slot)
         }
         #: Parameters that are not trained, which may be large.
         self._frozen_slots: dict[str, TensorSlot] = {}
         if track_frozen:
-            self._frozen_slots = {
-                f"{path}.{key}" if path else key: (module._parameters, key)
-                for path, module in model.named_modules()
-                for key, tensor in module._parameters.items()
-                if tensor is not None and not tensor.requires_grad and _is_numeric(tensor) and not tensor.is_meta
-            }
+            for name, _, slot in named_slots(model, "_parameters"):
+                parameter = slot[0][slot[1]]
+                if parameter is not None and not parameter.requires_grad and has_numbers(parameter):
+                    self._frozen_slots[name] = slot
             self.slots |= self._frozen_slots
         #: Those that travel, with the shape that all ranks agreed on.
         self._synced_shapes: dict[str, tuple[int, ...]] = {}
@@ -132,8 +128,14 @@ class BufferTracker:
 
     @property
     def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
-        """Names and shapes of those that change; None: no step has been looked at."""
-        return None if self._initial_checksums is not None else dict(self._synced_shapes)
+        """Names and shapes of those that steps change; None: no step was observed."""
+        is_known = self._initial_checksums is None and self._ranks.size > 1
+        return dict(self._synced_shapes) if is_known else None
+
+    def clear_newly_changed(self) -> None:
+        """The rules of everything that changes have been looked for."""
+        self.newly_changed.clear()
+        self.differed_from_mean.clear()
 
     def assume_mutable(self, mutable_buffers: Mapping[str, Sequence[int]] | None) -> None:
         """Go on as a run that has seen these change: a resumed one then sends the same messages as the unbroken one."""
@@ -277,7 +279,7 @@ class BufferTracker:
     def _syncable_shape(self, name: str) -> tuple[int, ...] | None:
         """None: there is nothing that could be averaged or compared."""
         tensor = self._tensor(name)
-        return tuple(tensor.shape) if tensor is not None and _is_numeric(tensor) else None
+        return tuple(tensor.shape) if tensor is not None and has_numbers(tensor) else None
 
     def _flat_values(self, name: str) -> Tensor:
         tensor, shape = self._tensor(name), self._synced_shapes[name]
@@ -308,19 +310,9 @@ class BufferTracker:
                 ).abs().max() > 0.25
 
 
-def make_writable(slot: TensorSlot) -> Tensor:
-    """The tensor in a place; a copy, put there, of one whose elements share memory (`expand`)."""
-    owner, key = slot
-    tensor = owner[key]
-    assert tensor is not None
-    if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        owner[key] = tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def _is_numeric(tensor: Tensor) -> bool:
-    """Numbers, not flags or bytes, which are mostly a step's own masks."""
-    return tensor.is_floating_point() or tensor.dtype in (torch.int16, torch.int32, torch.int64)
+def _may_hold_numbers(slot: TensorSlot) -> bool:
+    tensor = slot[0][slot[1]]
+    return tensor is None or has_numbers(tensor)
 
 
 def _has_shape(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:

@@ -6,7 +6,7 @@ One rank speaks for each module: the first of those that compute it. Its state g
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from echelon.checkpoint_files.checkpoint_reader import StoredCheckpoint
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
+from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError, JobError
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 _EXTRA_STATE_SUFFIX = "_extra_state"
 
 
-def split_model_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_model_state(run: RunState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The model's tensors but those that other stages or servers hold, and the extra state of its modules."""
-    server_names = run.server_backend.table_names if run.server_backend is not None else frozenset()
+    server_names = run.backend.table_names
     state_dict = run.model.state_dict()
     extra_state = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] == _EXTRA_STATE_SUFFIX}
     tensors = {
@@ -39,14 +37,14 @@ def split_model_state(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {name: value.detach() for name, value in tensors.items() if not value.is_meta}, extra_state
 
 
-def find_derived_tensors(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
+def find_derived_tensors(run: RunState, tensors: Mapping[str, Tensor]) -> list[str]:
     """Tensors that the model's hooks make while it is saved: it must take them back by itself."""
     registered_names = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     registered_names |= {name for name, _ in run.model.named_buffers(remove_duplicate=False)}
     return [name for name in tensors if name not in registered_names]
 
 
-def collect_extra_state(run: Run, extra_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def collect_extra_state(run: RunState, extra_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The extra state of all stages for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
     tensors: dict[str, Tensor] = {}
     stored_here = select_modules_to_store(run, extra_state)
@@ -75,7 +73,7 @@ def collect_extra_state(run: Run, extra_state: Mapping[str, Any]) -> tuple[dict[
     return merged, tensors
 
 
-def select_modules_to_store(run: Run, names: Iterable[str]) -> set[str]:
+def select_modules_to_store(run: RunState, names: Iterable[str]) -> set[str]:
     """Of which modules (as "path.anything") this rank stores the state: of replicas the first does, of stages the first that computes the module."""
     units = run.rank_model.pipeline.unit_paths if run.rank_model.pipeline is not None else [""]
     computed_here = {
@@ -96,7 +94,7 @@ def select_modules_to_store(run: Run, names: Iterable[str]) -> set[str]:
 class ExtraStateLoader:
     """Restores extra state: `targets` are to be filled in between."""
 
-    def __init__(self, run: Run, checkpoint: StoredCheckpoint) -> None:
+    def __init__(self, run: RunState, checkpoint: StoredCheckpoint) -> None:
         self._run, self._encoded = run, checkpoint.manifest["extra_state"]
         self.targets: dict[str, Tensor] = {}
         modules = {name for name, value in run.model.named_modules() if has_extra_state(value)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from echelon.checkpoint_files.tensor_storage import tensor_bytes
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode, find_tensor_refs
 from echelon.engine.checkpoint.param_group_state import decode_group_settings, map_parameter_names
 from echelon.engine.parallel.shard_layout import full_tensor_shape
+from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError, JobError
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +58,13 @@ def split_state_dict(state: Mapping[str, Any], parameter_count: int) -> SplitSta
     )
 
 
-def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
+def parameter_names(run: RunState, optimizer: Optimizer) -> list[str]:
     """The names of its parameters in the order of its groups; "" for one that stands for none."""
     names_by_id = map_parameter_names(run)
     return [names_by_id.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def collect(run: Run) -> tuple[list[dict[str, Any]], dict[str, StateTensor]]:
+def collect(run: RunState) -> tuple[list[dict[str, Any]], dict[str, StateTensor]]:
     """The optimizers' state of all ranks for JSON, and the tensors in it that this rank holds. Every rank must call it; raises JobError for
     state that a checkpoint cannot hold."""
     tensors: dict[str, StateTensor] = {}
@@ -79,10 +77,12 @@ def collect(run: Run) -> tuple[list[dict[str, Any]], dict[str, StateTensor]]:
     return [_merge_ranks([states[index] for states, _ in rank_states]) for index in range(len(local_states))], tensors
 
 
-def _collect_optimizer(run: Run, index: int, optimizer: Optimizer, tensors: dict[str, StateTensor]) -> dict[str, Any]:
+def _collect_optimizer(
+    run: RunState, index: int, optimizer: Optimizer, tensors: dict[str, StateTensor]
+) -> dict[str, Any]:
     parameter_order = parameter_names(run, optimizer)
     parts = split_state_dict(read_state_dict(optimizer), len(parameter_order))
-    server_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
+    server_names = run.backend.server_trained
 
     def make_store_tensor(layout_parameter: str | None) -> Any:
         def store_tensor(path: str, value: Tensor) -> list[str]:
@@ -140,7 +140,7 @@ def make_unstorable_error(optimizer: Optimizer, error: UnstorableValue) -> JobEr
     )
 
 
-def _find_layout_parameter(run: Run, index: int, optimizer: Optimizer, path: str, value: Tensor) -> str:
+def _find_layout_parameter(run: RunState, index: int, optimizer: Optimizer, path: str, value: Tensor) -> str:
     """The parameter that a tensor which belongs to none is laid out like; "": it is whole."""
     if index in run.full_tensor_optimizers:
         return ""
@@ -179,7 +179,7 @@ def _is_same_layout(parameter: Tensor, tensor: Tensor) -> bool:
     return not isinstance(parameter, DTensor) or parameter.placements == tensor.placements  # type: ignore[attr-defined]
 
 
-def _digest_shared_tensors(run: Run, tensors: Mapping[str, StateTensor]) -> dict[str, str]:
+def _digest_shared_tensors(run: RunState, tensors: Mapping[str, StateTensor]) -> dict[str, str]:
     """Of tensors that belong to no parameter, for stages to compare."""
     if run.axes["pp"].size == 1:
         return {}
@@ -190,7 +190,7 @@ def _digest_shared_tensors(run: Run, tensors: Mapping[str, StateTensor]) -> dict
     }
 
 
-def _require_same_on_stages(run: Run, rank_states: Sequence[tuple[list[dict[str, Any]], dict[str, str]]]) -> None:
+def _require_same_on_stages(run: RunState, rank_states: Sequence[tuple[list[dict[str, Any]], dict[str, str]]]) -> None:
     if run.axes["pp"].size == 1:
         return
     for index, optimizer in enumerate(run.optimizers):
@@ -226,7 +226,7 @@ def _merge_ranks(rank_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class OptimizerLoader:
     """Restores optimizers from a checkpoint: `targets` are to be filled in between."""
 
-    def __init__(self, run: Run, checkpoint: StoredCheckpoint) -> None:
+    def __init__(self, run: RunState, checkpoint: StoredCheckpoint) -> None:
         self._run, self._encoded = run, checkpoint.manifest["optimizers"]
         self.targets: dict[str, StateTensor] = {}
         parameters = dict(run.model.named_parameters()) | run.loss_parameters
@@ -260,7 +260,7 @@ class OptimizerLoader:
     def _local_names(self, index: int, optimizer: Optimizer) -> set[str]:
         """The parameters whose state this rank keeps."""
         run = self._run
-        server_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
+        server_names = run.backend.server_trained
         local_names = set(parameter_names(run, optimizer)) - {""} - server_names
         return (
             local_names & run.full_tensor_optimizers[index].owned_names
@@ -299,7 +299,7 @@ class OptimizerLoader:
             if name in local_names and name in encoded["state"]
         }
         live = optimizer.state_dict()
-        server_names = self._run.server_backend.trained_names if self._run.server_backend is not None else frozenset()
+        server_names = self._run.backend.server_trained
         # What a parameter server trains has its state there, and what stands for it here keeps its own.
         server_entries = {
             position: entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 from echelon.engine.checkpoint.group_settings import IMPLEMENTATION_KEYS, read_group_settings
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
 from echelon.engine.checkpoint.schedule_state import collect_group_values
+from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError, JobError
 
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
-
-def map_parameter_names(run: Run) -> dict[int, str]:
+def map_parameter_names(run: RunState) -> dict[int, str]:
     """Parameter identity -> its first name; also of the loss's own, and of the whole tensors that stand for a parameter in its optimizer."""
     named_parameters = [*run.model.named_parameters(), *run.loss_parameters.items()]
     named_parameters += [
@@ -33,7 +31,7 @@ def map_parameter_names(run: Run) -> dict[int, str]:
     return {id(parameter): name for name, parameter in reversed(named_parameters)}
 
 
-def optimizer_entries(run: Run, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+def optimizer_entries(run: RunState, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
     """What an optimizer keeps on this rank for each parameter."""
     names_by_id = map_parameter_names(run)
     return [
@@ -67,7 +65,7 @@ def _encode_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str
         ) from error
 
 
-def gather_optimizer_groups(run: Run) -> list[list[dict[str, Any]]]:
+def gather_optimizer_groups(run: RunState) -> list[list[dict[str, Any]]]:
     """The groups of each optimizer, of all stages together, for JSON. Every rank must call it."""
     with run.ranks.raise_on_all_ranks():
         local_groups = _local_groups(run)
@@ -77,7 +75,7 @@ def gather_optimizer_groups(run: Run) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _local_groups(run: Run) -> list[list[dict[str, Any]]]:
+def _local_groups(run: RunState) -> list[list[dict[str, Any]]]:
     names_by_id = map_parameter_names(run)
     groups = []
     for index, optimizer in enumerate(run.optimizers):
@@ -107,7 +105,7 @@ def _group_key(group: Mapping[str, Any]) -> list[Any]:
 
 
 def require_matching_groups(
-    run: Run,
+    run: RunState,
     stored_groups: Sequence[Sequence[dict[str, Any]]],
     current_groups: Sequence[Sequence[dict[str, Any]]],
     folder: Path,
@@ -144,7 +142,7 @@ def require_matching_groups(
 
 
 def decode_group_settings(
-    run: Run, index: int, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+    run: RunState, index: int, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each live group the settings that its parameters had."""
     return [
@@ -157,7 +155,9 @@ def decode_group_settings(
     ]
 
 
-def match_stored_groups(run: Run, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def match_stored_groups(
+    run: RunState, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
     """For each live group the stored one of its parameters; for one that has none the first, to be in step with it."""
     names_by_id = map_parameter_names(run)
     by_name = {name: group for group in groups for name in group["names"]}

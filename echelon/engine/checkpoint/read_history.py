@@ -11,9 +11,9 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echelon.data.error_text import type_name
 from echelon.data.loader import Loader, StepBatch
@@ -21,12 +21,10 @@ from echelon.data.open_data import is_stream
 from echelon.data.sample_digest import digest
 from echelon.data.warmup import StepLoader, WarmupLoader
 from echelon.data.workers import prefetch_in_process
+from echelon.engine.run_state import RunState
 from echelon.errors import CheckpointError
 from echelon.plan.format_units import format_seconds
 from echelon.trials.dataset_state import DatasetState, may_change_on_read
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: Seconds of reading that are spent although no trial shows that samples depend on earlier ones, and seconds of a trial.
 _MAX_REPLAY_SECONDS, _TRIAL_SECONDS = 30.0, 1.0
@@ -59,8 +57,8 @@ class _ReadTrial:
 class ReadHistory:
     """What the steps of a run have read."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: RunState, is_batch_unchanged: Callable[[StepBatch], bool]) -> None:
+        self._run, self._is_batch_unchanged = run, is_batch_unchanged
         self._first: SampleRead | None = None
         self._last: SampleRead | None = None
         self._batch: StepBatch | None = None
@@ -75,7 +73,7 @@ class ReadHistory:
 
     def collect(self) -> dict[str, Any]:
         """For a checkpoint, by the first rank; what runs no code of the user's is not in it."""
-        if self._batch is not None and self._run.is_batch_unchanged(self._batch):
+        if self._batch is not None and self._is_batch_unchanged(self._batch):
             self._last = SampleRead.from_batch(self._batch)
         return {
             name: asdict(sample_read)
@@ -242,6 +240,6 @@ def _digest_samples(loader: StepLoader, step: int, count: int) -> str:
     )
 
 
-def _dataset_states(run: Run) -> list[DatasetState]:
+def _dataset_states(run: RunState) -> list[DatasetState]:
     job = run.job
     return [DatasetState(source) for source in (job.data, job.warmup_data, job.collate) if may_change_on_read(source)]

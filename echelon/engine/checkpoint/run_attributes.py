@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,12 @@ from echelon.engine.checkpoint.held_state import SHARDED_TENSOR_REASON, Reachabl
 from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs
 from echelon.engine.checkpoint.optimizer_state import read_state_dict
 from echelon.engine.checks.shared_state_check import iterate_user_objects
+from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError
 from echelon.plan.codec import from_plain, to_plain
 from echelon.plan.plan import Plan
 from echelon.tree import tree_tensors
 from echelon.trials.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 
 class ModelState(ReachableState):
@@ -113,7 +111,7 @@ def _schedule_functions(schedule: Any) -> list[Any]:
 class RunAttributes:
     """Saves and restores what one run keeps so."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
         self._initial_trainable = read_trainable(run.model)
         self.model = ModelState(run.model)

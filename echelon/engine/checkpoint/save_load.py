@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +33,26 @@ from echelon.checkpoint_files.checkpoint_reader import (
 )
 from echelon.checkpoint_files.tensor_storage import TensorWriter
 from echelon.engine.backends.launch_servers import SERVER_FOLDER
+from echelon.engine.buffers.buffer_sync import BufferTracker
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
 from echelon.engine.checkpoint.param_group_state import (
     gather_optimizer_groups,
     match_stored_groups,
     require_matching_groups,
 )
+from echelon.engine.checkpoint.read_history import ReadHistory
+from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.parallel.shard_layout import CheckpointTensor
+from echelon.engine.run_state import RunState
 from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.codec import to_plain
 from echelon.plan.sealed_json import seal
 
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
-
-def save(run: Run, folder: Path) -> int:
+def save(
+    run: RunState, attributes: RunAttributes, read_history: ReadHistory, buffer_tracker: BufferTracker, folder: Path
+) -> int:
     """Write the run's state to `folder` (which must not exist); returns its bytes. Every rank must call it."""
-    run.check_last_step()
-    run.synchronize()
     partial_folder = folder.with_name(folder.name + ".partial")
     with run.ranks.raise_on_all_ranks():
         if run.world.is_main:
@@ -65,19 +66,26 @@ def save(run: Run, folder: Path) -> int:
             except OSError as error:
                 raise _to_checkpoint_error(error, folder) from error
     try:
-        return _write_checkpoint(run, folder, partial_folder)
+        return _write_checkpoint(run, attributes, read_history, buffer_tracker, folder, partial_folder)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         if run.world.is_main:
             shutil.rmtree(partial_folder, ignore_errors=True)
         raise _to_checkpoint_error(error, folder) from error
 
 
-def _write_checkpoint(run: Run, folder: Path, partial_folder: Path) -> int:
+def _write_checkpoint(
+    run: RunState,
+    attributes: RunAttributes,
+    read_history: ReadHistory,
+    buffer_tracker: BufferTracker,
+    folder: Path,
+    partial_folder: Path,
+) -> int:
     writer = TensorWriter(partial_folder)
     tensors, extra = model_extra_state.split_model_state(run)
     extra_state, extra_tensors = model_extra_state.collect_extra_state(run, extra)
     optimizers, state_tensors = optimizer_state.collect(run)
-    attributes, attribute_tensors = run.attributes.collect()
+    attribute_entries, attribute_tensors = attributes.collect()
     groups = gather_optimizer_groups(run)
     tensors_to_save = {f"model/{name}": _to_checkpoint_tensor(run, name, value) for name, value in tensors.items()}
     tensors_to_save |= {f"extra/{name}": value for name, value in extra_tensors.items()}
@@ -88,8 +96,7 @@ def _write_checkpoint(run: Run, folder: Path, partial_folder: Path) -> int:
     }
     with without_single_process_warning():
         save_tensors(tensors_to_save, storage_writer=writer, no_dist=run.world.size == 1)
-    if run.server_backend is not None:
-        run.server_backend.save(partial_folder / SERVER_FOLDER)
+    served = run.backend.save(partial_folder / SERVER_FOLDER)
     with run.ranks.raise_on_all_ranks():
         file_entries = dict(writer.files)
         if run.world.is_main:
@@ -109,7 +116,10 @@ def _write_checkpoint(run: Run, folder: Path, partial_folder: Path) -> int:
         ],
         "schedules": [schedule_state.collect_common_state(each) for each in run.schedules],
         "extra_state": extra_state,
-        "attributes": attributes,
+        "changing": buffer_tracker.mutable_buffers,
+        "read": read_history.collect(),
+        "served": served,
+        "attributes": attribute_entries,
     }
     with run.ranks.raise_on_all_ranks():
         if run.world.is_main:
@@ -120,7 +130,7 @@ def _write_checkpoint(run: Run, folder: Path, partial_folder: Path) -> int:
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _to_checkpoint_tensor(run: Run, name: str, tensor: Tensor) -> Any:
+def _to_checkpoint_tensor(run: RunState, name: str, tensor: Tensor) -> Any:
     """A tensor as torch's planners take it: with its place in the whole where the tensor axis cuts the parameter `name`."""
     tp_shard = run.tp_shards.get(name)
     if tp_shard is None or tensor.shape != tp_shard.local_shape:
@@ -129,7 +139,7 @@ def _to_checkpoint_tensor(run: Run, name: str, tensor: Tensor) -> Any:
     return CheckpointTensor(tensor, tp_shard) if tp_shard.full_shape.numel() else tensor.new_empty(tp_shard.full_shape)
 
 
-def _make_manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def _make_manifest(run: RunState, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "format": CHECKPOINT_FORMAT,
         "step": run.step_number,
@@ -147,17 +157,12 @@ def _make_manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) ->
         **state,
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good_steps],
         "nominal": run.nominal_count,
-        "changing": run.mutable_buffers,
-        "read": run.read_history.collect(),
-        "served": None
-        if run.server_backend is None
-        else {"trained": sorted(run.server_backend.trained_names), "updates": run.server_backend.update_count},
         "torch": torch.__version__,
         "files": files,
     }
 
 
-def load(run: Run, folder: Path) -> Any:
+def load(run: RunState, attributes: RunAttributes, buffer_tracker: BufferTracker, folder: Path) -> Any:
     """Bring the run to where `folder` was saved, whatever plan saved it; returns what it holds of what was read. Every rank must call it."""
     groups = gather_optimizer_groups(run)
     with run.ranks.raise_on_all_ranks():
@@ -177,8 +182,8 @@ def load(run: Run, folder: Path) -> Any:
         )
         targets = {f"model/{name}": _to_checkpoint_tensor(run, name, value) for name, value in tensors.items()}
         targets |= {f"extra/{name}": value for name, value in extra_loader.targets.items()}
-        targets |= {f"held/{path}": value for path, value in run.attributes.allocate_targets(checkpoint).items()}
-        run.attributes.require_compatible(manifest, folder)
+        targets |= {f"held/{path}": value for path, value in attributes.allocate_targets(checkpoint).items()}
+        attributes.require_compatible(manifest, folder)
         targets |= {
             f"optimizer/{path}": _to_checkpoint_tensor(run, each.layout_parameter, each.value)
             for path, each in optimizer_loader.targets.items()
@@ -189,7 +194,7 @@ def load(run: Run, folder: Path) -> Any:
         if derived_names := model_extra_state.find_derived_tensors(run, tensors):
             run.model.load_state_dict({name: tensors[name] for name in derived_names}, strict=False)
         extra_loader.apply()
-        run.attributes.restore(manifest)
+        attributes.restore(manifest)
         optimizer_loader.apply()
         for index, schedule in enumerate(run.schedules[: len(manifest["schedules"])]):
             matched_groups = match_stored_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])
@@ -198,11 +203,9 @@ def load(run: Run, folder: Path) -> Any:
             )
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good_steps = manifest["loss_scale"]
-    if run.server_backend is not None:
-        run.server_backend.load(folder / SERVER_FOLDER, manifest["step"])
-        run.server_backend.update_count = manifest["served"]["updates"]
+    run.backend.load(folder / SERVER_FOLDER, manifest["step"], manifest.get("served"))
     run.nominal_count = manifest["nominal"]
-    run.assume_mutable_buffers(manifest["changing"])
+    buffer_tracker.assume_mutable(manifest["changing"])
     run.step_number = manifest["step"]
     run.loaded_record = manifest.get("record")
     is_same_order = manifest["batch"] == run.job.batch_size and manifest["seed"] == run.job.seed
@@ -220,7 +223,9 @@ def _raise_as_damaged(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _unfreeze_stored(run: Run, groups: list[list[dict[str, Any]]], manifest: Mapping[str, Any], folder: Path) -> None:
+def _unfreeze_stored(
+    run: RunState, groups: list[list[dict[str, Any]]], manifest: Mapping[str, Any], folder: Path
+) -> None:
     """Have the optimizers, whose groups are `groups`, cover what the model unfroze while it trained."""
     current_names = {name for optimizer_groups in groups for group in optimizer_groups for name in group["names"]}
     stored_names = [
@@ -236,7 +241,7 @@ def _unfreeze_stored(run: Run, groups: list[list[dict[str, Any]]], manifest: Map
         )
 
 
-def _allocate_buffers(run: Run, checkpoint: StoredCheckpoint) -> None:
+def _allocate_buffers(run: RunState, checkpoint: StoredCheckpoint) -> None:
     """Allocate buffers that the model declares as None and fills while it trains."""
     modules = dict(run.model.named_modules())
     for name, entry in checkpoint.entries.items():
@@ -255,7 +260,9 @@ def _require_stored(targets: Mapping[str, Any], checkpoint: StoredCheckpoint) ->
         )
 
 
-def _require_compatible(run: Run, manifest: dict[str, Any], groups: list[list[dict[str, Any]]], folder: Path) -> None:
+def _require_compatible(
+    run: RunState, manifest: dict[str, Any], groups: list[list[dict[str, Any]]], folder: Path
+) -> None:
     if manifest["model"] != run.fingerprint:
         current_shapes, stored_shapes = run.full_shapes, manifest["parameters"]
         name = next(
@@ -283,10 +290,10 @@ def _require_compatible(run: Run, manifest: dict[str, Any], groups: list[list[di
     _require_same_data(run, manifest, folder)
 
 
-def _require_same_servers(run: Run, manifest: dict[str, Any], folder: Path) -> None:
+def _require_same_servers(run: RunState, manifest: dict[str, Any], folder: Path) -> None:
     """What servers train has its state with them, in files that ranks do not read; and the other way round."""
     stored_names = (manifest.get("served") or {}).get("trained", [])
-    current_names = [] if run.server_backend is None else sorted(run.server_backend.trained_names)
+    current_names = sorted(run.backend.server_trained)
     if stored_names == current_names:
         return
     moved_name = next(
@@ -301,7 +308,7 @@ def _require_same_servers(run: Run, manifest: dict[str, Any], folder: Path) -> N
     )
 
 
-def _require_same_data(run: Run, manifest: dict[str, Any], folder: Path) -> None:
+def _require_same_data(run: RunState, manifest: dict[str, Any], folder: Path) -> None:
     """A step number is a place in one order of one data set: in another, samples would be repeated and left out."""
     remedy = "put it back, or start anew in another folder with weights= from this one"
     for name, current in (("batch", run.job.batch_size), ("seed", run.job.seed), ("samples", run.sample_count)):

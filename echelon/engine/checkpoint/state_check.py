@@ -11,7 +11,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,20 +22,18 @@ from echelon.checkpoint_files.tensor_storage import tensor_bytes
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode
 from echelon.engine.checkpoint.param_group_state import gather_optimizer_groups
+from echelon.engine.run_state import RunState
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer_class import make_trial_optimizers
 from echelon.trials.trial_context import preserve_job_state
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: Numbers along each side of the parameters that optimizers are tried on, and how many of them at most.
 _MAX_TRIAL_SIDE, _MAX_TRIAL_PARAMETERS = 4, 64
 _TRIAL_STEPS = 2
 
 
-def require_storable(run: Run) -> bool:
+def require_storable(run: RunState) -> bool:
     """Refuse a job whose state could not be saved; returns whether `require_storable_state` must look again after the first step. Every
     rank must call it."""
     _, extra_state = model_extra_state.split_model_state(run)
@@ -60,7 +58,7 @@ def require_storable(run: Run) -> bool:
     return True
 
 
-def require_storable_state(run: Run) -> None:
+def require_storable_state(run: RunState) -> None:
     """Refuse live optimizer state that could not be saved. Every rank must call it."""
     optimizer_state.collect(run)
 

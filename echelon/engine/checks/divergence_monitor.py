@@ -17,7 +17,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,12 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
 from echelon.engine.checkpoint.function_state import describe_slot, find_differing_slots
+from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.checks.replica_check import ReplicaCheck, all_words_equal, is_same_on_ranks
 from echelon.engine.parallel.tensor_parallel import PatchedForward
 from echelon.engine.process_groups import Communicator
+from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more. The rest of the watch costs a short step about
 #: 0.2 ms of the 0.3 that all of it may (bench.watch).
@@ -49,16 +48,16 @@ _MODULE_BITS = 20
 class DivergenceMonitor:
     """The watch over one run. `is_off`: only what decides how a step is computed is looked at (a proof compares everything itself)."""
 
-    def __init__(self, run: Run, warn: Callable[[str], None], *, is_off: bool = False) -> None:
-        self._run = run
+    def __init__(self, run: RunState, attributes: RunAttributes, *, is_off: bool) -> None:
+        self._run, self._attributes = run, attributes
         self.is_off = is_off or run.world.size == 1 or run.plan.asynchronous
-        self._replica_check = ReplicaCheck(run, warn)
+        self._replica_check = ReplicaCheck(run)
         self._call_order = _CallOrder(run) if not self.is_off and not run.plan.compile else None
         self._sample_word = 0
         self._model_parallel_words: list[float] = []
         self._next_comparison = 1
         self._step_started: float | None = None
-        self._warn, self._has_warned = warn, False
+        self._has_warned = False
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -188,7 +187,7 @@ class DivergenceMonitor:
 
     def _compare_loss_state(self, step: int) -> None:
         """Warn where data ranks hold different values of what the loss keeps, and no proof has shown that it does not read them."""
-        data_parallel, attributes = self._run.data_parallel, self._run.attributes
+        data_parallel, attributes = self._run.data_parallel, self._attributes
         if self._has_warned or not attributes.is_unproved or data_parallel.size == 1:
             return
         fingerprints = attributes.functions.digest_changes()
@@ -198,7 +197,7 @@ class DivergenceMonitor:
         self._has_warned = True
         names = ", ".join(map(describe_slot, find_differing_slots(data_parallel.all_gather_object(fingerprints))))
         if not data_parallel.rank:
-            self._warn(
+            self._run.warn(
                 f"{names}: data ranks hold different values after step {step}, each from its own samples; where the loss reads them, this plan "
                 "computes something else than one process; leave --no-verify out to find out"
             )
@@ -216,7 +215,7 @@ class DivergenceMonitor:
 class _CallOrder:
     """The order in which this rank calls modules whose forward or backward exchanges values with other ranks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self.tp_calls: list[int] = []
         self.gather_calls: list[int] = []
         self._module_paths = ["the model"]

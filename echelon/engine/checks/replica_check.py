@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from echelon.engine.buffers.slots import has_numbers
 from echelon.engine.checkpoint.group_settings import read_group_settings
 from echelon.engine.data_setup import find_generators
 from echelon.engine.full_state import full_tensor_optimizer_of, optimizer_tensors
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator
+from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: Differences up to so many units in the last place of a tensor's largest value are rounding.
 _ROUNDING_ULPS = 64
@@ -76,8 +75,8 @@ class _ReplicatedItem:
 class ReplicaCheck:
     """What a rank shares with others, by axis."""
 
-    def __init__(self, run: Run, warn: Callable[[str], None]) -> None:
-        self._run, self._warn = run, warn
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._has_warned = False
         self._tied_parameters = [
             (holders, {id(parameter) for parameter in parameters})
@@ -85,11 +84,6 @@ class ReplicaCheck:
             if holders.size > 1
         ]
         self._generators = find_generators(run.model)
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether there is anything to compare."""
-        return self._run.world.size > 1 and not self._run.plan.asynchronous
 
     @torch.no_grad()
     def compare(self, step: int, *, after_update: bool = True, between_steps: bool = False) -> None:
@@ -125,18 +119,15 @@ class ReplicaCheck:
 
     def _items(self, *, after_update: bool, between_steps: bool) -> Iterator[tuple[str, _ReplicatedItem]]:
         run = self._run
-        served_names = run.server_backend.trained_names if run.server_backend is not None else frozenset()
         kind = _PARAMETER if after_update else _INITIAL_PARAMETER
         for name, value in run.model.named_parameters():
-            if not value.is_meta and name not in served_names:
+            if not value.is_meta and name not in run.backend.server_trained:
                 yield name, _ReplicatedItem(kind, value)
         for name, value in run.loss_parameters.items():
             yield name, _ReplicatedItem(kind, value)
         # Ranks of an accelerator agree on a buffer that changes for the first time one step later.
         for name, buffer in run.model.named_buffers() if between_steps or run.device.type == "cpu" else ():
-            if not buffer.is_meta and (
-                buffer.is_floating_point() or buffer.dtype in (torch.int16, torch.int32, torch.int64)
-            ):
+            if has_numbers(buffer):
                 yield name, _ReplicatedItem(_BUFFER, buffer)
         if not after_update:
             return
@@ -165,7 +156,7 @@ class ReplicaCheck:
                         )
         if between_steps:
             return
-        if run.plan.zero == 0 and not run.tp_shards and run.rank_model.pipeline is None and run.server_backend is None:
+        if run.plan.zero == 0 and not run.tp_shards and run.rank_model.pipeline is None and not run.plan.uses_servers:
             yield "torch", _ReplicatedItem(_RANDOM_STATE, torch.get_rng_state())
             yield "python", _ReplicatedItem(_RANDOM_STATE, random.getstate())
             yield "numpy", _ReplicatedItem(_RANDOM_STATE, numpy.random.get_state()[1].tobytes())  # type: ignore[index]
@@ -179,7 +170,7 @@ class ReplicaCheck:
 
     def _is_per_rank(self, item: _ReplicatedItem) -> bool:
         """Whether data ranks have their own by intention: the model's generators, seeded for each."""
-        return item.kind is _GENERATOR and self._run.seeds_generators
+        return item.kind is _GENERATOR and bool(self._run.seeded_generators)
 
     # How it is compared
 
@@ -223,9 +214,7 @@ class ReplicaCheck:
                     _INITIAL_PARAMETER,
                 )
             value = items[name].value
-            if not isinstance(value, Tensor) or len(shapes) > 1:
-                raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
-            if kind in (_RANDOM_STATE, _GENERATOR):
+            if not isinstance(value, Tensor) or len(shapes) > 1 or kind in (_RANDOM_STATE, _GENERATOR):
                 raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
             differences = self._relative_differences(communicator, to_local(value.detach()))
             worst_index = max(range(len(differences)), key=differences.__getitem__)
@@ -257,7 +246,7 @@ class ReplicaCheck:
         value.copy_(reference)
         if not self._has_warned and max(differences):
             self._has_warned = True
-            self._warn(
+            self._run.warn(
                 f"replicas drifted apart by rounding ({max(differences):.0e} of the largest value): every rank took the first one's values, as it will again"
             )
         return [0.0] * len(differences)

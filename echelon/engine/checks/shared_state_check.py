@@ -15,16 +15,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from echelon.engine.checkpoint.function_state import FunctionState
+from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
 from echelon.trials.reachable import find_reachable, get_slots
-
-if TYPE_CHECKING:
-    from echelon.engine.run import Run
 
 #: Attributes of torch's optimizers and schedules that lead to parameters.
 _PARAMETER_ATTRIBUTES = ("optimizer", "param_groups", "state", "defaults")
@@ -38,8 +37,8 @@ _NAME_READS = (*_GLOBAL_READS, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "L
 class SharedStateCheck:
     """Compares what one run's loss shares with its schedules and optimizers."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: RunState, functions: FunctionState) -> None:
+        self._run, self._functions = run, functions
         self._has_stages = run.plan.mesh.pp > 1
         self._step_count = 0
         self._before: dict[str, dict[str, bytes]] | None = None
@@ -97,7 +96,7 @@ class SharedStateCheck:
                 )
                 if is_read or slot.key == "cell_contents":
                     locations.add((id(slot.owner), slot.key))
-        return self._run.attributes.functions.digest_shared({id(node) for node in nodes}, locations)
+        return self._functions.digest_shared({id(node) for node in nodes}, locations)
 
 
 def iterate_user_objects(candidate: Any, seen_ids: set[int]) -> Iterator[Any]:

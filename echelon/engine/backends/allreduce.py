@@ -1,0 +1,53 @@
+"""exchange=allreduce: data ranks sum their gradients (zero=0) or reduce-scatter them (zero=1 to 3), and step on what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from echelon.engine import grad_clip
+from echelon.engine.backends.backend import Backend
+from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.run_state import RunState
+
+
+class AllReduceBackend(Backend):
+    """Collectives among the data ranks, overlapped with backward."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self.step_ranks = run.data_parallel
+
+    def begin_micro_batch(self, batch: Any, *, is_last: bool) -> None:
+        if self._run.rank_model.sharding is not None:
+            self._run.rank_model.sharding.prepare_micro_batch(is_last=is_last)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        rank_model = self._run.rank_model
+        if is_last and rank_model.gradient_allreduce is not None:
+            rank_model.gradient_allreduce.sync_next_backward()
+        if rank_model.sharding is None:
+            loss.backward()
+        else:
+            rank_model.sharding.backward(loss)
+
+    def finish_backward(self) -> None:
+        run, rank_model = self._run, self._run.rank_model
+        sharding, gradient_allreduce = rank_model.sharding, rank_model.gradient_allreduce
+        if sharding is not None and rank_model.pipeline is not None:
+            sharding.reduce_kept_gradients()
+        if gradient_allreduce is not None:
+            if rank_model.pipeline is not None:  # it has run every backward itself
+                gradient_allreduce.sync_next_backward()
+            gradient_allreduce.wait()
+        if sharding is not None:
+            sharding.finish_backward()
+        if run.data_parallel.size > 1:
+            sum_gradients(list(run.loss_parameters.values()), run.data_parallel)
+
+    def gradient_norm(self, gradients: Sequence[Tensor], replica_counts: Sequence[int]) -> Tensor:
+        return grad_clip.total_norm(
+            gradients, replica_counts, self._run.ranks, same_parameters=self._run.rank_model.pipeline is None
+        )
