@@ -1,4 +1,4 @@
-"""Batches and outputs as trees of tensors: the one place that says which objects are containers.
+"""Batches and outputs as trees of tensors: the one place that decides which objects are containers.
 
 Containers keep their type when they are rebuilt: dicts, lists, tuples, named tuples, whatever torch's pytree knows (HF's ModelOutput),
 dataclasses (frozen and slotted ones too), other mappings (UserDict, HF's BatchEncoding) and plain objects that hold tensors as attributes
@@ -19,9 +19,10 @@ from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
 
-#: Of an object nothing is left but its type.
+#: The template of an object of which only the type is needed.
 _ATTRIBUTE_CONTAINER = object()
 _PACKED_SEQUENCE_FIELDS = ("data", "batch_sizes", "sorted_indices", "unsorted_indices")
+_IsLeaf = Callable[[Any], bool]
 
 
 class TreeSpec:
@@ -42,7 +43,7 @@ class TreeSpec:
         return hash((self._type, self.children))
 
     def unflatten(self, leaves: Iterator[Any]) -> Any:
-        """The tree, of the next leaves."""
+        """Build the tree from the next leaves."""
         if self._type is None:
             return next(leaves)
         parts = [child.unflatten(leaves) for child in self.children]
@@ -52,10 +53,10 @@ class TreeSpec:
 _LEAF = TreeSpec(None, None, ())
 
 
-def tree_flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `value`, in order, and what remains of it."""
+def tree_flatten(value: Any, is_leaf: _IsLeaf | None = None) -> tuple[list[Any], TreeSpec]:
+    """The leaves of `value`, in order, and its structure. `is_leaf`: containers to leave as they are."""
     leaves: list[Any] = []
-    return leaves, _flatten(value, leaves, ())
+    return leaves, _flatten(value, leaves, (), is_leaf)
 
 
 def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
@@ -65,15 +66,17 @@ def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
 
 def tree_leaves(value: Any) -> list[Any]:
     """The leaves of `value`, in order."""
-    leaves: list[Any] = []
-    _flatten(value, leaves, ())
-    return leaves
+    return tree_flatten(value)[0]
 
 
-def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to every leaf; `value` itself stays as it is."""
-    leaves, structure = tree_flatten(value)
-    return tree_unflatten(map(change, leaves), structure)
+def tree_map(change: Callable[..., Any], value: Any, *others: Any, is_leaf: _IsLeaf | None = None) -> Any:
+    """`value` with `change` applied to every leaf, and to the leaves in its place in `others`; ValueError where their structures differ."""
+    leaves, structure = tree_flatten(value, is_leaf)
+    other_trees = [tree_flatten(other, is_leaf) for other in others]
+    if any(other_structure != structure for _, other_structure in other_trees):
+        raise ValueError("trees of different structures")
+    other_leaves = [leaves_of_other for leaves_of_other, _ in other_trees]
+    return tree_unflatten(map(change, leaves, *other_leaves), structure)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -91,8 +94,13 @@ def tree_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def tensor_versions(value: Any) -> list[int]:
+    """How often each tensor in `value` was written to."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tree_tensors(value)]
+
+
 def to_device(value: Any, device: torch.device, change: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """`value` on `device`. `change` moves one tensor (default: `.to(device)`); leaves that can be moved by themselves (`.to`) are."""
+    """`value` on `device`. `change` moves one tensor (default: `.to(device)`); other leaves move if they have a method `to`."""
 
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -102,75 +110,68 @@ def to_device(value: Any, device: torch.device, change: Callable[[Tensor], Tenso
     return tree_map(move_leaf, value)
 
 
-def _flatten(value: Any, leaves: list[Any], ancestors: tuple[int, ...]) -> TreeSpec:
+def _flatten(value: Any, leaves: list[Any], ancestors: tuple[int, ...], is_leaf: _IsLeaf | None) -> TreeSpec:
     container = None if isinstance(value, Tensor) or id(value) in ancestors else _open_container(value)
-    if container is None:
+    if container is None or (is_leaf is not None and is_leaf(value)):
         leaves.append(value)
         return _LEAF
     container_type, context, parts, template = container
     path = (*ancestors, id(value))
-    return TreeSpec(container_type, context, tuple(_flatten(part, leaves, path) for part in parts), template)
+    return TreeSpec(container_type, context, tuple(_flatten(part, leaves, path, is_leaf) for part in parts), template)
 
 
 def _open_container(value: Any) -> tuple[Any, Any, Iterable[Any], Any] | None:
-    """(type, keys, parts, what is left without them) of a container; None: a leaf."""
-    container_type = type(value)
-    if container_type is PackedSequence:  # its batch sizes stay on the host, whatever happens to the rest
+    """(type, keys, parts, template: what is left without the parts) of a container; None for a leaf."""
+    kind = type(value)
+    if kind is PackedSequence:  # its batch sizes stay on the host, whatever happens to the rest
         rest = value._replace(data=None, sorted_indices=None, unsorted_indices=None)
-        return container_type, _PACKED_SEQUENCE_FIELDS, (value.data, value.sorted_indices, value.unsorted_indices), rest
-    if container_type is torch.Size:
+        return kind, _PACKED_SEQUENCE_FIELDS, (value.data, value.sorted_indices, value.unsorted_indices), rest
+    if kind is torch.Size:
         return None
-    node = SUPPORTED_NODES.get(container_type)
+    node = SUPPORTED_NODES.get(kind)
     if node is not None:
         parts, context = node.flatten_fn(value)
-        return container_type, context, parts, None
+        return kind, context, parts, None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return container_type, value._fields, tuple(value), None
+        return kind, value._fields, tuple(value), None
     if isinstance(value, dict):
-        return (
-            container_type,
-            tuple(value),
-            value.values(),
-            None if instance_dict(value) is value else _emptied_copy(value, tuple(value)),
-        )
+        keys = tuple(value)
+        return kind, keys, value.values(), None if instance_dict(value) is value else _emptied_copy(value, keys)
     if isinstance(value, list | tuple):
-        return container_type, len(value), value, None
+        return kind, len(value), value, None
     names = _container_attributes(value)
     if names:
-        return container_type, names, [getattr(value, name) for name in names], _ATTRIBUTE_CONTAINER
-    if isinstance(value, Mapping):
-        return container_type, tuple(value), value.values(), None
-    return None
+        return kind, names, [getattr(value, name) for name in names], _ATTRIBUTE_CONTAINER
+    return (kind, tuple(value), value.values(), None) if isinstance(value, Mapping) else None
 
 
 def _container_attributes(value: Any) -> tuple[str, ...]:
-    """The attributes of an object that is a container; none: it is a leaf, or holds its parts in another way."""
+    """The attributes of an object that is a container; none for a leaf, and where it holds its parts in another way."""
     if isinstance(value, type | Module | Enum):
         return ()
-    names, attributes = _stored_names(value), instance_dict(value)
-    if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
-        return names
-    return names if any(isinstance(value_of_attribute, Tensor) for value_of_attribute in attributes.values()) else ()
+    holds_parts = dataclasses.is_dataclass(value) or isinstance(value, Mapping)
+    holds_parts = holds_parts or any(isinstance(item, Tensor) for item in instance_dict(value).values())
+    return _stored_names(value) if holds_parts else ()
 
 
 def instance_dict(value: Any) -> dict[str, Any]:
-    """An object's own attributes; none where it has no place for them."""
+    """An object's own attributes; empty where it has slots only."""
     attributes = getattr(value, "__dict__", None)
     return attributes if isinstance(attributes, dict) else {}
 
 
 def _stored_names(value: Any) -> tuple[str, ...]:
-    """The names under which an object stores values, in slots too."""
+    """The names under which an object stores values, also in slots."""
     slots: list[str] = []
     for base in type(value).__mro__:
-        slots_of_base = base.__dict__.get("__slots__", ())
-        slots += [slots_of_base] if isinstance(slots_of_base, str) else slots_of_base
+        base_slots = base.__dict__.get("__slots__", ())
+        slots += [base_slots] if isinstance(base_slots, str) else base_slots
     filled = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
     return tuple(dict.fromkeys([*filled, *instance_dict(value)]))
 
 
 def _new_instance(container_type: Any) -> Any:
-    """An object of a type, without attributes. No constructor runs: it may want more than its parts."""
+    """An object without attributes. No constructor runs: it may need other arguments."""
     try:
         return object.__new__(container_type)
     except TypeError:
@@ -182,7 +183,7 @@ def _emptied_copy(value: dict[Any, Any], keys: tuple[Any, ...]) -> Any:
 
 
 def _fill_dict(new: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
-    """`new`, a dict with attributes, with other values; those that it mirrors as attributes too."""
+    """`new`, a dict with attributes, with other values; also where it mirrors them as attributes."""
     attributes = instance_dict(new)
     for key, part in zip(keys, parts, strict=True):
         dict.__setitem__(new, key, part)
@@ -213,7 +214,7 @@ def _rebuild_container(container_type: Any, context: Any, parts: list[Any], temp
 
 
 def _construct_container(container_type: Any, parts: Any) -> Any:
-    """A container of the same type; a plain one where its constructor wants something else."""
+    """A container of the same type; a plain one where its constructor takes something else."""
     try:
         return container_type(parts)
     except TypeError:

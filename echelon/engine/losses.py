@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state, snapshot_functions
+from echelon.engine.full_outputs import as_graph_leaves, output_versions
 from echelon.engine.loss_averages import weigh_by_count, zero_loss
-from echelon.engine.metrics import as_graph_leaves, tensor_versions, to_pair
+from echelon.engine.metrics import to_pair
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
@@ -94,7 +95,7 @@ class EvaluationLoss:
         """Metrics are not computed here: stages also call this without values, to learn shapes."""
         with autocast(self._precision, self._device):
             self.output = call_model(self._job, model, batch)
-            versions_before = tensor_versions((self.output, batch))
+            versions_before = output_versions((self.output, batch))
             state_context: AbstractContextManager[None] = nullcontext()
             if self.is_stateful and not self.weighs_by_samples:
                 state_context = _preserve_loss_state(self._job, model)
@@ -104,7 +105,7 @@ class EvaluationLoss:
                 not self.weighs_by_samples
                 and self._job.loss is not None
                 and isinstance(loss, Tensor)
-                and tensor_versions((self.output, batch)) == versions_before
+                and output_versions((self.output, batch)) == versions_before
             ):
                 loss = self._weigh(loss, self._read_terms(model, batch, loss, state_context))
             return (to_pair("loss", loss, (loss[0] if isinstance(loss, tuple) else loss).device),)

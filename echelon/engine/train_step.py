@@ -28,7 +28,7 @@ from echelon.engine.run_state import RunState
 from echelon.engine.step_metrics import StepMetrics
 from echelon.engine.step_result import AsyncScalars, StepResult
 from echelon.errors import DivergenceError, TrainingError
-from echelon.tree import tree_tensors
+from echelon.tree import tensor_versions
 
 
 class TrainStep:
@@ -371,12 +371,7 @@ class TrainStep:
 
 
 def _batch_versions(batch: StepBatch) -> list[int]:
-    """How often each tensor of a batch was written to."""
-    return [
-        0 if tensor.is_inference() else tensor._version
-        for micro_batch in batch.micro_batches
-        for tensor in tree_tensors(micro_batch.batch)
-    ]
+    return tensor_versions([micro_batch.batch for micro_batch in batch.micro_batches])
 
 
 def _batch_expression(step: int) -> str:

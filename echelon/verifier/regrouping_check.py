@@ -17,9 +17,9 @@ from torch import Tensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.checkpoint.run_attributes import snapshot_model
+from echelon.engine.full_outputs import as_graph_leaves
 from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count
 from echelon.engine.losses import recount_pair
-from echelon.engine.metrics import as_graph_leaves
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import call_loss, call_model
 from echelon.loss_counts import repeat_samples

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.engine.metrics import EvaluationPart, UnjoinableError, classify_metric, join_parts
+from echelon.engine.evaluation_parts import EvaluationPart, UnjoinableError, join_parts
+from echelon.engine.metrics import classify_metric
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.partition.complete_plan import complete
@@ -209,7 +210,7 @@ def test_a_metric_that_fails_on_the_whole_set_says_so() -> None:
 
 
 def test_a_metric_over_more_than_memory_holds_is_refused_and_the_rest_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.engine.evaluate._MAX_COLLECTED_BYTES", 256)
+    monkeypatch.setattr("echelon.engine.evaluation_sums._MAX_COLLECTED_BYTES", 256)
     warnings: list[str] = []
     with Run(judged(), Plan(), World(), warn=warnings.append) as run:
         found = run.evaluate()
@@ -281,7 +282,7 @@ def test_batches_of_different_lengths_do_not_fit_together() -> None:
 
 def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 0 are left out; the first batches have none."""
-    monkeypatch.setattr("echelon.engine.evaluate._SMALL_SET_BYTES", 0)
+    monkeypatch.setattr("echelon.engine.evaluation_sums._SMALL_SET_BYTES", 0)
 
     def kept(output: Tensor, batch: Any) -> Tensor:
         some = batch[0][:, 0] != 0

@@ -124,7 +124,7 @@ def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[st
     """On one rank: what the second evaluation gives, where sets of up to `small` bytes are small."""
     job = unequal_tokens(odd)
     with Run(job, complete(from_text(plan), job), world) as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("echelon.engine.evaluate._SMALL_SET_BYTES", small)
+        patch.setattr("echelon.engine.evaluation_sums._SMALL_SET_BYTES", small)
         run.evaluate()
         return run.evaluate(), dict(run.evaluator.metric_kinds)
 
