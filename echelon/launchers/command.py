@@ -1,4 +1,4 @@
-"""The command that a person gave, so that it can be told again: by a rank, which was started by another."""
+"""Find the command that the user typed, for messages of ranks, which another process started."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: The user's own words, from the process that starts ranks; the ranks' are not what anybody typed.
+#: The user's command, from the process that starts ranks: nobody typed the ranks' own.
 COMMAND_VARIABLE = "ECHELON_COMMAND"
-#: What torchrun gives every process that it starts.
-_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-#: Programs that are installed as scripts: their name says it all, their Python and their folder do not matter.
+#: Programs installed as scripts: their name is enough, without Python and folder.
 _INSTALLED_SCRIPTS = ("echelon", "torchrun")
+#: Set by launchers that do not pass the command on (srun, mpirun).
+_OTHER_LAUNCHERS = {"RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"}
 
 
 def user_command() -> list[str]:
-    """The words of the command that led to this process; empty where they are not known (srun, mpirun)."""
+    """The words of the command that led to this process; empty where they are unknown."""
     inherited = os.environ.get(COMMAND_VARIABLE)
     if inherited is not None:
         return [str(word) for word in json.loads(inherited)]
-    if _TORCHRUN_VARIABLE in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         return _without_interpreter(_parent_command())
-    return (
-        []
-        if {"RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ)
-        else _without_interpreter(sys.orig_argv)
-    )
+    return [] if _OTHER_LAUNCHERS & set(os.environ) else _without_interpreter(sys.orig_argv)
 
 
 def command_environment() -> dict[str, str]:
-    """What a rank needs in its environment to know the command."""
+    """The variables by which a rank knows the command."""
     return {COMMAND_VARIABLE: json.dumps(user_command())}
 
 

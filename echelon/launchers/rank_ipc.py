@@ -1,4 +1,4 @@
-"""What a launcher and its ranks tell each other besides the world: the plan on the way in, a failure on the way out."""
+"""What a launcher and its ranks exchange besides the world: the plan on the way in, a failure on the way out."""
 
 from __future__ import annotations
 
@@ -14,40 +14,33 @@ from typing import Any
 
 from echelon.errors import EchelonError
 
-#: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
+#: Path of the launching process's plan, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
 PLAN_VARIABLE = "ECHELON_HANDED_PLAN"
-#: Path of the results of calls that a script made before it started ranks: ranks, which run it from the top, do not repeat them.
+#: Path of the results of trainings that a script ran before it started ranks, which run it from its beginning and skip them.
 RESULTS_VARIABLE = "ECHELON_DONE"
-#: Path where rank 0 leaves the result of the call for which the ranks were started.
-RESULT_VARIABLE = "ECHELON_RESULT"
-#: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
+#: Folder in which a rank reports its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES_VARIABLE = "ECHELON_FAILURES"
 _STARTED_FILE = "started"
+_LOST_CONNECTION_TEXTS = (
+    "onnection closed by peer", "onnection reset by peer", "roken pipe", "ncclRemoteError", "pair.cc", "Socket closed",
+)  # fmt: skip
+#: Numbers the trainings of this process.
+_result_indices = itertools.count()
 
 
 def take_plan() -> Path | None:
-    """The plan file that the launcher handed to this rank. It is for one training: a script may hold several."""
+    """The plan file that the launcher passed to this rank. It is for one training: a script may run several."""
     path = os.environ.pop(PLAN_VARIABLE, None)
     return Path(path) if path is not None else None
 
 
 def has_plan() -> bool:
-    """Whether the launcher handed a plan to this rank that was not taken yet."""
+    """Whether the launcher passed a plan to this rank that was not taken yet."""
     return PLAN_VARIABLE in os.environ
 
 
-#: Calls of the process that started this rank that this rank has come to.
-_result_indices = itertools.count()
-
-
-def take_result_path() -> Path | None:
-    """Where the launcher expects the result of the call that comes next on this rank; None: it expects none."""
-    path = os.environ.pop(RESULT_VARIABLE, None)
-    return Path(path) if path is not None else None
-
-
-def take_previous_result() -> dict[str, str] | None:
-    """What the next call of this script returned in the process that started this rank, or its error; None: that process did not do it."""
+def take_previous_result() -> dict[str, Any] | None:
+    """The result, or error, of this script's next training in the process that started this rank; None: it did not run there."""
     path = os.environ.get(RESULTS_VARIABLE)
     if path is None:
         return None
@@ -57,7 +50,7 @@ def take_previous_result() -> dict[str, str] | None:
 
 
 def report_start() -> None:
-    """Let the launcher know that steps are trained from now on."""
+    """Report to the launcher that training has begun."""
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -65,17 +58,17 @@ def report_start() -> None:
 
 
 def has_started(folder: Path) -> bool:
-    """Whether a rank that was given this folder trains, or has trained."""
+    """Whether a rank with this folder has begun to train."""
     return (folder / _STARTED_FILE).exists()
 
 
 def has_launcher() -> bool:
-    """Whether a launcher of ours started this rank, and listens."""
+    """Whether a launcher of ours started this rank."""
     return FAILURES_VARIABLE in os.environ
 
 
 def report_failure(error: BaseException, rank: int, *, with_traceback: bool = False) -> bool:
-    """Tell the launcher why this rank fails, with the traceback if `with_traceback`; False where nobody listens."""
+    """Report to the launcher why this rank fails; False: there is none."""
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder is None:
         return False
@@ -84,7 +77,9 @@ def report_failure(error: BaseException, rank: int, *, with_traceback: bool = Fa
         "kind": type(error).__name__,
         "time": time.time(),
         "is_echelon_error": isinstance(error, EchelonError),
-        "is_lost_connection": _is_lost_connection(error),
+        # Only another rank's end, seen from here.
+        "is_lost_connection": isinstance(error, RuntimeError)
+        and any(text in str(error) for text in _LOST_CONNECTION_TEXTS),
         "code": getattr(error, "exit_code", 1),
         "message": format_error(error, with_traceback=with_traceback),
     }
@@ -94,22 +89,17 @@ def report_failure(error: BaseException, rank: int, *, with_traceback: bool = Fa
     return False
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
-    text = str(error)
-    connection_errors = (
-        "onnection closed by peer",
-        "onnection reset by peer",
-        "roken pipe",
-        "ncclRemoteError",
-        "pair.cc",
-        "Socket closed",
-    )
-    return isinstance(error, RuntimeError) and any(pattern in text for pattern in connection_errors)
+def read_failures(folder: Path) -> list[dict[str, Any]]:
+    """The failures that ranks reported, earliest first."""
+    reports = []
+    for path in folder.glob("failure-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(json.loads(path.read_text()))
+    return sorted(reports, key=lambda report: float(report["time"]))
 
 
 def format_error(error: BaseException, *, with_traceback: bool = False) -> str:
-    """An error for people. One that is not ours comes with the last line of the user's own that led to it."""
+    """An error for the terminal. One that is not echelon's names the last line of the user's code that led to it."""
     if with_traceback:
         return "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, EchelonError):
@@ -126,12 +116,3 @@ def _user_location(error: BaseException) -> str:
         if not any(path.resolve().is_relative_to(folder) for folder in library_folders):
             return f"{frame.filename}, line {frame.lineno}: "
     return ""
-
-
-def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks left, earliest first."""
-    reports = []
-    for path in folder.glob("failure-*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            reports.append(json.loads(path.read_text()))
-    return sorted(reports, key=lambda report: float(report["time"]))
