@@ -1,27 +1,28 @@
-"""How far two sets of tensors are apart. Pure: tensors in, numbers and names out."""
+"""Measure how far two sets of tensors are apart. Pure: tensors in, numbers and names out."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from echelon.plan.certificate import Finding
 
-#: Largest relative difference that float64 rounding is granted; a semantic mistake stays above 1e-3 (facts: 1e-15..2e-14 measured).
+#: Largest relative difference granted to float64 rounding (1e-15 to 2e-14 measured); a semantic mistake stays above 1e-3.
 FLOAT64_BOUND = 1e-9
-#: A tensor is measured against its own largest value, but never against less than this part of its kind's largest in the model.
+#: A tensor is measured against its own largest value, but no less than this part of the largest of its kind in the model.
 RELATIVE_FLOOR = 1e-6
 #: Stands for "not comparable" (NaN, missing, another shape): a document holds no infinity, and no bound admits this.
 NOT_COMPARABLE = sys.float_info.max
 
-#: In the order in which a step makes them; the first that is off is the one to name.
-#: `start`: the ranks' copies before the first step, `copy`: after a step, `draw`: with random numbers on. Outputs come last: a gradient
-#: that is off tells where.
+#: In the order in which a step computes them; the first that is off is named. `start`: each rank's values before the first step,
+#: `copy`: replicas after a step, `draw`: replicas with random numbers on. Outputs come last: a gradient that is off says more.
 DIFFERENCE_KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy", "draw", "output")
 
 
@@ -43,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest difference that passes: `default`, or more for tensors that are known to need it."""
+    """The largest difference that passes: `default`, or more for tensors known to need it."""
 
     default: float = FLOAT64_BOUND
     by_tensor: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -53,21 +54,42 @@ class Bounds:
         return self.by_tensor.get((difference.kind, difference.name), self.default)
 
     def widest(self, kind: str) -> float:
-        """The widest among tensors of a kind: for others of it, of which no rounding is known."""
-        return max(
-            [self.default, *(bound for (tensor_kind, _), bound in self.by_tensor.items() if tensor_kind == kind)]
-        )
+        """The widest bound of a kind, for tensors of it whose rounding is unknown."""
+        return max([self.default, *(bound for (other, _), bound in self.by_tensor.items() if other == kind)])
 
     def allows(self, difference: Difference) -> bool:
         """Whether a difference is within its bound."""
         return difference.value <= self.bound_for(difference)
 
 
+def has_fractions(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor` itself, or its dense form."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def to_float64(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """As float64 on `device`, dense."""
+    value = dense(tensor.detach().to(device))
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def max_abs(tensor: Tensor) -> float:
+    """The largest absolute value among the finite ones."""
+    absolute = to_float64(tensor, tensor.device).abs()
+    result = float(absolute.max()) if absolute.numel() else 0.0
+    return result if math.isfinite(result) else float(torch.where(absolute.isfinite(), absolute, 0.0).max())
+
+
 def relative_difference(actual: Tensor, expected: Tensor, *, largest: float, tolerance: Tensor | None = None) -> float:
-    """max|value - reference| / max(max|reference|, 1e-6 x largest), or BROKEN where that is no number.
+    """max|actual - expected| / max(max|expected|, 1e-6 x largest), or NOT_COMPARABLE where that is no number.
 
     `tolerance` is granted element by element before the maximum is taken. Equal infinities are equal (attention masks hold
-    them); whole numbers have no rounding, so any difference among them counts as 1 at least.
+    them). Integers have no rounding: any difference among them counts as 1 at least.
     """
     device = expected.device  # a GPU compares a large model in seconds, its host in minutes
     a, b = to_float64(actual, device), to_float64(expected, device)
@@ -82,22 +104,7 @@ def relative_difference(actual: Tensor, expected: Tensor, *, largest: float, tol
     scale = max(max_abs(expected), RELATIVE_FLOOR * largest)
     if not math.isfinite(largest_difference) or scale == 0.0:
         return NOT_COMPARABLE
-    is_integer = not (expected.is_floating_point() or expected.is_complex())
-    return max(min(largest_difference / scale, NOT_COMPARABLE), 1.0 if is_integer else 0.0)
-
-
-def max_abs(tensor: Tensor) -> float:
-    """The largest absolute value among the finite ones."""
-    absolute = to_float64(tensor, tensor.device).abs()
-    result = float(absolute.max()) if absolute.numel() else 0.0
-    return result if math.isfinite(result) else float(torch.where(absolute.isfinite(), absolute, 0.0).max())
-
-
-def to_float64(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """As float64 on `device`, dense."""
-    dense = tensor.detach().to(device)
-    dense = dense.to_dense() if dense.layout != torch.strided else dense
-    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+    return max(min(largest_difference / scale, NOT_COMPARABLE), 0.0 if has_fractions(expected) else 1.0)
 
 
 def compare_tensors(
@@ -108,77 +115,46 @@ def compare_tensors(
     step: int,
     tolerances: Mapping[str, Tensor] | None = None,
 ) -> list[Difference]:
-    """The difference of every tensor of one kind, in the reference's order; what only one side has is a difference.
+    """The difference of every tensor of one kind, in the reference's order; a tensor that one side lacks is a difference.
 
     None (a parameter that no gradient reached) reads as zero: whether an optimizer skips it shows in the parameters.
     """
+    make = partial(Difference, kind=kind, step=step)
     sizes = {name: 0.0 if tensor is None else max_abs(tensor) for name, tensor in expected.items()}
-    largest: dict[str, float] = {}
+    largest: defaultdict[str, float] = defaultdict(float)
     for name, tensor in expected.items():
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            largest[_floor_group(kind, name)] = max(largest.get(_floor_group(kind, name), 0.0), sizes[name])
+        if tensor is not None and has_fractions(tensor):
+            largest[_floor_group(kind, name)] = max(largest[_floor_group(kind, name)], sizes[name])
     differences = []
-    for name, expected_tensor in expected.items():
+    for name, tensor in expected.items():
         if name not in actual:
-            differences.append(
-                Difference(kind=kind, name=name, step=step, value=NOT_COMPARABLE, reason="missing from the plan's run")
-            )
+            differences.append(make(name=name, value=NOT_COMPARABLE, reason="missing from the plan's run"))
             continue
-        actual_tensor = actual[name]
-        actual_tensor, expected_tensor = (
-            _zeros_if_none(actual_tensor, expected_tensor),
-            _zeros_if_none(expected_tensor, actual_tensor),
-        )
-        if actual_tensor.shape != expected_tensor.shape:
-            reason = f"shape {tuple(actual_tensor.shape)}, the reference has {tuple(expected_tensor.shape)}"
-            differences.append(Difference(kind=kind, name=name, step=step, value=NOT_COMPARABLE, reason=reason))
+        a, b = _zeros_if_none(actual[name], tensor), _zeros_if_none(tensor, actual[name])
+        if a.shape != b.shape:
+            reason = f"shape {tuple(a.shape)}, the reference has {tuple(b.shape)}"
+            differences.append(make(name=name, value=NOT_COMPARABLE, reason=reason))
             continue
-        group_largest = largest.get(_floor_group(kind, name), 0.0)
-        value = relative_difference(
-            actual_tensor,
-            expected_tensor,
-            largest=group_largest,
-            tolerance=None if tolerances is None else tolerances.get(name),
-        )
-        below_floor = sizes[name] < RELATIVE_FLOOR * group_largest
-        differences.append(
-            Difference(
-                kind=kind,
-                name=name,
-                step=step,
-                value=value,
-                reason=_incomparable_reason(actual_tensor, expected_tensor, value),
-                below_floor=below_floor,
-            )
-        )
-    for name in actual.keys() - expected.keys():
-        differences.append(
-            Difference(kind=kind, name=name, step=step, value=NOT_COMPARABLE, reason="only in the plan's run")
-        )
-    return differences
+        group_largest = largest[_floor_group(kind, name)]
+        value = relative_difference(a, b, largest=group_largest, tolerance=(tolerances or {}).get(name))
+        reason, is_small = _incomparable_reason(a, b, value), sizes[name] < RELATIVE_FLOOR * group_largest
+        differences.append(make(name=name, value=value, reason=reason, below_floor=is_small))
+    extra_names = actual.keys() - expected.keys()
+    extra = [make(name=name, value=NOT_COMPARABLE, reason="only in the plan's run") for name in extra_names]
+    return differences + extra
 
 
 def summarize_differences(differences: Iterable[Difference], bounds: Bounds) -> tuple[Finding, ...]:
-    """For each kind the difference that comes nearest to its bound, or is furthest beyond it."""
-    worst_by_kind: dict[str, Difference] = {}
-    names_by_kind: dict[str, set[str]] = {}
+    """For each kind the difference nearest to its bound, or furthest beyond it."""
+    by_kind: defaultdict[str, list[Difference]] = defaultdict(list)
     for difference in differences:
-        names_by_kind.setdefault(difference.kind, set()).add(difference.name)
-        if difference.kind not in worst_by_kind or difference.value / bounds.bound_for(difference) > worst_by_kind[
-            difference.kind
-        ].value / bounds.bound_for(worst_by_kind[difference.kind]):
-            worst_by_kind[difference.kind] = difference
-    return tuple(
-        Finding(
-            kind=kind,
-            tensors=len(names_by_kind[kind]),
-            max_difference=worst_by_kind[kind].value,
-            where=str(worst_by_kind[kind]),
-            bound=bounds.bound_for(worst_by_kind[kind]),
-        )
-        for kind in DIFFERENCE_KINDS
-        if kind in worst_by_kind
-    )
+        by_kind[difference.kind].append(difference)
+    findings = []
+    for kind in (kind for kind in DIFFERENCE_KINDS if kind in by_kind):
+        worst = max(by_kind[kind], key=lambda difference: difference.value / bounds.bound_for(difference))
+        tensors, bound = len({difference.name for difference in by_kind[kind]}), bounds.bound_for(worst)
+        findings.append(Finding(kind=kind, tensors=tensors, max_difference=worst.value, where=str(worst), bound=bound))
+    return tuple(findings)
 
 
 def _zeros_if_none(tensor: Tensor | None, like: Tensor | None) -> Tensor:
@@ -188,13 +164,14 @@ def _zeros_if_none(tensor: Tensor | None, like: Tensor | None) -> Tensor:
 
 
 def _floor_group(kind: str, name: str) -> str:
-    """What a tensor's floor is taken over. Optimizer states of different meaning (a moment, its square, a counter) do not mix."""
+    """What a tensor's floor is taken over: optimizer states of different meaning (a moment, its square, a counter) do not mix."""
     return name.rpartition("/")[2] if kind == "optimizer" else ""
 
 
 def _incomparable_reason(actual: Tensor, expected: Tensor, value: float) -> str:
     if value != NOT_COMPARABLE:
         return ""
+    expected_is_finite = to_float64(expected).isfinite().all()
     if not to_float64(actual).isfinite().all():
-        return "the plan's run is not finite" if to_float64(expected).isfinite().all() else "neither run is finite"
-    return "the reference is zero" if to_float64(expected).isfinite().all() else "the reference is not finite"
+        return "the plan's run is not finite" if expected_is_finite else "neither run is finite"
+    return "the reference is zero" if expected_is_finite else "the reference is not finite"

@@ -1,7 +1,7 @@
-"""What the model gave for the samples of a step: marked by both runs, share by share, and compared.
+"""Compare the model's outputs between the plan and the reference, micro-batch by micro-batch.
 
-One device gives the whole batch's output at once. It is cut as the plan shares the samples out, along the dim that has as many entries
-as there are samples; a tensor that has no such dim, or another shape there (padding up to the longest), is left out.
+One device computes the whole batch's output at once. It is cut as the plan splits the samples, along the dim that has as many
+entries as there are samples. A tensor without such a dim, or of another shape there (padding to the longest), is left out.
 """
 
 from __future__ import annotations
@@ -19,24 +19,45 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.batch_split import SampleRange
-from echelon.verifier.compare import RELATIVE_FLOOR, Difference
+from echelon.verifier.compare import RELATIVE_FLOOR, Difference, has_fractions
 from echelon.verifier.tensor_checksum import TensorChecksum, compute_checksum
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """Which tensor of an output, for which samples."""
+    """A tensor of an output, for some samples of the batch."""
 
     tensor_index: int
     sample_range: SampleRange
 
     def __str__(self) -> str:
-        first_sample, last_sample = self.sample_range.start, self.sample_range.stop - 1
-        return f"output {self.tensor_index} for {f'samples {first_sample} to {last_sample}' if last_sample > first_sample else f'sample {first_sample}'}"
+        first, last = self.sample_range.start, self.sample_range.stop - 1
+        return f"output {self.tensor_index} for {f'samples {first} to {last}' if last > first else f'sample {first}'}"
 
 
-#: None: given, but it cannot be told which part of it is of these samples.
+#: None: it is unknown which part of the tensor belongs to these samples.
 OutputChecksums = Mapping[OutputSlice, TensorChecksum | None]
+
+
+@contextlib.contextmanager
+def module_hooks(
+    model: nn.Module,
+    *,
+    on_enter: Callable[[str], None] | None = None,
+    on_output: Callable[[str, Any], None] | None = None,
+) -> Iterator[None]:
+    """Call `on_enter(path)` when forward enters a module and `on_output(path, output)` when it leaves. TorchScript takes no hooks."""
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            # Hooks that return something would replace the module's inputs or outputs.
+            if on_enter is not None:
+                hooks.callback(module.register_forward_pre_hook(lambda *_, path=path: on_enter(path)).remove)
+            if on_output is not None:
+                hook = module.register_forward_hook(lambda _, __, output, path=path: on_output(path, output))
+                hooks.callback(hook.remove)
+        yield
 
 
 @contextlib.contextmanager
@@ -45,9 +66,9 @@ def record_outputs(
     callback: Callable[[list[Tensor | None]], None],
     unwrap: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> Iterator[None]:
-    """Call `callback` with the tensors of each output of the model, None for one that is not whole here or has no fractions.
+    """Call `callback` with the tensors of each output of the model; None: not whole on this rank, or without fractions.
 
-    `unwrap` gives the whole of a tensor that only looks like it.
+    `unwrap` gathers tensors that are sharded behind a full shape.
     """
 
     @torch.no_grad()
@@ -64,13 +85,8 @@ def record_outputs(
         hook.remove()
 
 
-def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that take hooks, with their paths: TorchScript's take none."""
-    return ((path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
-
-
 def output_tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output of any structure, in its own order."""
+    """The tensors of an output of any structure, in order."""
     for leaf in tree_leaves(vars(output) if dataclasses.is_dataclass(output) else output):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -78,27 +94,29 @@ def output_tensors(output: Any) -> Iterator[Tensor]:
             yield from output_tensors(leaf)
 
 
+def is_whole(value: Tensor) -> bool:
+    """Whether this rank holds the numbers of a tensor: another stage's has none, a DTensor is a shard."""
+    return not value.is_meta and not isinstance(value, FakeTensor | DTensor)
+
+
 def _comparable_tensor(value: Tensor) -> Tensor | None:
-    is_local = not value.is_meta and not isinstance(value, FakeTensor | DTensor)
-    return value if is_local and (value.is_floating_point() or value.is_complex()) else None
+    return value if is_whole(value) and has_fractions(value) else None
 
 
 def checksum_outputs(
     tensors: Sequence[Tensor | None], sample_range: SampleRange, *, first: int = 0, batch_size: int | None = None
 ) -> dict[OutputSlice, TensorChecksum | None]:
-    """The marks of an output for the samples `sample_range` of the batch, where it has `batch_size` samples and these are those from `first` on."""
-    checksums: dict[OutputSlice, TensorChecksum | None] = {}
+    """The checksums of an output for `sample_range`; its samples begin at row `first` of the `batch_size` rows."""
+    size, checksums = sample_range.size, dict[OutputSlice, TensorChecksum | None]()
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            samples = _slice_samples(
-                tensor, first, sample_range.size, sample_range.size if batch_size is None else batch_size
-            )
+            samples = _slice_samples(tensor, first, size, size if batch_size is None else batch_size)
             checksums[OutputSlice(index, sample_range)] = None if samples is None else compute_checksum(samples)
     return checksums
 
 
 def single_sample_ranges(sample_range: SampleRange) -> list[SampleRange]:
-    """Its samples one by one."""
+    """One range for each sample."""
     return [SampleRange(position, position + 1) for position in range(sample_range.start, sample_range.stop)]
 
 
@@ -110,19 +128,14 @@ def _slice_samples(tensor: Tensor, first: int, size: int, batch_size: int) -> Te
 
 
 def compare_outputs(actual: OutputChecksums, expected: OutputChecksums, step: int) -> list[Difference]:
-    """How far each share of each tensor is off, where both runs have it in one shape."""
+    """The difference of every slice that both runs have in the same shape."""
     norms = [checksum.norm for checksum in expected.values() if checksum is not None and not checksum.has_nan]
     floor = RELATIVE_FLOOR * max(norms, default=0.0)  # of what is zero but for rounding
     differences = []
-    for output_slice, expected_checksum in expected.items():
-        actual_checksum = actual.get(output_slice)
-        if (
-            actual_checksum is not None
-            and expected_checksum is not None
-            and actual_checksum.shape == expected_checksum.shape
-        ):
-            reason = "it holds NaN" if actual_checksum.has_nan else ""
-            value = actual_checksum.relative_difference(expected_checksum, floor)
+    for output_slice, b in expected.items():
+        a = actual.get(output_slice)
+        if a is not None and b is not None and a.shape == b.shape:
+            reason, value = "it holds NaN" if a.has_nan else "", a.relative_difference(b, floor)
             differences.append(Difference(kind="output", name=str(output_slice), step=step, value=value, reason=reason))
     return differences
 
@@ -130,35 +143,28 @@ def compare_outputs(actual: OutputChecksums, expected: OutputChecksums, step: in
 def uncompared_outputs_note(
     actual: OutputChecksums, expected: OutputChecksums, sample_ranges: Sequence[SampleRange]
 ) -> str:
-    """What a reader must know of outputs that are not compared; `sample_ranges`: how the samples are shared out. Empty: all are."""
-    tensor_indices = sorted({output_slice.tensor_index for output_slice in (*actual, *expected)})
-    output_slices = [OutputSlice(index, sample_range) for index in tensor_indices for sample_range in sample_ranges]
-    reasons = {output_slice: _uncompared_reason(output_slice, actual, expected) for output_slice in output_slices}
+    """Which outputs are not compared, and why; `sample_ranges`: how the samples are split. Empty: all are compared."""
+    indices = sorted({output_slice.tensor_index for output_slice in (*actual, *expected)})
+    slices = [OutputSlice(index, sample_range) for index in indices for sample_range in sample_ranges]
+    reasons = {output_slice: _uncompared_reason(output_slice, actual, expected) for output_slice in slices}
     uncompared = [f"{output_slice} ({reason})" for output_slice, reason in reasons.items() if reason]
-    if not tensor_indices:
-        return "the model's outputs are not compared: no run tells of any that has fractions"
-    if len(uncompared) == len(output_slices):
+    if not indices:
+        return "the model's outputs are not compared: neither run returned one with fractions"
+    if len(uncompared) == len(slices):
         return f"the model's outputs are not compared: {', '.join(dict.fromkeys(reasons.values()))}"
-    return (
-        f"outputs of {len(output_slices) - len(uncompared)} of {len(output_slices)} shares are compared, without {format_names(uncompared)}"
-        if uncompared
-        else ""
-    )
+    compared = f"outputs of {len(slices) - len(uncompared)} of {len(slices)} micro-batches are compared"
+    return f"{compared}, without {format_names(uncompared)}" if uncompared else ""
 
 
 def _uncompared_reason(output_slice: OutputSlice, actual: OutputChecksums, expected: OutputChecksums) -> str:
     if output_slice not in actual:
-        return "the plan's run does not give it once for each micro-batch, or not whole"
+        return "the plan's run does not return it once per micro-batch, or not whole"
     if output_slice not in expected:
-        return "the reference does not give it"
-    actual_checksum, expected_checksum = actual[output_slice], expected[output_slice]
-    if actual_checksum is None or expected_checksum is None:
-        return "no dim of samples in " + ("the plan's run" if actual_checksum is None else "the reference")
-    return (
-        ""
-        if actual_checksum.shape == expected_checksum.shape
-        else f"{actual_checksum.shape}, in the reference {expected_checksum.shape}"
-    )
+        return "the reference does not return it"
+    a, b = actual[output_slice], expected[output_slice]
+    if a is None or b is None:
+        return "no dim of samples in " + ("the plan's run" if a is None else "the reference")
+    return "" if a.shape == b.shape else f"{a.shape}, in the reference {b.shape}"
 
 
 def format_names(names: Sequence[str], limit: int = 8) -> str:

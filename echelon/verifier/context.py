@@ -1,26 +1,36 @@
-"""What a proof rests on, as rank 0 knows it: the job, the plan, what it is compared with, and what a reader must be told."""
+"""What rank 0 knows of a proof: the job, the plan, its reference, and the notes for the certificate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from echelon.job import Job
-from echelon.plan.batch_split import SampleRange, split_batch
+from echelon.plan.batch_split import SampleRange
+from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.trials.determinism import DeterministicMode
 from echelon.verifier import first_divergence, precision_drift, tolerances
 from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.compare import Bounds, Difference
-from echelon.verifier.compare_outputs import format_names, uncompared_outputs_note
+from echelon.verifier.compare_outputs import format_names, single_sample_ranges, uncompared_outputs_note
 from echelon.verifier.reference import StepRecord
-from echelon.verifier.reference_data import ReferenceData
+from echelon.verifier.reference_data import ReferenceData, micro_batches
 from echelon.verifier.tensor_checksum import RankChecksums, compare_replicas, compare_start_values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objection:
+    """Why a proof fails although no tensor differs between the runs: in words, and as a finding."""
+
+    description: str
+    finding: Finding
+
+
 class VerificationContext:
-    """What is known before the runs, whatever the truth is computed on."""
+    """A proof before its runs, whatever the reference is."""
 
     def __init__(
         self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
@@ -29,26 +39,41 @@ class VerificationContext:
         #: Hash of the parameters' names and shapes.
         self.model_hash = ""
         self.determinism = DeterministicMode()
-        #: Whether the model takes random numbers at all, as far as is known.
+        #: Whether the model draws random numbers at all, as far as is known.
         self.draws_random_numbers = True
         self.bounds = Bounds()
         self.notes: list[str] = []
 
     def output_ranges(self, step: int) -> list[SampleRange]:
-        """How a step's samples are shared out where outputs are compared."""
-        plan = self.plan
-        return [
-            sample_range
-            for rank_ranges in split_batch(self.data.samples_in(step), plan.mesh.dp, plan.micro, plan.data.batch_shares)
-            for sample_range in rank_ranges
-        ]
+        """The samples by which outputs are compared."""
+        return micro_batches(self.plan, self.data.samples_in(step))
 
     def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
-        """Before a no: whether rounding alone explains it. Only a reference on one device can be run again so as to tell."""
+        """Grant what rounding alone explains. Only a reference on one device can be rerun to find out."""
+
+
+class PlanReferenceContext(VerificationContext):
+    """A proof against the same job under another plan, for models that fit on no device.
+
+    There is no scan for nondeterminism, which needs the model on one device: all random numbers are fixed and all casts are lifted.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
+    ) -> None:
+        super().__init__(job, plan, data, steps, reference_choice)
+        self.determinism = DeterministicMode(fix_random=True, widen_casts=True)
+        self.notes = [
+            "not surveyed: random numbers are held at the middle of their distribution, casts are lifted to float64"
+        ]
+
+    def output_ranges(self, step: int) -> list[SampleRange]:
+        """Single samples: the two plans split the batch differently."""
+        return single_sample_ranges(SampleRange(0, self.data.samples_in(step)))
 
 
 class Comparator:
-    """Holds a run against the truth and keeps how far they are apart. `exact`: the run is in float64 too."""
+    """Compares a run with the reference and keeps the differences."""
 
     def __init__(
         self,
@@ -58,13 +83,13 @@ class Comparator:
         *,
         in_float64: bool,
     ) -> None:
-        """`start_values`: the truth's parameters and buffers before the first step, `noise.copied`."""
+        """`start_values`: the reference's parameters and buffers before the first step, `tolerances.copy_to_float64`."""
         self._context, self._start_values, self._in_float64 = context, start_values, in_float64
         #: Module path -> when forward first entered it.
         self.forward_order = forward_order
         self._parameter_tolerance = tolerances.ParameterTolerance(start_values)
         self.differences: list[Difference] = []
-        #: The first divergent tensor, as long as there is one.
+        #: The first divergent tensor, if there is one.
         self.first_divergence: Difference | None = None
         self._zero_gradients: dict[str, None] = {}
         self._outputs_note = ""
@@ -74,32 +99,29 @@ class Comparator:
     @property
     def notes(self) -> list[str]:
         """What was left out."""
-        names = list(self._zero_gradients)
-        note = f"drift leaves out gradients that are zero in truth and rounding alone: {format_names(names)}"
-        return [*filter(None, [self._outputs_note]), *([note] if names else [])]
+        names = format_names(list(self._zero_gradients))
+        drift_note = f"drift leaves out gradients that are zero in truth and rounding alone: {names}" if names else ""
+        return [*filter(None, [self._outputs_note, drift_note])]
 
     @property
     def divergence_text(self) -> str:
-        """The first divergent tensor, in words; empty where there is none."""
-        return (
-            ""
-            if self.first_divergence is None
-            else first_divergence.describe(self.first_divergence, self._context.bounds)
-        )
+        """The first divergent tensor in words; empty: none."""
+        divergence = self.first_divergence
+        return "" if divergence is None else first_divergence.describe(divergence, self._context.bounds)
 
     def compare_start(self, checksums: RankChecksums, step: int) -> None:
-        """Compare what the ranks start from with the truth's values."""
+        """Compare what the ranks start from with the reference's values."""
         self.add_differences(compare_start_values(checksums, self._start_values, step))
 
     def compare_step(self, actual: StepRecord, expected: StepRecord, checksums: RankChecksums = ()) -> None:
-        """Compare a step of the run with the truth's, and what the ranks hold after it with each other."""
+        """Compare a step with the reference's, and the ranks' `checksums` after it with each other."""
         differences = tolerances.compare_records(actual, expected, self._parameter_tolerance)
-        if self._in_float64 and actual.step == self._context.steps[0]:
-            self._outputs_note = uncompared_outputs_note(
-                actual.outputs, expected.outputs, self._context.output_ranges(actual.step)
-            )
+        is_first_step = actual.step == self._context.steps[0]
+        if self._in_float64 and is_first_step:
+            output_ranges = self._context.output_ranges(actual.step)
+            self._outputs_note = uncompared_outputs_note(actual.outputs, expected.outputs, output_ranges)
         if not self._in_float64:
-            if actual.step == self._context.steps[0]:
+            if is_first_step:
                 self.gradient_factor = precision_drift.common_gradient_factor(actual, expected)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero_gradients.update(dict.fromkeys(tolerances.zero_gradients(expected.gradients)))
@@ -116,7 +138,7 @@ class Comparator:
         self.find_first_divergence()
 
     def find_first_divergence(self) -> None:
-        """Name the first divergent tensor again, under the bounds as they are now."""
+        """Find the first divergent tensor again, under the current bounds."""
         self.first_divergence = first_divergence.find_first_divergence(
             self.differences, self._context.bounds, self.forward_order
         )

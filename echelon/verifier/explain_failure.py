@@ -1,6 +1,6 @@
-"""What a mistake looks like, in one plain sentence with the remedy where there is one.
+"""Explain what a mistake looks like, in one plain sentence with the remedy where there is one.
 
-What is measured is told as a fact ("it is what rank 0's own samples give"); what only fits is told as a guess ("looks like").
+What is measured is stated as a fact ("it is what rank 0's own samples give"); what only fits is stated as a guess ("looks like").
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from echelon.verifier.reference import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The first divergent step in both runs, and what is known beside it."""
+    """The first divergent step in both runs, and what is known besides."""
 
     divergence: Difference
     differences: Sequence[Difference]
@@ -41,9 +41,9 @@ class Evidence:
     micro_batch_count: int
     actual: StepRecord
     expected: StepRecord
-    #: The reference before the step: parameters, buffers and optimizer states, by kind.
+    #: The reference before the step: parameters and buffers, by kind.
     tensors_before: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    #: Its gradients of the step before.
+    #: The reference's gradients of the step before.
     previous_gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     known_bugs: Iterable[KnownBug] = ()
     #: Parameter -> how many ranks hold the same part of it, and those of the pipeline axis that do.
@@ -55,53 +55,61 @@ class Evidence:
     forward_order: Mapping[str, int] = field(default_factory=dict)
     #: Learning rate -> how often a schedule has to be stepped for it.
     steps_by_rate: Mapping[float, int] = field(default_factory=dict)
-    #: Whether the modules' outputs agree; None: not known.
+    #: Whether the modules' outputs agree; None: unknown.
     forward_agrees: bool | None = None
     #: What a call of forward changes of the model.
     changed_by_forward: Sequence[str] = ()
-    #: Whether the same samples give another loss when they are computed again.
+    #: Whether the same samples have another loss when they are computed again.
     loss_changes_on_repeat: Callable[[], bool] = lambda: False
 
     @property
     def same_kind(self) -> list[Difference]:
-        """All tensors of the worst one's kind."""
+        """All tensors of the divergent one's kind."""
         return [difference for difference in self.differences if difference.kind == self.divergence.kind]
 
     @property
     def out_of_bounds(self) -> list[Difference]:
-        """Those of them that are over their bound."""
+        """Those of them that exceed their bound."""
         return [difference for difference in self.same_kind if not self.bounds.allows(difference)]
 
     @property
     def tensor_pair(self) -> TensorPair | None:
-        """The worst one's two tensors."""
+        """The divergent tensor in both runs."""
         return tensor_pair(self.divergence, self.actual, self.expected)
 
     def agrees(self, kind: str) -> bool:
         """Whether everything of a kind is within bounds."""
         return all(self.bounds.allows(difference) for difference in self.differences if difference.kind == kind)
 
+    def value_before(self) -> Tensor | None:
+        """The divergent parameter or buffer before the step, in float64."""
+        value = self.tensors_before.get(self.divergence.kind, {}).get(self.divergence.name)
+        return None if value is None else to_float64(value)
+
+
+_EXPLAINED_BY_KIND = {
+    "copy": "what the ranks hold as copies diverges: looks like an update or a reduction that some ranks did not take part in",
+    "draw": "all agrees with dropout off: looks like masks that differ over tp on what is whole on every rank; its ranks have to draw from "
+    "one seed there",
+    "output": "the loss and every gradient agree: the loss does not use what is off, or not so that it matters",
+}
+
 
 def explain(evidence: Evidence) -> str:
-    """What the mistake looks like, with the remedy where there is one; empty where nothing can be said."""
-    if evidence.divergence.kind == "start":
+    """What the mistake looks like, with the remedy where there is one; empty: unknown."""
+    kind = evidence.divergence.kind
+    if kind == "start":
         return f"{_describe_extent(evidence)}; looks like weights that each rank drew with its own seed: rank 0's have to be sent to all"
-    if evidence.divergence.kind == "copy":
-        return "what the ranks hold as copies comes apart: looks like an update or a reduction that some ranks did not take part in"
-    if evidence.divergence.kind == "draw":
-        return (
-            "all agrees with dropout off: looks like masks that differ over tp on what is whole on every rank; its ranks have to draw from "
-            "one seed there"
-        )
-    if evidence.divergence.kind == "output":
-        return "the loss and every gradient agree: the loss does not use what is off, or not so that it matters"
-    if evidence.divergence.value == NOT_COMPARABLE or evidence.tensor_pair is None:
+    if kind in _EXPLAINED_BY_KIND:
+        return _EXPLAINED_BY_KIND[kind]
+    pair = evidence.tensor_pair
+    if evidence.divergence.value == NOT_COMPARABLE or pair is None:
         return _explain_untied_weight(evidence)
-    explanation = {
+    explain_kind = {
         "gradient": _explain_gradient, "loss": _explain_loss, "norm": _explain_norm, "buffer": _explain_buffer, "parameter": _explain_parameter,
         "optimizer": _explain_optimizer,
-    }[evidence.divergence.kind](evidence, evidence.tensor_pair)  # fmt: skip
-    return ", ".join(filter(None, (_describe_extent(evidence), explanation)))
+    }[kind]  # fmt: skip
+    return ", ".join(filter(None, (_describe_extent(evidence), explain_kind(evidence, pair))))
 
 
 def _describe_extent(evidence: Evidence) -> str:
@@ -109,29 +117,23 @@ def _describe_extent(evidence: Evidence) -> str:
     same_kind, out_of_bounds = evidence.same_kind, evidence.out_of_bounds
     if len(same_kind) < 2:
         return ""
-    plural = {"optimizer": "optimizer states", "start": "tensors", "copy": "tensors"}.get(
-        evidence.divergence.kind, f"{evidence.divergence.kind}s"
-    )
+    kind = evidence.divergence.kind
+    plural = {"optimizer": "optimizer states", "start": "tensors", "copy": "tensors"}.get(kind, f"{kind}s")
     text = f"{len(out_of_bounds)} of {len(same_kind)} {plural} are off"
-    names = [parameter_name(each) for each in out_of_bounds]
-    common_trait = ""
-    if len(out_of_bounds) < len(same_kind):
-        classes = {evidence.module_classes.get(name, "") for name in names}
-        pipeline_rank_sets = {
-            pipeline_ranks_of
-            for _, pipeline_ranks_of in (evidence.replication[name] for name in names if name in evidence.replication)
-        }
-        if all("norm" in each.lower() for each in classes):
-            common_trait = f"all of them in norm layers ({', '.join(sorted(classes))})"
-        elif all(name.endswith("bias") for name in names):
-            common_trait = "all of them biases"
-        elif (
-            len(pipeline_rank_sets) == 1
-            and len(pipeline_ranks := next(iter(pipeline_rank_sets))) == 1
-            and evidence.plan.mesh.pp > 1
-        ):
-            common_trait = f"all of them on rank {min(pipeline_ranks)} of the pipeline"
-    return f"{text}, {common_trait}" if common_trait and len(out_of_bounds) > 1 else text
+    trait = _common_trait(evidence, [parameter_name(difference) for difference in out_of_bounds])
+    return f"{text}, {trait}" if trait and 1 < len(out_of_bounds) < len(same_kind) else text
+
+
+def _common_trait(evidence: Evidence, names: Sequence[str]) -> str:
+    classes = {evidence.module_classes.get(name, "") for name in names}
+    if all("norm" in name.lower() for name in classes):
+        return f"all of them in norm layers ({', '.join(sorted(classes))})"
+    if all(name.endswith("bias") for name in names):
+        return "all of them biases"
+    stages = {evidence.replication[name][1] for name in names if name in evidence.replication}
+    if len(stages) == 1 and len(next(iter(stages))) == 1 and evidence.plan.mesh.pp > 1:
+        return f"all of them on rank {min(next(iter(stages)))} of the pipeline"
+    return ""
 
 
 def _explain_gradient(evidence: Evidence, pair: TensorPair) -> str:
@@ -148,28 +150,28 @@ def _explain_gradient(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _explain_unmatched(evidence: Evidence) -> str:
-    """By no common factor. A forward that is wrong is told of beside this."""
+    """No pattern matches. A wrong forward is described elsewhere."""
     if evidence.forward_agrees is False:
         return ""
     if evidence.agrees("loss") and evidence.plan.mesh.tp > 1:
         return "by no common factor, and the loss agrees: backward is wrong; looks like a sum over tp that is missing there"
     return (
-        "by no common factor: looks like micro-batches or ranks that are weighed wrongly, or samples that are left out"
+        "by no common factor: looks like micro-batches or ranks that are weighted wrongly, or samples that are left out"
     )
 
 
 def _explain_untied_weight(evidence: Evidence) -> str:
-    second_names = [difference.name for difference in evidence.differences if difference.name in evidence.aliases]
-    if not second_names:
+    name = next((each.name for each in evidence.differences if each.name in evidence.aliases), None)
+    if name is None:
         return ""
     return (
-        f"an untied weight: the model shares {evidence.aliases[second_names[0]]} and {second_names[0]}, the plan's run has two parameters; "
+        f"an untied weight: the model shares {evidence.aliases[name]} and {name}, the plan's run has two parameters; "
         "tie them again after they are cut"
     )
 
 
 def _explain_constant_factor(evidence: Evidence, pair: TensorPair) -> str:
-    """A clean factor, by the numbers of the plan that it equals."""
+    """A constant factor, by the numbers of the plan that it equals."""
     factor = exact_ratio(pair)
     if factor is None:
         return ""
@@ -181,9 +183,9 @@ def _explain_constant_factor(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _has_ratio(difference: Difference, evidence: Evidence, factor: float) -> bool:
-    tensors = tensor_pair(difference, evidence.actual, evidence.expected)
-    actual_ratio = None if tensors is None else exact_ratio(tensors)
-    return actual_ratio is not None and abs(actual_ratio - factor) <= FACTOR_TOLERANCE * abs(factor)
+    pair = tensor_pair(difference, evidence.actual, evidence.expected)
+    ratio = None if pair is None else exact_ratio(pair)
+    return ratio is not None and abs(ratio - factor) <= FACTOR_TOLERANCE * abs(factor)
 
 
 def _match_known_bug(evidence: Evidence, pair: TensorPair) -> str:
@@ -193,13 +195,13 @@ def _match_known_bug(evidence: Evidence, pair: TensorPair) -> str:
     if evidence.changed_by_forward or evidence.loss_changes_on_repeat():
         return _explain_state_per_call(evidence)
     return (
-        "it is the sum of the micro-batches, each computed by itself: samples of a batch see each other, and in parts another objective is "
-        "trained; keep the batch whole (dp=1 without micro=), or make the loss of each sample its own"
+        "it is the sum of the micro-batches, each computed by itself: samples of a batch see each other, and splitting it trains another "
+        "objective; keep the batch whole (dp=1 without micro=), or make the loss of each sample its own"
     )
 
 
 def _explain_state_per_call(evidence: Evidence) -> str:
-    """State that moves with every call, where a plan makes another number of calls than one device."""
+    """State that changes with every call, where a plan makes another number of calls than one device."""
     state_names = format_names(evidence.changed_by_forward) or "something that it keeps"
     changer = "forward" if evidence.changed_by_forward else "the loss, or what forward calls,"
     calls = (
@@ -214,29 +216,22 @@ def _explain_uncleared_gradient(evidence: Evidence, pair: TensorPair) -> str:
     previous = evidence.previous_gradients.get(evidence.divergence.name)
     if previous is None or previous.shape != pair.expected.shape:
         return ""
-    multiple = scalar_multiple(to_float64(pair.actual) - to_float64(pair.expected), previous)
-    return (
-        "" if multiple is None else "the gradient of the step before is still in it: clear gradients after every step"
-    )
+    actual, expected = pair.in_float64()
+    is_multiple = scalar_multiple(actual - expected, previous) is not None
+    return "the gradient of the step before is still in it: clear gradients after every step" if is_multiple else ""
 
 
 def _explain_wrong_backward(evidence: Evidence) -> str:
     """Where the gradients go wrong on their way back, if they are right at the end."""
-    within_bounds = [difference for difference in evidence.same_kind if evidence.bounds.allows(difference)]
-    last_position = max(
-        (forward_position(difference.name, evidence.forward_order) for difference in evidence.out_of_bounds), default=0
+    order, out_of_bounds = evidence.forward_order, evidence.out_of_bounds
+    last = max((forward_position(difference.name, order) for difference in out_of_bounds), default=0)
+    has_right_end = any(
+        evidence.bounds.allows(difference) and forward_position(difference.name, order) > last
+        for difference in evidence.same_kind
     )
-    later = [
-        difference
-        for difference in within_bounds
-        if forward_position(difference.name, evidence.forward_order) > last_position
-    ]
-    if not evidence.agrees("loss") or not later or len(evidence.out_of_bounds) < 2:
+    if not evidence.agrees("loss") or not has_right_end or len(out_of_bounds) < 2:
         return ""
-    path = (
-        next((path for path, position in evidence.forward_order.items() if position == last_position), "")
-        or "the model itself"
-    )
+    path = next((path for path, position in order.items() if position == last), "") or "the model itself"
     axes = [axis for axis in ("tp", "dp", "pp") if getattr(evidence.plan.mesh, axis) > 1]
     return (
         f"the loss agrees, and of the gradients those of all modules after {path}: backward is right until there; looks like a sum over "
@@ -245,7 +240,7 @@ def _explain_wrong_backward(evidence: Evidence) -> str:
 
 
 def _explain_missing_sequence_sum(evidence: Evidence) -> str:
-    """Only those are off that add up from the parts of a sequence."""
+    """Only gradients that add up from the parts of a sequence are off."""
     partial_names = {name for segment in evidence.plan.tensor.segments for name in segment.partial_gradients}
     if not all(difference.name in partial_names for difference in evidence.out_of_bounds):
         return ""
@@ -253,7 +248,7 @@ def _explain_missing_sequence_sum(evidence: Evidence) -> str:
 
 
 def _explain_wrong_shard(evidence: Evidence, pair: TensorPair) -> str:
-    """What is off is just what one rank holds."""
+    """Exactly what one rank holds is off."""
     shard = describe_wrong_shard(pair, evidence.plan)
     return "" if shard is None else f"only {shard} is off"
 
@@ -267,37 +262,30 @@ def _explain_loss(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _explain_norm(evidence: Evidence, pair: TensorPair) -> str:
-    norm = float(to_float64(pair.actual))
-    squares = {
-        name: float(torch.linalg.vector_norm(to_float64(grad))) ** 2
-        for name, grad in evidence.expected.gradients.items()
-        if grad is not None
-    }
-    norm_of_copies = (
-        sum(square * evidence.replication.get(name, (1, frozenset()))[0] for name, square in squares.items()) ** 0.5
-    )
+    norm, squares_with_copies = float(to_float64(pair.actual)), 0.0
+    for name, grad in evidence.expected.gradients.items():
+        if grad is not None:
+            copies, _ = evidence.replication.get(name, (1, frozenset()))
+            squares_with_copies += copies * float(torch.linalg.vector_norm(to_float64(grad))) ** 2
+    norm_with_copies = squares_with_copies**0.5
     local_norm = None if evidence.actual.local_norm is None else float(evidence.actual.local_norm)
     if local_norm and abs(norm / local_norm - 1) < FACTOR_TOLERANCE:
         return "the gradients agree: the norm is that of what rank 0 holds alone; add up the squares over the ranks before the root"
     explanation = _explain_constant_factor(evidence, pair)
-    if norm_of_copies and abs(norm / norm_of_copies - 1) < FACTOR_TOLERANCE:
-        copies_explanation = "the gradients agree: the norm counts every rank's copy of parameters that are not cut; divide each square by its copies"
-        return f"{explanation.partition(':')[0]}; {copies_explanation}" if explanation else copies_explanation
+    if norm_with_copies and abs(norm / norm_with_copies - 1) < FACTOR_TOLERANCE:
+        text = "the gradients agree: the norm counts every rank's copy of parameters that are not cut; divide each square by its copies"
+        return f"{explanation.partition(':')[0]}; {text}" if explanation else text
     return explanation or "the gradients agree: looks like a norm over some of them, or over some of them twice"
 
 
 def _explain_buffer(evidence: Evidence, pair: TensorPair) -> str:
-    value_before = evidence.tensors_before.get("buffer", {}).get(evidence.divergence.name)
-    if value_before is not None and equals_candidate_tensor(to_float64(value_before), pair):
+    name, before = evidence.divergence.name, evidence.value_before()
+    if before is not None and equals_candidate_tensor(before, pair):
         return "the gradients agree: a stale buffer, as it was before the step"
-    replica_differences = [
-        difference
-        for difference in evidence.differences
-        if (difference.kind, difference.name) == ("copy", evidence.divergence.name)
-    ]
-    if any(not evidence.bounds.allows(difference) for difference in replica_differences):
+    replicas = [each for each in evidence.differences if (each.kind, each.name) == ("copy", name)]
+    if not all(map(evidence.bounds.allows, replicas)):
         return "the gradients agree: each rank has another value of it; reduce it over dp"
-    if evidence.divergence.name in evidence.changed_by_forward:
+    if name in evidence.changed_by_forward:
         return f"the gradients agree: {_explain_state_per_call(evidence)}"
     return (
         "the gradients agree: looks like a buffer that is updated another number of times: once for each micro-batch here and once for the "
@@ -309,106 +297,73 @@ def _explain_parameter(evidence: Evidence, pair: TensorPair) -> str:
     prefix = "the gradients agree"
     if evidence.divergence.name in evidence.changed_by_forward:
         return f"{prefix}: {_explain_state_per_call(evidence)}"
-    actual_rates, expected_rates = evidence.actual.learning_rates, evidence.expected.learning_rates
-    wrong_rates = [
-        (a, b) for a, b in zip(actual_rates, expected_rates, strict=False) if abs(a - b) > FACTOR_TOLERANCE * abs(b)
-    ]
-    if wrong_rates:
-        a, b = wrong_rates[0]
-        steps_for_rate = next(
-            (
-                step_count
-                for rate, step_count in evidence.steps_by_rate.items()
-                if abs(rate - a) <= FACTOR_TOLERANCE * abs(a)
-            ),
-            None,
-        )
-        schedule_note = (
-            "looks like a schedule that is stepped another number of times"
-            if steps_for_rate is None
-            else f"the schedule gives that after {steps_for_rate} steps: it is stepped once per micro-batch"
-        )
-        return f"{prefix}, the learning rate does not: {a:.6g}, the reference has {b:.6g}; {schedule_note}"
-    shard = describe_wrong_shard(pair, evidence.plan)
-    value_before = evidence.tensors_before.get("parameter", {}).get(evidence.divergence.name)
-    differing = (to_float64(pair.actual) - to_float64(pair.expected)).abs() > FLOAT64_BOUND * max(
-        float(to_float64(pair.expected).abs().max()), 1e-30
-    )
-    is_unchanged = value_before is not None and bool(
-        torch.equal(to_float64(pair.actual)[differing], to_float64(value_before)[differing])
-    )
+    for a, b in zip(evidence.actual.learning_rates, evidence.expected.learning_rates, strict=False):
+        if abs(a - b) > FACTOR_TOLERANCE * abs(b):
+            return f"{prefix}, the learning rate does not: {a:.6g}, the reference has {b:.6g}; {_explain_rate(evidence, a)}"
+    (actual, expected), before = pair.in_float64(), evidence.value_before()
+    shard, differing = describe_wrong_shard(pair, evidence.plan), _differing_elements(pair)
+    is_unchanged = before is not None and torch.equal(actual[differing], before[differing])
     if is_unchanged or shard is not None:
         where = f"{shard} is off" if shard else "some of it is off"
         return f"{prefix}: {where}{', as it was before the step: it was not updated' if is_unchanged else ''}"
-    step_ratio = (
-        None
-        if value_before is None
-        else exact_ratio(
-            TensorPair(
-                actual=to_float64(pair.actual) - to_float64(value_before),
-                expected=to_float64(pair.expected) - to_float64(value_before),
-            )
-        )
-    )
-    if step_ratio is not None:
-        return f"{prefix}: the step is {step_ratio:.6g} times the reference's: looks like clipping or the learning rate"
+    if before is not None:
+        ratio = exact_ratio(TensorPair(actual=actual - before, expected=expected - before))
+        if ratio is not None:
+            return f"{prefix}: the step is {ratio:.6g} times the reference's: looks like clipping or the learning rate"
     return f"{prefix}: looks like clipping, the learning rate or the optimizer"
+
+
+def _explain_rate(evidence: Evidence, actual_rate: float) -> str:
+    for rate, steps in evidence.steps_by_rate.items():
+        if abs(rate - actual_rate) <= FACTOR_TOLERANCE * abs(actual_rate):
+            return f"the schedule gives that after {steps} steps: it is stepped once per micro-batch"
+    return "looks like a schedule that is stepped another number of times"
 
 
 def _explain_optimizer(evidence: Evidence, pair: TensorPair) -> str:
     prefix = "gradients and parameters agree"
     for axis, dim, ranks in _possible_cuts(pair.expected, evidence.plan):
         sizes = compute_shard_sizes(pair.expected.shape[dim], ranks)
-        actual_shards, expected_shards = (
-            to_float64(pair.actual).split(sizes, dim),
-            to_float64(pair.expected).split(sizes, dim),
-        )
-        for rank, actual_shard in enumerate(actual_shards):
-            for other_rank, expected_shard in enumerate(expected_shards):
-                if (
-                    other_rank != rank
-                    and actual_shard.shape == expected_shard.shape
-                    and equals_candidate_tensor(
-                        expected_shard, TensorPair(actual=actual_shard, expected=expected_shards[rank])
-                    )
-                ):
+        actual_shards, expected_shards = (tensor.split(sizes, dim) for tensor in pair.in_float64())
+        for rank, (actual, expected) in enumerate(zip(actual_shards, expected_shards, strict=True)):
+            shard_pair = TensorPair(actual=actual, expected=expected)
+            for other_rank, other in enumerate(expected_shards):
+                is_candidate = other_rank != rank and actual.shape == other.shape
+                if is_candidate and equals_candidate_tensor(other, shard_pair):
                     return f"{prefix}: rank {rank} of {axis} has what belongs to rank {other_rank}: state in the wrong order of shards"
     shard = describe_wrong_shard(pair, evidence.plan)
     return f"{prefix}: {f'only {shard} is off' if shard else 'looks like state that is out of place'}"
 
 
 def describe_wrong_shard(pair: TensorPair, plan: Plan) -> str | None:
-    """The rank whose part of a tensor is what is off, in words; None where it is another part, or all."""
-    differing = (to_float64(pair.actual) - to_float64(pair.expected)).abs() > FLOAT64_BOUND * max(
-        float(to_float64(pair.expected).abs().max()), 1e-30
-    )
+    """The rank whose part of a tensor is exactly what is off; None: another part is, or all of it."""
+    differing = _differing_elements(pair)
     for axis, dim, ranks in _possible_cuts(pair.expected, plan):
-        differing_indices = (
-            differing.movedim(dim, 0).reshape(differing.shape[dim], -1).any(1).nonzero().flatten().tolist()
-        )
-        start = 0
-        for rank, size in enumerate(compute_shard_sizes(pair.expected.shape[dim], ranks)):
-            if differing_indices and start <= differing_indices[0] and differing_indices[-1] < start + size:
-                return f"what rank {rank} of {axis} holds ({start} to {start + size - 1} of {pair.expected.shape[dim]} along dim {dim})"
+        length, start = pair.expected.shape[dim], 0
+        indices = differing.movedim(dim, 0).reshape(length, -1).any(1).nonzero().flatten().tolist()
+        for rank, size in enumerate(compute_shard_sizes(length, ranks)):
+            if indices and start <= indices[0] and indices[-1] < start + size:
+                return f"what rank {rank} of {axis} holds ({start} to {start + size - 1} of {length} along dim {dim})"
             start += size
     return None
 
 
+def _differing_elements(pair: TensorPair) -> Tensor:
+    actual, expected = pair.in_float64()
+    return (actual - expected).abs() > FLOAT64_BOUND * max(float(expected.abs().max()), 1e-30)
+
+
 def _possible_cuts(expected: Tensor, plan: Plan) -> list[tuple[str, int, int]]:
-    """(axis, dim, ranks) in which a tensor may be cut."""
+    """(axis, dim, ranks) along which a tensor may be cut."""
     cuts = [("dp", 0, plan.mesh.dp)] if plan.zero else []
     cuts += [("tp", dim, plan.mesh.tp) for dim in range(expected.ndim)]
-    return [
-        (axis, dim, ranks)
-        for axis, dim, ranks in cuts
-        if ranks > 1 and expected.ndim > dim and expected.shape[dim] >= ranks
-    ]
+    return [cut for cut in cuts if cut[2] > 1 and expected.ndim > cut[1] and expected.shape[cut[1]] >= cut[2]]
 
 
 def _explain_factor(factor: float, evidence: Evidence) -> str:
-    """A factor in words, by the number of the plan that it equals; empty where it equals none."""
+    """A factor in words, by the number of the plan that it equals; empty: it equals none."""
     mesh, micro_batch_count = evidence.plan.mesh, evidence.micro_batch_count
-    meanings = {
+    meanings: dict[str, tuple[float, str, str]] = {
         "dp": (mesh.dp, "a sum over the data ranks where a mean was due", "a mean over the data ranks that is taken twice"),
         "tp": (mesh.tp, "a loss that every rank of the tensor axis adds whole", "a division by tp too many"),
         "pp": (mesh.pp, "a loss that every rank of the pipeline adds whole", "a division by pp too many"),
@@ -418,14 +373,12 @@ def _explain_factor(factor: float, evidence: Evidence) -> str:
     if mesh.dp == 1 or micro_batch_count == 1:
         del meanings["dp x micro-batches"]
     if evidence.divergence.kind == "norm":
-        meanings |= {
-            f"sqrt({axis})": (
+        for axis in ("dp", "tp", "pp"):
+            root, words = (
                 getattr(mesh, axis) ** 0.5,
-                "a norm that counts every rank's copy",
-                "a norm that is divided by the ranks",
+                ("a norm that counts every rank's copy", "a norm that is divided by the ranks"),
             )
-            for axis in ("dp", "tp", "pp")
-        }
+            meanings[f"sqrt({axis})"] = (root, *words)
     if abs(factor) < FACTOR_TOLERANCE:
         return "it is zero"
     if abs(factor + 1) < FACTOR_TOLERANCE:

@@ -1,8 +1,8 @@
-"""Which tensor went wrong first, and whether it is a multiple of the reference or another value that is known."""
+"""Find the first tensor that went wrong, and whether it is a multiple of the reference or another known value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,21 +21,21 @@ class TensorPair:
     actual: Tensor
     expected: Tensor
 
+    def in_float64(self) -> tuple[Tensor, Tensor]:
+        """Both, in float64 on the CPU."""
+        return to_float64(self.actual), to_float64(self.expected)
+
 
 def find_first_divergence(
     differences: Iterable[Difference], bounds: Bounds, forward_order: Mapping[str, int]
 ) -> Difference | None:
-    """The first difference over its bound: by step, then in the order in which a step makes things, then in forward order."""
-    out_of_bounds = [difference for difference in differences if not bounds.allows(difference)]
-    return min(
-        out_of_bounds,
-        key=lambda difference: (
-            difference.step,
-            DIFFERENCE_KINDS.index(difference.kind),
-            forward_position(parameter_name(difference), forward_order),
-        ),
-        default=None,
-    )
+    """The first difference over its bound: by step, then in the order in which a step computes, then in forward order."""
+
+    def position(difference: Difference) -> tuple[int, int, int]:
+        kind = DIFFERENCE_KINDS.index(difference.kind)
+        return difference.step, kind, forward_position(parameter_name(difference), forward_order)
+
+    return min((difference for difference in differences if not bounds.allows(difference)), key=position, default=None)
 
 
 def parameter_name(difference: Difference) -> str:
@@ -44,7 +44,7 @@ def parameter_name(difference: Difference) -> str:
 
 
 def forward_position(name: str, forward_order: Mapping[str, int]) -> int:
-    """When forward first entered the module that owns `name`; one it never enters itself stands with its parent."""
+    """When forward first entered the module that owns `name`, or else its parent."""
     path = name
     while path:
         path = path.rpartition(".")[0]
@@ -55,66 +55,58 @@ def forward_position(name: str, forward_order: Mapping[str, int]) -> int:
 
 def tensor_pair(difference: Difference, actual: StepRecord, expected: StepRecord) -> TensorPair | None:
     """The two tensors behind a difference, where both runs have one."""
-    readers: Mapping[str, Callable[[StepRecord], Mapping[str, Tensor | None]]] = {
-        "gradient": lambda record: record.gradients, "buffer": lambda record: record.buffers,
-        "parameter": lambda record: record.parameters, "optimizer": lambda record: record.optimizer,
-        "loss": lambda record: {"loss": record.loss}, "norm": lambda record: {"gradient norm": record.norm},
+    a, b = (_find_tensor(difference, record) for record in (actual, expected))
+    return None if a is None or b is None else TensorPair(actual=a, expected=b)
+
+
+def _find_tensor(difference: Difference, record: StepRecord) -> Tensor | None:
+    tensors: Mapping[str, Mapping[str, Tensor | None]] = {
+        "gradient": record.gradients, "buffer": record.buffers, "parameter": record.parameters, "optimizer": record.optimizer,
+        "loss": {"loss": record.loss}, "norm": {"gradient norm": record.norm},
     }  # fmt: skip
-    if difference.kind not in readers:
-        return None
-    actual_tensor, expected_tensor = (
-        readers[difference.kind](record).get(difference.name) for record in (actual, expected)
-    )
-    return (
-        None
-        if actual_tensor is None or expected_tensor is None
-        else TensorPair(actual=actual_tensor, expected=expected_tensor)
-    )
+    return tensors.get(difference.kind, {}).get(difference.name)
 
 
 def describe(divergence: Difference, bounds: Bounds) -> str:
     """What is off and by how much."""
+    name, step = divergence.name, divergence.step
     amount = (
         divergence.reason or f"relative difference {divergence.value:.1e}, bound {bounds.bound_for(divergence):.0e}"
     )
     where = {
-        "loss": f"loss at step {divergence.step}",
-        "norm": f"gradient norm at step {divergence.step}",
-        "start": f"{divergence.name} before the first step",
-        "copy": f"{divergence.name} after step {divergence.step}",
-        "draw": f"{divergence.name} with random numbers on, at step {divergence.step}",
-        "output": f"{divergence.name} at step {divergence.step}",
-        "optimizer": f"{divergence.name.rpartition('/')[2]} of {parameter_name(divergence)} (optimizer state) at step {divergence.step}",
+        "loss": f"loss at step {step}",
+        "norm": f"gradient norm at step {step}",
+        "start": f"{name} before the first step",
+        "copy": f"{name} after step {step}",
+        "draw": f"{name} with random numbers on, at step {step}",
+        "output": f"{name} at step {step}",
+        "optimizer": f"{name.rpartition('/')[2]} of {parameter_name(divergence)} (optimizer state) at step {step}",
     }
-    return (
-        f"{where.get(divergence.kind, f'{divergence.kind} of {divergence.name} at step {divergence.step}')}: {amount}"
-    )
+    return f"{where.get(divergence.kind, f'{divergence.kind} of {name} at step {step}')}: {amount}"
 
 
 def equals_candidate_tensor(value: Tensor, pair: TensorPair) -> bool:
-    """Whether the plan's tensor is `value` rather than the reference's."""
-    actual, expected = to_float64(pair.actual), to_float64(pair.expected)
+    """Whether the plan's tensor is `value` and not the reference's."""
+    actual, expected = pair.in_float64()
     if actual.shape != value.shape or not value.isfinite().all() or not actual.isfinite().all():
         return False
-    residual = float((actual - value).abs().max()) if actual.numel() else 0.0
-    return residual <= FACTOR_TOLERANCE * float(value.abs().max()) + FLOAT64_BOUND and residual < 1e-3 * float(
-        (actual - expected).abs().max()
-    )
+    residual, difference = _max_difference(actual, value), _max_difference(actual, expected)
+    return residual <= FACTOR_TOLERANCE * float(value.abs().max()) + FLOAT64_BOUND and residual < 1e-3 * difference
 
 
 def exact_ratio(pair: TensorPair) -> float | None:
-    """The number that the reference is multiplied by, where there is one."""
+    """The number by which the reference is multiplied, if there is one."""
     factor = scalar_multiple(pair.actual, pair.expected)
     if factor is None:
         return None
-    actual, expected = to_float64(pair.actual), to_float64(pair.expected)
-    # It has to explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" but for that.
-    residual = float((actual - factor * expected).abs().max())
-    return factor if residual <= 1e-3 * float((actual - expected).abs().max()) else None
+    actual, expected = pair.in_float64()
+    # It must explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" otherwise.
+    residual = _max_difference(actual, factor * expected)
+    return factor if residual <= 1e-3 * _max_difference(actual, expected) else None
 
 
 def scalar_multiple(value: Tensor, base: Tensor) -> float | None:
-    """`value` as a multiple of `base`, where it is one."""
+    """`value` as a multiple of `base`, if it is one."""
     a, b = to_float64(value).flatten(), to_float64(base).flatten()
     if a.shape != b.shape or a.is_complex() or not (a.isfinite().all() and b.isfinite().all()):
         return None
@@ -122,5 +114,9 @@ def scalar_multiple(value: Tensor, base: Tensor) -> float | None:
     if square == 0.0:
         return None
     factor = float(a @ b) / square
-    residual = float((a - factor * b).abs().max())
-    return factor if residual <= FACTOR_TOLERANCE * max(abs(factor), FACTOR_TOLERANCE) * float(b.abs().max()) else None
+    tolerance = FACTOR_TOLERANCE * max(abs(factor), FACTOR_TOLERANCE) * float(b.abs().max())
+    return factor if _max_difference(a, factor * b) <= tolerance else None
+
+
+def _max_difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max()) if a.numel() else 0.0

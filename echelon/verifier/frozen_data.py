@@ -1,7 +1,7 @@
-"""Samples that are read once and handed to every rank: so a plan can be proved on data that differs from reading to reading.
+"""Read samples once and hand them to every rank, to verify a plan on data that differs from reading to reading.
 
-A data set with entropy of its own (augmentation by `os.urandom`) gives every reader other samples. Under data parallelism that is as it
-should be, since each sample is read by one rank; only two runs cannot be compared unless both get the same reading.
+A data set with entropy of its own (augmentation by `os.urandom`) returns other samples to every reader. Under data parallelism that is
+fine, since each sample is read by one rank; but two runs can only be compared if both get the same reading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from echelon.data.open_data import is_stream, open_source
@@ -35,7 +34,7 @@ class FrozenSamples(Dataset[Any]):
 
 
 def freeze_samples(job: Job, ranks: WorldCommunicator, steps: int) -> Job | None:
-    """The job with the samples of its first steps as rank 0 reads them; None: it has no samples by number. Every rank must call it."""
+    """The job with the samples of its first steps as rank 0 reads them; None: it has no samples by index. Every rank must call it."""
     if is_stream(job.data) or not hasattr(job.data, "__getitem__"):
         return None
     samples: dict[int, Any] = {}
@@ -43,16 +42,12 @@ def freeze_samples(job: Job, ranks: WorldCommunicator, steps: int) -> Job | None
         if ranks.world.is_main:
             with preserve_datasets(job.data):
                 samples = {int(index): job.data[int(index)] for index in _sample_ids(job, steps)}
-    broadcast_list = [samples]
-    if ranks.size > 1:
-        dist.broadcast_object_list(broadcast_list, 0)
-    return dataclasses.replace(job, data=FrozenSamples(job.data, broadcast_list[0]))
+    return dataclasses.replace(job, data=FrozenSamples(job.data, ranks.broadcast_object(samples)))
 
 
 def _sample_ids(job: Job, steps: int) -> np.ndarray:
     """The samples that a proof of `steps` steps reads."""
-    order = open_source(job.data, collate=job.collate, seed=job.seed).make_order(
-        batch=job.batch_size, seed=job.seed, drop_last=job.drop_last
-    )
+    source = open_source(job.data, collate=job.collate, seed=job.seed)
+    order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
     chosen_steps = open_reference_data(job).choose_steps(steps)
     return np.unique(np.concatenate([order.ids(step, 0, order.batch_size(step)) for step in chosen_steps]))

@@ -1,12 +1,13 @@
-"""How one device reads a job: its model's values, its batches, its optimizers. Written apart from the engine on purpose: a
-misreading that both shared could never be found by comparing them.
+"""Read a job for one device: its model's values, its batches, its optimizers.
+
+Written separately from the engine on purpose: a misreading that both shared could not be found by comparing them.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def initialize_values(model: nn.Module, job: Job) -> None:
             if reset_parameters is not None:
                 reset_parameters()
     if job.weights is not None:
-        # Not strict: a tied weight is stored once. Whatever is wrongly left out shows against the plan's run.
+        # Not strict: a tied weight is stored once. What is left out wrongly shows against the plan's run.
         model.load_state_dict(_load_weights(Path(job.weights)), strict=False)
 
 
@@ -54,26 +55,22 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _load_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The model's tensors of a checkpoint, or of the one with most steps of a run."""
-    candidates = [
-        path,
-        *(folder_path for folder_path in path.glob("checkpoints/step-*") if folder_path.name[5:].isdigit()),
-    ]
-    complete = [folder_path for folder_path in candidates if (folder_path / MANIFEST_FILE).is_file()]
+    """The model's tensors of a checkpoint, or of a run's checkpoint with the most steps."""
+    steps = {path: 0} | {
+        folder: int(folder.name[5:]) for folder in path.glob("checkpoints/step-*") if folder.name[5:].isdigit()
+    }
+    complete = [folder for folder in steps if (folder / MANIFEST_FILE).is_file()]
     if not complete:
-        raise JobError(
-            f"weights={path}: a folder without a checkpoint; give a run or a checkpoint, or a file of weights"
-        )
-    folder = max(complete, key=lambda folder_path: 0 if folder_path == path else int(folder_path.name[5:]))
+        raise JobError(f"weights={path}: a folder without a checkpoint; give a run, a checkpoint or a file of weights")
+    folder = max(complete, key=lambda folder: steps[folder])
     checkpoint = open_checkpoint(folder)
-    tensors_by_name = read_full_tensors(checkpoint, "model/")
-    return {name.removeprefix("model/"): value for name, value in tensors_by_name.items()} | _load_server_tables(
-        folder, checkpoint.manifest["parameters"]
-    )
+    tensors = read_full_tensors(checkpoint, "model/")
+    tables = _load_server_tables(folder, checkpoint.manifest["parameters"])
+    return {name.removeprefix("model/"): value for name, value in tensors.items()} | tables
 
 
 def _load_server_tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Of a checkpoint with a parameter server: its tables, as tensors."""
+    """The tables that a parameter server held, as tensors."""
     if not (folder / "server" / "manifest.json").is_file():
         return {}
     from echelon.server.store.shard_checkpoint import read_manifest
@@ -97,7 +94,7 @@ def cast_batch(batch: Any, device: torch.device, dtype: torch.dtype | None = tor
 
 
 def build_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
-    """The job's optimizers over what trains."""
+    """The job's optimizers over the parameters that are trained."""
     result = call_optimizer(job, [(name, value) for name, value in model.named_parameters() if value.requires_grad])
     return [result] if isinstance(result, Optimizer) else list(result)
 
@@ -106,27 +103,23 @@ def build_schedules(job: Job, optimizers: Sequence[Optimizer], steps: int) -> li
     """A schedule for each optimizer, but those that evaluations step (ReduceLROnPlateau): a proof has none."""
     if job.lr_schedule is None:
         return []
-    required_parameters = [
-        each for each in inspect.signature(job.lr_schedule).parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
-    schedules = [
-        job.lr_schedule(each, steps) if len(required_parameters) > 1 else job.lr_schedule(each) for each in optimizers
-    ]
+    arguments = (steps,) if _count_required_arguments(job.lr_schedule) > 1 else ()
+    schedules = [job.lr_schedule(optimizer, *arguments) for optimizer in optimizers]
     return [schedule for schedule in schedules if job.eval_data is None or not requires_metric(schedule)]
 
 
 def requires_metric(schedule: Any) -> bool:
-    """Whether its `step` must be given a number."""
-    return any(
-        parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        for parameter in inspect.signature(schedule.step).parameters.values()
-    )
+    """Whether its `step` takes a metric."""
+    return _count_required_arguments(schedule.step) > 0
+
+
+def _count_required_arguments(function: Callable[..., Any]) -> int:
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Every tensor of the optimizers' states, as `number of the optimizer/parameter/state`."""
+    """Every tensor of the optimizers' states, as `index of the optimizer/parameter/state`."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {
         f"{index}/{names[id(parameter)]}/{key}": value
@@ -139,7 +132,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 
 def loss_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """What the optimizers hold besides the model's parameters, in order: those of the loss."""
+    """What the optimizers hold besides the model's parameters, in order: the loss's parameters."""
     model_ids = {id(value) for value in model.parameters()}
     optimized = [value for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]]
     extra = [value for value in optimized if id(value) not in model_ids]
@@ -149,13 +142,14 @@ def loss_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 def optimizer_groups(
     model: nn.Module, optimizers: Sequence[Optimizer], substitutes: Iterable[tuple[str, Tensor]] = ()
 ) -> dict[str, str]:
-    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size. `substitutes`: tensors that
-    optimizers hold in place of the model's parameters."""
+    """Parameter -> its optimizer settings: parameters with equal settings make steps of similar size.
+
+    `substitutes`: tensors that optimizers hold in place of the model's parameters.
+    """
     names = {id(value): name for name, value in (*model.named_parameters(), *substitutes)}
     groups: dict[str, str] = {}
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            group_key = f"{index} {settings}"
-            groups |= {names[id(value)]: group_key for value in group["params"] if id(value) in names}
+            groups |= {names[id(value)]: f"{index} {settings}" for value in group["params"] if id(value) in names}
     return groups

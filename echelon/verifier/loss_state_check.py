@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,77 +27,40 @@ from echelon.engine.checkpoint.function_state import (
     snapshot_functions,
 )
 from echelon.engine.checkpoint.held_state import StateChanges
-from echelon.engine.checkpoint.run_attributes import read_trainable, set_trainable, snapshot_model
-from echelon.engine.parallel.shard_layout import to_local
 from echelon.errors import DivergenceError
 from echelon.plan.certificate import Finding
 from echelon.verifier.candidate_run import CandidateRun
+from echelon.verifier.context import Objection
+from echelon.verifier.forward_state import ForwardState
 from echelon.verifier.reference import Reference
 
 #: Of the loss, or of the largest gradient: smaller differences do not count as reading.
 _READ_BOUND = 1e-9
 #: How many times the difference between two equal passes another one must be.
 _NOISE_FACTOR = 16
-#: Places that are tried one by one, to name those that are read.
+#: Slots that are tried one by one, to name those that are read.
 _MAX_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivergentLossState:
-    """State that the loss reads and that ranks or micro-batches do not keep as one device does."""
-
-    locations: tuple[str, ...]
-    cause: str
-    largest_difference: float
-    step: int
-
-    @property
-    def description(self) -> str:
-        """Where and why, for the certificate."""
-        locations = ", ".join(self.locations)
-        return (
-            f"{locations} (step {self.step}): the loss reads what it keeps there between calls, and {self.cause}; make it a buffer of the model, "
-            "or keep batches whole (dp=1 without micro)"
-        )
-
-    @property
-    def finding(self) -> Finding:
-        """For the certificate."""
-        where = f"{self.locations[0]} (step {self.step})"
-        return Finding(
-            kind="state",
-            tensors=len(self.locations),
-            max_difference=self.largest_difference,
-            where=where,
-            bound=_READ_BOUND,
-        )
-
-
-def find_divergent_loss_state(
-    candidate: CandidateRun, step: int, reference: Reference | None
-) -> DivergentLossState | None:
-    """State of the loss that differs and is read; the same on every rank. `step`: the last step. `reference`: rank 0's, if there is one."""
+def find_divergent_loss_state(candidate: CandidateRun, step: int, reference: Reference | None) -> Objection | None:
+    """State of the loss that differs and is read; the same on every rank. `step`: the last one. `reference`: rank 0's, if there is one."""
     run = candidate.run
     if run.data_parallel.size == 1 and len(candidate.read_batch(step).micro_batches) == 1:
         return None
     with candidate.active():
-        fingerprints = run.attributes.functions.digest_changes()
-    changed = list(dict.fromkeys(slot for slots in run.ranks.all_gather_object(list(fingerprints)) for slot in slots))
+        digests = run.attributes.functions.digest_changes()
+    changed = list(dict.fromkeys(slot for slots in run.ranks.all_gather_object(list(digests)) for slot in slots))
     if not changed:
         return None
-    differing = find_differing_slots(run.data_parallel.all_gather_object(fingerprints))
+    differing = find_differing_slots(run.data_parallel.all_gather_object(digests))
+    reference_values: StateChanges | None = None
     with run.ranks.raise_on_all_ranks():
-        reference_values = _read_reference_values(reference, changed) if run.world.is_main else None
-    reference_values = run.ranks.all_gather_object(reference_values)[0]
+        if run.world.is_main and reference is not None:
+            with reference.active():
+                reference_values = FunctionState(reference.job, reference.model).read_slots(changed)
+    reference_values = run.ranks.broadcast_object(reference_values)
     with candidate.active():
         return _LossStateProbe(candidate, step).find(differing, reference_values)
-
-
-def _read_reference_values(reference: Reference | None, slots: Sequence[SlotName]) -> StateChanges | None:
-    if reference is None:
-        return None
-    with reference.active():
-        return FunctionState(reference.job, reference.model).read_slots(slots)
 
 
 class _LossStateProbe:
@@ -107,44 +69,42 @@ class _LossStateProbe:
     def __init__(self, candidate: CandidateRun, step: int) -> None:
         self._candidate, self._run, self._step = candidate, candidate.run, step
         self._functions = self._run.attributes.functions
-        self._restore = _snapshot_candidate(candidate)
+        self._model_state = ForwardState(self._run.model)
+        self._restore_functions = snapshot_functions(self._run.job, self._run.model)
         self._failed = False
 
-    def find(self, differing: Sequence[SlotName], reference_values: StateChanges | None) -> DivergentLossState | None:
-        """`differing`: places that the data ranks hold differently. `reference_values`: what the reference holds."""
+    def find(self, differing: Sequence[SlotName], reference_values: StateChanges | None) -> Objection | None:
+        """`differing`: slots that the data ranks hold differently. `reference_values`: what the reference holds."""
         ranks, data = self._run.ranks, self._run.data_parallel
         own_pass = self._repeat_with({})
         noise = self._difference(own_pass, self._repeat_with({}))
-        values_by_rank: list[StateChanges] = (
-            data.all_gather_object(self._functions.read_slots(differing))
-            if any(ranks.all_gather_object(bool(differing)))
-            else []
-        )
+        states_by_rank: list[StateChanges] = []
+        if any(ranks.all_gather_object(bool(differing))):
+            states_by_rank = data.all_gather_object(self._functions.read_slots(differing))
         cause = f"the {data.size} data ranks hold different values, each from its own samples"
-        candidates = [(values, cause) for values in (values_by_rank[:1] + values_by_rank[-1:])]
+        candidates = [(state, cause) for state in states_by_rank[:1] + states_by_rank[-1:]]
         if reference_values:
-            candidates.append(
-                (reference_values, "calls with parts of a batch leave other values than one call with the whole")
-            )
+            cause = "calls with parts of a batch leave other values than one call with the whole"
+            candidates.append((reference_values, cause))
         for state, cause in candidates:
             if self._is_read(state, own_pass, noise):
                 return self._describe(state, cause, own_pass, noise)
         return None
 
-    def _describe(self, state: StateChanges, cause: str, own_pass: list[Tensor], noise: float) -> DivergentLossState:
-        ranks = self._run.ranks
-        slots = list(dict.fromkeys(
-            slot for rank_slots in ranks.all_gather_object([(name, label) for name, labels in state.items() for label in labels]) for slot in rank_slots
-        ))  # fmt: skip
-        read_slots = [
-            slot
-            for slot in slots[:_MAX_NAMED]
-            if len(slots) > 1 and self._is_read(_select_slot(state, slot), own_pass, noise)
-        ]
-        locations = tuple(dict.fromkeys(describe_slot(slot) for slot in read_slots or slots[:_MAX_NAMED]))
-        largest_difference = self._difference(own_pass, self._repeat_with(state))
-        return DivergentLossState(
-            locations=locations, cause=cause, largest_difference=largest_difference, step=self._step + 1
+    def _describe(self, state: StateChanges, cause: str, own_pass: list[Tensor], noise: float) -> Objection:
+        own_slots = [(name, label) for name, labels in state.items() for label in labels]
+        slots_by_rank = self._run.ranks.all_gather_object(own_slots)
+        slots: list[SlotName] = list(dict.fromkeys(slot for rank_slots in slots_by_rank for slot in rank_slots))
+        named = slots[:_MAX_NAMED]
+        if len(slots) > 1:
+            named = [slot for slot in named if self._is_read(_select_slot(state, slot), own_pass, noise)] or named
+        locations = list(dict.fromkeys(map(describe_slot, named)))
+        difference, step = self._difference(own_pass, self._repeat_with(state)), self._step + 1
+        where, count = f"{locations[0]} (step {step})", len(locations)
+        return Objection(
+            description=f"{', '.join(locations)} (step {step}): the loss reads what it keeps there between calls, and {cause}; make it a buffer of "
+            "the model, or keep batches whole (dp=1 without micro)",
+            finding=Finding(kind="state", tensors=count, max_difference=difference, where=where, bound=_READ_BOUND),
         )
 
     def _is_read(self, state: StateChanges, own_pass: list[Tensor], noise: float) -> bool:
@@ -154,7 +114,7 @@ class _LossStateProbe:
         return not failed and self._difference(own_pass, other_pass) > max(_READ_BOUND, _NOISE_FACTOR * noise)
 
     def _repeat_with(self, state: StateChanges) -> list[Tensor]:
-        """Loss and gradients with this state in the place of the rank's own."""
+        """Loss and gradients with this state in place of the rank's own."""
         run = self._run
         self._failed = False
         self._restore()
@@ -171,8 +131,12 @@ class _LossStateProbe:
             run.job = own_job
             self._restore()
 
+    def _restore(self) -> None:
+        self._model_state.restore()
+        self._restore_functions()
+
     def _guard_loss(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """The loss, or a NaN where it fails with state of other shapes: the other ranks wait for this one's gradient."""
+        """The loss, or NaN where it fails with state of other shapes: the other ranks wait for this one's gradient."""
         if loss is None:
             return None
 
@@ -182,9 +146,7 @@ class _LossStateProbe:
             except Exception:
                 self._failed = True
                 tensors = [
-                    tensor
-                    for tensor in tree_leaves(output)
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point()
+                    leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
                 ]
                 return torch.stack([tensor.sum() for tensor in tensors]).sum() * torch.nan
 
@@ -198,8 +160,7 @@ class _LossStateProbe:
 def _relative_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     if len(first) != len(second) or any(a.shape != b.shape for a, b in zip(first, second, strict=True)):
         return 1.0
-    loss, grads = (_scaled_difference([first[0]], [second[0]]), _scaled_difference(first[1:], second[1:]))
-    return max(loss, grads)
+    return max(_scaled_difference(first[:1], second[:1]), _scaled_difference(first[1:], second[1:]))
 
 
 def _scaled_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
@@ -212,27 +173,3 @@ def _scaled_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> flo
 def _select_slot(state: StateChanges, slot: SlotName) -> StateChanges:
     name, label = slot
     return {name: {label: state[name][label]}} if label in state.get(name, {}) else {}
-
-
-@torch.no_grad()
-def _snapshot_candidate(candidate: CandidateRun) -> Callable[[], None]:
-    """Note what a pass changes on this rank; returns what puts it back."""
-    run = candidate.run
-    model_tensors = [value for value in (*run.model.parameters(), *run.model.buffers()) if not value.is_meta]
-    tensors = [(to_local(value.detach()), to_local(value.detach()).clone()) for value in model_tensors]
-    attributes, trainable_flags, restore_functions = (
-        snapshot_model(run.model),
-        read_trainable(run.model),
-        snapshot_functions(run.job, run.model),
-    )
-
-    @torch.no_grad()
-    def restore() -> None:
-        attributes.restore()
-        for value, copy in tensors:
-            if not torch.equal(value, copy):
-                value.copy_(copy)
-        set_trainable(run.model, trainable_flags)
-        restore_functions()
-
-    return restore

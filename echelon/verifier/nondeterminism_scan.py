@@ -1,7 +1,8 @@
-"""What could not be held still (see `trials/determinism.py`): watched while it happens, and said in the certificate."""
+"""Find what `trials/determinism.py` could not hold still, for the certificate."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; us
 from torch.utils._pytree import tree_leaves
 
 from echelon.trials.determinism import WIDENED_DTYPES
-from echelon.trials.random_state import read_host_random_state
-from echelon.verifier.compare_outputs import hookable_modules
+from echelon.trials.random_state import read_host_random_state, read_torch_random_states
+from echelon.verifier.compare_outputs import module_hooks
+
+#: They overwrite their input.
+_OVERWRITING_OPS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
 
 
 class NondeterminismScan(TorchDispatchMode):
@@ -20,23 +24,30 @@ class NondeterminismScan(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        #: Module path -> the first operator that did.
         self.low_precision_modules: dict[str, str] = {}
         self.random_modules: dict[str, str] = {}
         self._model = model
         self._stack: list[str] = []
-        self._hooks: list[Any] = []
+        self._hooks = contextlib.ExitStack()
         self._module_generators = [
             value for module in model.modules() for value in vars(module).values() if isinstance(value, random.Random)
         ]
         self._host_state: Any = None
 
     def __enter__(self) -> NondeterminismScan:
-        for path, module in hookable_modules(self._model):
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._enter_module(path)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._leave_module()))
+        self._hooks.enter_context(
+            module_hooks(self._model, on_enter=self._enter_module, on_output=lambda *_: self._leave_module())
+        )
         self._host_state = self._read_host_state()
         super().__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._check_host_state()
+        self._stack.clear()
+        self._hooks.close()
 
     def _enter_module(self, path: str) -> None:
         self._check_host_state()
@@ -44,13 +55,13 @@ class NondeterminismScan(TorchDispatchMode):
 
     def _leave_module(self) -> None:
         self._check_host_state()
-        self._stack.pop()  # a hook that returned it would replace the module's output
+        self._stack.pop()
 
     def _read_host_state(self) -> Any:
         return read_host_random_state(), [generator.getstate() for generator in self._module_generators]
 
     def _check_host_state(self) -> None:
-        """Python's and NumPy's generators move unseen by torch: whoever ran since they were looked at has drawn."""
+        """torch does not see Python's and NumPy's generators move: the module that ran since the last look has drawn."""
         state = self._read_host_state()
         if state != self._host_state:
             self._host_state = state
@@ -60,26 +71,14 @@ class NondeterminismScan(TorchDispatchMode):
     def _current_module(self) -> str:
         return (self._stack[-1] or "the model itself") if self._stack else "the loss or backward"
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._check_host_state()
-        self._stack.clear()
-        while self._hooks:
-            self._hooks.pop().remove()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        generator = (kwargs or {}).get("generator")
-        states_before = _generator_states(generator) if torch.Tag.nondeterministic_seeded in func.tags else []
+        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
+        generators = [generator for generator in [(kwargs or {}).get("generator")] if generator is not None]
+        states = read_torch_random_states(generators) if is_seeded else []
         result = func(*args, **(kwargs or {}))
-        module = self._current_module
-        # Such an operator may draw nothing, as attention without dropout: a generator that moved tells.
-        if any(
-            not torch.equal(state_before, state_after)
-            for state_before, state_after in zip(
-                states_before, _generator_states(generator) if states_before else [], strict=True
-            )
-        ):
-            self.random_modules.setdefault(module, str(func))
+        # Such an operator may draw nothing, as attention without dropout: a generator that moved shows a draw.
+        if is_seeded and states != read_torch_random_states(generators):
+            self.random_modules.setdefault(self._current_module, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.
         is_arithmetic = (
             not func.is_view
@@ -87,24 +86,9 @@ class NondeterminismScan(TorchDispatchMode):
             and any(_is_floating(leaf) for leaf in tree_leaves((args, kwargs)))
         )
         if is_arithmetic and any(_is_floating(leaf) and leaf.dtype in WIDENED_DTYPES for leaf in tree_leaves(result)):
-            self.low_precision_modules.setdefault(module, str(func))
+            self.low_precision_modules.setdefault(self._current_module, str(func))
         return result
-
-
-#: They overwrite what they are given.
-_OVERWRITING_OPS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
 
 
 def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _generator_states(generator: torch.Generator | None) -> list[Tensor]:
-    """The states of the default generators, or of the one that an operator was given."""
-    if generator is not None:
-        return [generator.get_state()]
-    return (
-        [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [torch.get_rng_state()]
-    )

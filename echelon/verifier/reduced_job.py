@@ -1,7 +1,7 @@
-"""A smaller job that stands for a large one, so that a proof ends in the time it was given.
+"""Reduce a large job to a smaller one that stands for it, so that a proof ends in the time it was given.
 
-First fewer samples: every rank keeps its share, its micro-batches (two at least, if there are several) and uneven rests. If one
-sample each is still too much, fewer layers: of a list of equal blocks the first few stand for all of them.
+First fewer samples: every rank keeps its share, its micro-batches (at least two, if there are several) and uneven rests. If one
+sample each is still too much, fewer layers: the first few of a list of equal blocks stand for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.job import Job
 from echelon.partition.complete_plan import complete
-from echelon.plan.batch_split import count_micro_batches
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_count
@@ -25,18 +24,18 @@ from echelon.profiler.repeated_blocks import TRACED_BLOCKS, RepeatedBlocks, find
 from echelon.trials.deep_copies import copy_module
 from echelon.trials.shape_model import build_fake_model, call_factory
 
-#: Passes over a global batch that a proof of two or three steps makes, reference and plan together, and the part of a product's rate
+#: Passes over a global batch in a proof of two or three steps, reference and plan together, and the part of a matrix product's rate
 #: that a model's step reaches. Measured on GPT and ResNet steps on 2 cores.
 _PASSES_PER_PROOF, _EFFICIENCY = 8.0, 0.4
 #: The part of the time that the passes may take; building models, gathering and comparing take the rest.
 _COMPUTE_SHARE = 0.5
-#: Side of the product that the rate is measured with.
+#: Side of the matrix product that the rate is measured with.
 _MATRIX_SIZE = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedJob:
-    """A job and a plan that stand for larger ones, and what was left out."""
+    """A job and a plan that stand for larger ones, and a note on what was left out."""
 
     job: Job
     plan: Plan
@@ -50,17 +49,19 @@ def affordable_flops(device: torch.device, seconds: float) -> float:
 
 
 def reduce_job(job: Job, plan: Plan, profile: Profile, affordable: float, total_steps: int) -> ReducedJob | None:
-    """What to prove in place of the whole job where a step may have `affordable` operations; None: the whole. `total_steps`: steps of the
-    whole training."""
+    """What to verify instead of the whole job where a step may have `affordable` operations; None: the whole.
+
+    `total_steps`: steps of the whole training.
+    """
     needed_flops = profile.flops(job.batch_size)
     if needed_flops <= affordable:
         return None
-    batch, micro_size = _reduced_batch(plan, job.batch_size, affordable / needed_flops)
+    batch, micro = _reduced_batch(plan, job.batch_size, affordable / needed_flops)
     note = f"the time allows {batch} samples a step, of {job.batch_size}"
     if batch < job.batch_size:
         # As many steps as the whole training has: schedules depend on it.
         job = dataclasses.replace(job, batch_size=batch, epochs=None, steps=total_steps)
-        plan, profile = dataclasses.replace(plan, micro=micro_size), dataclasses.replace(profile, batch=batch)
+        plan, profile = dataclasses.replace(plan, micro=micro), dataclasses.replace(profile, batch=batch)
     blocks = _find_blocks(job) if profile.flops(batch) > affordable else None
     if blocks is not None:
         note += f" and the first {TRACED_BLOCKS} of {blocks.count} equal blocks in {blocks.path or 'the model'}"
@@ -69,21 +70,21 @@ def reduce_job(job: Job, plan: Plan, profile: Profile, affordable: float, total_
     return ReducedJob(job=job, plan=plan, profile=profile, note=f"sampled: {note}")
 
 
-def _reduced_batch(plan: Plan, batch: int, affordable_share: float) -> tuple[int, int | None]:
+def _reduced_batch(plan: Plan, batch: int, share: float) -> tuple[int, int | None]:
     """Samples of a step and of a micro-batch that keep the plan's structure: every rank, several rounds, an uneven rest."""
-    dp, micro_batches = plan.mesh.dp, count_micro_batches(batch, plan.mesh.dp, plan.micro, plan.data.batch_shares)
-    micro_batches = min(micro_batches, max(2, stage_count(plan))) if plan.mesh.pp > 1 else min(micro_batches, 2)
-    # Two in each micro-batch at least: batch norm and some code treat a single one apart.
-    min_samples = max(dp * micro_batches * min(2, plan.micro or 2), sum(plan.data.batch_shares))
-    samples = max(int(batch * affordable_share), min_samples)
+    dp, rounds = plan.mesh.dp, max(2, stage_count(plan)) if plan.mesh.pp > 1 else 2
+    rounds = min(plan.count_micro_batches(batch), rounds)
+    # At least two in each micro-batch: batch norm and some code treat a single one specially.
+    min_samples = max(dp * rounds * min(2, plan.micro or 2), sum(plan.data.batch_shares))
+    samples = max(int(batch * share), min_samples)
     samples += bool(batch % dp) * (samples % dp == 0)
     if samples >= batch:
         return batch, plan.micro
-    return samples, None if plan.micro is None else max(-(-samples // dp) // micro_batches, 1)
+    return samples, None if plan.micro is None else max(-(-samples // dp) // rounds, 1)
 
 
 def measure_flops_rate(device: torch.device) -> float:
-    """Floating-point operations that the device makes in a second, in float64."""
+    """Floating-point operations per second of a device in float64."""
     matrix = torch.rand(_MATRIX_SIZE, _MATRIX_SIZE, dtype=torch.float64, device=device)
     best = float("inf")
     for _ in range(3):
@@ -98,7 +99,7 @@ def _find_blocks(job: Job) -> RepeatedBlocks | None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return find_repeated_blocks(build_fake_model(job))
-    except Exception:  # a model that cannot be built without its values: it is proved whole
+    except Exception:  # a model that cannot be built without its values is verified whole
         return None
 
 
@@ -114,17 +115,11 @@ def _shorten_model(job: Job, blocks: RepeatedBlocks) -> Callable[[], nn.Module]:
 
 
 def _remove_blocks(plan: Plan, blocks: RepeatedBlocks, job: Job) -> Plan:
-    """The plan for the shortened model: what it says of the blocks that are left stays."""
+    """The plan for the shortened model: placements of the remaining blocks stay."""
     removed = tuple(f"{blocks.block_path(number)}." for number in range(TRACED_BLOCKS, blocks.count))
-    plan = plan.replace(
-        model=None,
-        placements=tuple(
-            placement for placement in plan.tensor.placements if not f"{placement.path}.".startswith(removed)
-        ),
-        replicated=tuple(
-            placement for placement in plan.tensor.replicated if not f"{placement.path}.".startswith(removed)
-        ),
-        segments=(),
-        stages=(),
+    placements, replicated = (
+        tuple(item for item in items if not f"{item.path}.".startswith(removed))
+        for items in (plan.tensor.placements, plan.tensor.replicated)
     )
+    plan = plan.replace(model=None, placements=placements, replicated=replicated, segments=(), stages=())
     return complete(plan, job) if plan.incomplete else plan

@@ -1,11 +1,11 @@
-"""The truth: the job on one device, in float64, as a plain PyTorch loop. It imports nothing from engine/.
+"""The reference: the job on one device in float64, as a plain PyTorch loop. Imports nothing from engine/.
 
 What one device runs in a step:
 
-    no batch norm          the whole global batch at once
-    batch norm "local"     the plan's micro-batches one after another, in the order of the global batch
-    draws not held         the same, each from a seed of its own
-    batch norm "sync"      for each round the union of all ranks' micro-batches of that round
+    no batch norm            the whole global batch at once
+    batch norm "local"       the plan's micro-batches one after another, in the order of the global batch
+    random numbers not held  the same, each from a seed of its own
+    batch norm "sync"        for each round the union of all ranks' micro-batches of that round
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.utils.hooks import RemovableHandle
 
 from echelon.job import Job, call_loss, call_model, cast_model
-from echelon.plan.batch_split import split_batch
 from echelon.plan.plan import Plan
 from echelon.trials.determinism import OPTIMIZER_STEP_MODE, seed_from_position, seed_model_build
 from echelon.trials.isolation import IsolatedJob
-from echelon.trials.lazy_modules import initialise_lazy
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.shape_model import call_factory
 from echelon.trials.trial_context import trial_context
 from echelon.verifier import job_reader
+from echelon.verifier.compare import has_fractions
 from echelon.verifier.compare_outputs import (
     OutputChecksums,
     OutputSlice,
     checksum_outputs,
-    hookable_modules,
+    module_hooks,
     record_outputs,
 )
 from echelon.verifier.fingerprints import model_hash
-from echelon.verifier.reference_data import ReferenceData
+from echelon.verifier.reference_data import ReferenceData, micro_batches, positions_of
 from echelon.verifier.tensor_checksum import TensorChecksum
 from echelon.world import usable_cores
 
@@ -52,7 +50,7 @@ _MIN_ELEMENTS_FOR_THREADS = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step made. Gradients are those before clipping. Tensors are live: they hold until the next step."""
+    """What one step computed. Gradients are those before clipping. Tensors are live: they are valid until the next step."""
 
     step: int
     loss: Tensor
@@ -63,19 +61,21 @@ class StepRecord:
     optimizer: dict[str, Tensor]
     #: The learning rate of each parameter group in this step.
     learning_rates: tuple[float, ...] = ()
-    #: Parameter -> its group, `recipe.groups`; where it is not told all are taken as one.
+    #: Parameter -> its group, `job_reader.optimizer_groups`; a parameter that is missing shares one group with the others missing.
     groups: Mapping[str, str] = field(default_factory=dict)
     #: The norm of the gradients that rank 0 holds, before clipping.
     local_norm: Tensor | None = None
-    #: What the model gave; of the first step alone.
+    #: The model's outputs, in the first step only.
     outputs: OutputChecksums = field(default_factory=dict)
-    #: Parameters whose optimizer state a parameter server holds and does not tell.
+    #: Parameters whose optimizer state stays on a parameter server.
     server_trained: frozenset[str] = frozenset()
 
 
 class Reference:
-    """One device that trains the job. With `shake` it starts from parameters that are off by so much of their size, each up or
-    down: a twin that differs by rounding alone. Samples stay as they are, because who is beside whom may be part of the meaning.
+    """Trains the job on one device.
+
+    With `perturbation` every parameter starts off by that part of its size, up or down: a copy that differs by rounding alone. Samples
+    keep their order, because which samples share a batch may be part of the meaning.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Reference:
         determinism: Callable[[], AbstractContextManager[object]] = nullcontext, pristine: nn.Module | None = None,
         dtype: torch.dtype | None = torch.float64,
     ) -> None:  # fmt: skip
-        """`determinism` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
-        run took it. `dtype`: of the model, its inputs and what the loss holds; None: as they are."""
+        """`determinism`: the context of forward, loss and backward that makes two runs comparable. `pristine`: a copy of the job's module
+        from before a run took it. `dtype`: of the model, its inputs and the loss's state; None: as they are."""
         with trial_context():
             self._isolated_job, self._dtype = IsolatedJob(job, dtype, pristine), dtype
         self.job, self.plan, self.data, self.determinism = self._isolated_job.job, plan, data, determinism
@@ -92,7 +92,6 @@ class Reference:
         with self._active_trial(), preserve_random_states():
             seed_model_build(job.seed)
             model = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
-            initialise_lazy(model, self.job)
             job_reader.initialize_values(model, self.job)
             self.fingerprint = model_hash(model)  # of the model as it is, before float64
             self.model: nn.Module = (model if dtype is None else cast_model(model, dtype)).to(self.device).train()
@@ -102,23 +101,33 @@ class Reference:
             self.optimizers = job_reader.build_optimizers(self.job, self.model)
             self.schedules = job_reader.build_schedules(self.job, self.optimizers, data.total_steps)
             self._loss_parameters = job_reader.loss_parameters(self.model, self.optimizers)
-        #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
+        #: Seed random numbers that cannot be held by micro-batch: the plan's are then run one after another.
         self.seeds_micro_batches = False
         #: Module path -> when the first forward entered it.
         self.forward_order: dict[str, int] = {}
-        #: What the model gave in the step that was made last, of the first one alone.
         self._outputs: dict[OutputSlice, TensorChecksum | None] = {}
-        #: What was changed in the optimizers' steps: draws that were held, casts that were lifted.
+        #: Operators that were changed in the optimizers' steps: random numbers held, casts lifted.
         self.altered_update_ops: set[str] = set()
-        #: What the last step made.
         self.last_record: StepRecord | None = None
 
     def active(self) -> AbstractContextManager[None]:
-        """Its own values are in place of what the job's functions keep."""
+        """The context in which the job's functions hold this run's state."""
         return self._isolated_job.active()
 
+    @contextlib.contextmanager
+    def _active_trial(self) -> Iterator[None]:
+        """Only this rank calls what runs inside, on this run's own copies."""
+        with trial_context(), self._isolated_job.active():
+            yield
+
+    @contextlib.contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """The context of forward, loss and backward: on this run's own copies, made comparable."""
+        with self._active_trial(), self.determinism():
+            yield
+
     def gradients(self) -> dict[str, Tensor | None]:
-        """Of the parameters that the optimizers were made for: layers that forward makes later are in none of them, and are not trained."""
+        """The gradients of the parameters that the optimizers were made for; layers made in forward are not trained."""
         return {name: value.grad for name, value in self.model.named_parameters() if name in self._trained_names}
 
     @property
@@ -131,23 +140,16 @@ class Reference:
 
     def position_groups(self, samples: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
-        ranges_by_rank = split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.data.batch_shares)
-        is_sequential = self.plan.batchnorm == "local" if self.couples_samples else self.seeds_micro_batches
-        if not self.couples_samples and not is_sequential:
-            return [np.arange(samples)]
-        if is_sequential:
-            return [
-                np.arange(sample_range.start, sample_range.stop)
-                for rank_ranges in ranges_by_rank
-                for sample_range in rank_ranges
-            ]
-        return [
-            np.concatenate([np.arange(sample_range.start, sample_range.stop) for sample_range in round_ranges])
-            for round_ranges in zip(*ranges_by_rank, strict=True)
-        ]
+        ranges_by_rank = self.plan.split_batch(samples)
+        if self.couples_samples and self.plan.batchnorm == "sync":
+            rounds = zip(*ranges_by_rank, strict=True)
+            return [np.concatenate([positions_of(part) for part in round_ranges]) for round_ranges in rounds]
+        if self.couples_samples or self.seeds_micro_batches:
+            return [positions_of(part) for part in micro_batches(self.plan, samples)]
+        return [np.arange(samples)]
 
     def step(self, step: int, loss: Tensor | None = None) -> StepRecord:
-        """Train on the batch of step `step`; `loss`: what `backward` of it gave, where it is done already."""
+        """Train on the batch of step `step`; `loss`: what `backward` of it returned, where it was called already."""
         loss = self.backward(step) if loss is None else loss
         # Copies: clipping changes gradients in place, and so do some optimizers.
         gradients = {name: _copy_gradient(value) for name, value in self.gradients().items()}
@@ -174,82 +176,66 @@ class Reference:
         self._outputs = {}
         return self.last_record
 
-    @contextlib.contextmanager
-    def _active_trial(self) -> Iterator[None]:
-        """Only this rank calls what runs inside, on this run's own copies."""
-        with trial_context(), self._isolated_job.active():
-            yield
-
-    @contextlib.contextmanager
-    def deterministic(self) -> Iterator[None]:
-        """The context of forward, loss and backward: this run's own copies of what the job's functions reach, made comparable."""
-        with self._active_trial(), self.determinism():
-            yield
-
     def backward(self, step: int) -> Tensor:
-        """Leave the gradients of step `step`'s global loss in the model; give that loss."""
-        trained = [*self.model.parameters(), *self._loss_parameters.values()]
-        for parameter in trained:
-            parameter.grad = None
-        is_first = not self.forward_order
-        hooks = self._record_forward_order() if is_first else []
+        """Compute the gradients of step `step`'s global loss; returns that loss."""
+        self._clear_gradients()
+        if self.forward_order:
+            total_loss, total_count = self._run_groups(step, records_outputs=False)
+        else:
+            with module_hooks(self.model, on_enter=self._record_forward_order):
+                total_loss, total_count = self._run_groups(step, records_outputs=True)
+        for parameter in self._trained_parameters():  # forward may have made layers
+            if parameter.grad is not None:
+                parameter.grad.div_(total_count)
+        return total_loss / total_count
+
+    def _run_groups(self, step: int, *, records_outputs: bool) -> tuple[Tensor, float]:
         total_loss, total_count = torch.zeros((), dtype=torch.float64), 0.0
         for positions in self.position_groups(self.data.samples_in(step)):
             batch = self.read_batch(step, positions)
             on_outputs = partial(self._record_outputs, positions, self.data.samples_in(step))
+            recording = record_outputs(self.model, on_outputs) if records_outputs else nullcontext()
             if self.seeds_micro_batches:
                 seed_from_position(self.job.seed, step, int(positions[0]))
-            with (
-                self.deterministic(),
-                _use_all_cores(self.model),
-                record_outputs(self.model, on_outputs) if is_first else nullcontext(),
-            ):
+            with self.deterministic(), _use_all_cores(self.model), recording:
                 loss_sum, loss_count = self.compute_loss(batch, len(positions))
                 loss_sum.backward()
             total_loss += loss_sum.detach().double().cpu()
             total_count += loss_count
-        trained = [*self.model.parameters(), *self._loss_parameters.values()]  # forward may have made layers
-        for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad.div_(total_count)
-        for hook in hooks:
-            hook.remove()
-        return total_loss / total_count
+        return total_loss, total_count
+
+    def _trained_parameters(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self._loss_parameters.values()]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._trained_parameters():
+            parameter.grad = None
+
+    def _record_forward_order(self, path: str) -> None:
+        self.forward_order.setdefault(path, len(self.forward_order))
 
     def _record_outputs(self, positions: np.ndarray, samples: int, tensors: list[Tensor | None]) -> None:
-        """As the plan shares out the samples of a piece."""
-        row_by_position = {int(position): row for row, position in enumerate(positions)}
-        for rank_ranges in split_batch(samples, self.plan.mesh.dp, self.plan.micro, self.plan.data.batch_shares):
-            for sample_range in rank_ranges:
-                if sample_range.start in row_by_position:
-                    self._outputs |= checksum_outputs(
-                        tensors, sample_range, first=row_by_position[sample_range.start], batch_size=len(positions)
-                    )
+        """Checksum an output by the plan's micro-batches."""
+        rows = {int(position): row for row, position in enumerate(positions)}
+        for part in micro_batches(self.plan, samples):
+            if part.start in rows:
+                self._outputs |= checksum_outputs(tensors, part, first=rows[part.start], batch_size=len(positions))
 
     def read_batch(self, step: int, positions: np.ndarray) -> Any:
-        """These positions of step `step`'s batch. Not to be read inside `deterministic`: data sets may draw and cast as they like."""
+        """These positions of step `step`'s batch. Do not call inside `deterministic`: data sets may draw and cast freely."""
         return job_reader.cast_batch(self.data.read(step, positions), self.device, self._dtype)
 
     def compute_loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
-        """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
+        """The loss of a batch as a sum, and its count."""
         value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
-        # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
+        # A mean is a sum over samples: both kinds of loss are summed over the step and divided by its count in the end.
         total, count = value if isinstance(value, tuple) else (value * samples, samples)
         return total, float(count)
-
-    def _record_forward_order(self) -> list[RemovableHandle]:
-        def record(path: str) -> None:
-            self.forward_order.setdefault(path, len(self.forward_order))
-
-        return [
-            module.register_forward_pre_hook(lambda *_, path=path: record(path))
-            for path, module in hookable_modules(self.model)
-        ]
 
 
 @contextlib.contextmanager
 def _use_all_cores(model: nn.Module) -> Iterator[None]:
-    """All cores for a model of some size: the other ranks wait, so theirs are free."""
+    """Use all cores for a model of some size: the other ranks are waiting."""
     before = torch.get_num_threads()
     if sum(value.numel() for value in model.parameters()) >= _MIN_ELEMENTS_FOR_THREADS:
         torch.set_num_threads(usable_cores())
@@ -260,18 +246,16 @@ def _use_all_cores(model: nn.Module) -> Iterator[None]:
 
 
 def _perturb(model: nn.Module, relative_size: float) -> None:
-    """Move every parameter's elements by `relative_size` of themselves, up or down. Zeros stay, and with them what is equal by design."""
+    """Move every parameter's elements by `relative_size` of themselves, up or down. Zeros stay, and so does what is equal by design."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                continue  # counters and seeds are exact
+        for parameter in filter(has_fractions, model.parameters()):  # counters and seeds are exact
             signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter.device)
             parameter.add_(parameter * signs, alpha=relative_size)
 
 
 def _clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """The norm, to which gradients are brought down. torch clips no sparse ones, and some optimizers take no others."""
+    """Clip gradients; returns their norm before. torch does not clip sparse ones, and some optimizers take no others."""
     if not any(value.grad is not None and value.grad.is_sparse for value in parameters):
         return clip_grad_norm_(parameters, max_norm)
     gradients = [value.grad for value in parameters if value.grad is not None]

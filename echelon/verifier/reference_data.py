@@ -1,4 +1,4 @@
-"""The job's global batches for one device, and which of them a proof looks at."""
+"""Read the job's global batches on one device, and choose the steps that a proof runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from echelon.data.open_data import is_stream, open_source
+from echelon.data.sample_digest import digest
 from echelon.data.stream import Stream
 from echelon.job import Job
+from echelon.plan.batch_split import SampleRange
+from echelon.plan.plan import Plan
 from echelon.tree import copy_tensors
 from echelon.trials.trial_context import single_process_world
 
 
 class ReferenceData(ABC):
-    """Any samples of any step's global batch, together. `total_steps`: steps of the whole training, which schedules are told."""
+    """Reads any samples of any step's global batch together. `total_steps`: steps of the whole training, for schedules."""
 
     batch_size: int
     total_steps: int
@@ -29,39 +33,69 @@ class ReferenceData(ABC):
         """The samples at these positions of the step's global batch, collated together."""
 
     def read_as_rank(self, step: int, positions: np.ndarray) -> Any:
-        """The same as this rank reads them, which sees that it is one of several. None: they cannot be read again so."""
+        """The same as a rank of several reads them. None: they cannot be read again that way."""
         return None
 
     def choose_steps(self, count: int) -> tuple[int, ...]:
-        """Which steps a proof of `count` steps runs."""
+        """The steps that a proof of `count` steps runs."""
         return tuple(range(min(count, self.total_steps)))
 
+    def repeated_digest(self, step: int, positions: np.ndarray) -> str | None:
+        """The digest of these samples; None: two readings differ."""
+        first, second = (digest(self.read(step, positions)) for _ in range(2))
+        return first if first == second else None
 
-def open_reference_data(job: Job) -> ReferenceData:
-    """The feed of a job's data."""
-    return _IterableData(job) if is_stream(job.data) else _MapStyleData(job)
 
-
-class CachedData(ReferenceData):
-    """A feed whose samples are read once, for several runs that must not differ in them."""
+class WrappedData(ReferenceData):
+    """Changes how other data is read."""
 
     def __init__(self, data: ReferenceData) -> None:
         self._data = data
         self.batch_size, self.total_steps = data.batch_size, data.total_steps
-        self._cache: dict[tuple[int, bytes], Any] = {}
 
     def samples_in(self, step: int) -> int:
         return self._data.samples_in(step)
+
+    def choose_steps(self, count: int) -> tuple[int, ...]:
+        return self._data.choose_steps(count)
+
+
+class CachedData(WrappedData):
+    """Reads samples once, for several runs that must not differ in them."""
+
+    def __init__(self, data: ReferenceData) -> None:
+        super().__init__(data)
+        self._cache: dict[tuple[int, bytes], Any] = {}
 
     def read(self, step: int, positions: np.ndarray) -> Any:
         key = step, positions.tobytes()
         if key not in self._cache:
             self._cache[key] = self._data.read(step, positions)
-        return copy_tensors(self._cache[key])  # forward may change what it is given
+        return copy_tensors(self._cache[key])  # forward may change its inputs
+
+
+def micro_batches(plan: Plan, samples: int) -> list[SampleRange]:
+    """The micro-batches of all data ranks, in the order of the batch."""
+    return [sample_range for rank_ranges in plan.split_batch(samples) for sample_range in rank_ranges]
+
+
+def positions_of(sample_range: SampleRange) -> np.ndarray:
+    """The positions of a range in its batch."""
+    return np.arange(sample_range.start, sample_range.stop)
+
+
+def has_row_per_sample(leaf: Any, samples: int) -> bool:
+    """Whether a leaf of a batch is a tensor whose rows are the samples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
+
+
+def open_reference_data(job: Job) -> ReferenceData:
+    """Open the job's data."""
+    return _IterableData(job) if is_stream(job.data) else _MapStyleData(job)
 
 
 class _MapStyleData(ReferenceData):
-    """Data whose samples are read by number."""
+    """Data whose samples are read by index."""
 
     def __init__(self, job: Job) -> None:
         self._source = open_source(job.data, collate=job.collate, seed=job.seed)
@@ -81,17 +115,15 @@ class _MapStyleData(ReferenceData):
         return self._source.read_batch(ids[positions], self._order.epoch_of(step))
 
     def choose_steps(self, count: int) -> tuple[int, ...]:
-        """The first `count`, and the epoch's last where it is short: uneven shares are where weights go wrong."""
-        chosen = super().choose_steps(count)
-        last_step = self._order.steps_per_epoch - 1
-        is_short = (
-            last_step < self.total_steps and last_step not in chosen and self.samples_in(last_step) < self.batch_size
-        )
-        return (*chosen, last_step) if is_short else chosen
+        """The first `count`, and the epoch's last where it is short: uneven splits are where weights go wrong."""
+        steps = super().choose_steps(count)
+        last = self._order.steps_per_epoch - 1
+        is_short = last < self.total_steps and last not in steps and self.samples_in(last) < self.batch_size
+        return (*steps, last) if is_short else steps
 
 
 class _IterableData(ReferenceData):
-    """Data that can only be read from its start: what was read is kept, because several runs look at it."""
+    """Data that can only be read from its start: what was read is kept, because several runs read it."""
 
     def __init__(self, job: Job) -> None:
         self._reader = Stream(job.data, collate=job.collate, seed=job.seed).make_reader()
@@ -113,9 +145,7 @@ class _IterableData(ReferenceData):
             if not self._batches or len(self._batches[-1][1]) < self.batch_size:
                 self._reader.start_next_epoch()
             first, samples = self._reader.samples_read, self._reader.read(self.batch_size)
-            if (
-                len(samples) < self._min_samples
-            ):  # the epoch before ended with a whole batch, or what is left of it is left out
+            if len(samples) < self._min_samples:  # the epoch before ended with a whole batch, or its rest is dropped
                 self._reader.start_next_epoch()
                 first, samples = 0, self._reader.read(self.batch_size)
             self._batches.append((first, samples))

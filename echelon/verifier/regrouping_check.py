@@ -1,7 +1,7 @@
-"""Whether the loss of a batch follows from those of its parts however samples are grouped, not only as the first batches group them.
+"""Check that the loss of a batch follows from those of its parts however samples are grouped, not only as the first batches group them.
 
-Class weights from a batch's own counts make the same loss as long as every part has as many of each class. So the loss of the proof's last batch
-is computed with its samples in other orders, whole and in the plan's parts, and the parts are put together as a training does.
+Class weights from a batch's own counts make the same loss as long as every part has as many of each class. So the loss of the proof's last
+batch is computed with its samples in other orders, whole and in the plan's parts, and the parts are combined as training does.
 """
 
 from __future__ import annotations
@@ -16,41 +16,35 @@ import torch
 from torch import Tensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state
-from echelon.engine.checkpoint.run_attributes import snapshot_model
-from echelon.engine.full_outputs import as_graph_leaves
 from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count
 from echelon.engine.losses import recount_pair
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import call_loss, call_model
 from echelon.loss_counts import repeat_samples
-from echelon.plan.batch_split import split_batch
 from echelon.tree import map_tensors, tree_leaves
 from echelon.trials.random_state import preserve_random_states
+from echelon.verifier.forward_state import ForwardState
 from echelon.verifier.reference import Reference
+from echelon.verifier.reference_data import has_row_per_sample, micro_batches
 
 #: Orders that are tried besides the batch's own, and the relative difference that rounding explains (float64).
 _TRIED_ORDERS, _ROUNDING_BOUND = 6, 1e-7
 
 
 def require_separable_loss(reference: Reference, step: int) -> None:
-    """Raise where the parts of a regrouped batch do not make its loss. Says nothing about a loss that cannot be called on rows of a batch alone."""
-    plan, batch_size = reference.plan, reference.data.samples_in(step)
-    part_sizes = [
-        sample_range.size
-        for rank_ranges in split_batch(batch_size, plan.mesh.dp, plan.micro, plan.data.batch_shares)
-        for sample_range in rank_ranges
-        if sample_range.size
-    ]
-    if reference.job.loss is None or len(part_sizes) < 2:
+    """Raise where the parts of a regrouped batch do not make its loss. A loss that cannot be called on rows of a batch alone passes."""
+    batch_size = reference.data.samples_in(step)
+    sizes = [part.size for part in micro_batches(reference.plan, batch_size) if part.size]
+    if reference.job.loss is None or len(sizes) < 2:
         return
     try:
-        largest_difference = _RowLoss(reference, step, batch_size).largest_difference(part_sizes)
+        difference = _RowLoss(reference, step, batch_size).largest_difference(sizes)
     except Exception:  # a loss that takes other shapes only: the proof of the batch as it is stands
         return
-    if largest_difference > _ROUNDING_BOUND:
+    if difference > _ROUNDING_BOUND:
         raise VerificationError(
-            f"the loss of a batch does not follow from the losses of its parts where samples are grouped otherwise (it is off by {largest_difference:.1%}): it "
-            "normalises by what the other samples of a part are, as class weights from the batch do; use fixed weights, return (sum, count), or "
+            f"the loss of a batch does not follow from the losses of its parts where samples are grouped otherwise (it is off by {difference:.1%}): it "
+            "normalizes by what the other samples of a part are, as class weights from the batch do; use fixed weights, return (sum, count), or "
             "train without parts (dp=1)"
         )
 
@@ -61,49 +55,46 @@ class _RowLoss:
     def __init__(self, reference: Reference, step: int, batch_size: int) -> None:
         self._reference, self._batch_size = reference, batch_size
         batch = reference.read_batch(step, np.arange(batch_size))
-        model = reference.model
-        attributes, buffers = snapshot_model(model), [(value, value.clone()) for value in model.buffers()]
+        state = ForwardState(reference.model, parameters=False)
         with torch.no_grad(), reference.deterministic():
-            output = call_model(reference.job, model, batch)
-            for value, value_before in buffers:
-                value.copy_(value_before)
-        attributes.restore()
+            output = call_model(reference.job, reference.model, batch)
+        state.restore()
         self._rows = (output, batch)
-        if not all(_has_row_per_sample(leaf, batch_size) for leaf in tree_leaves(self._rows)):
+        if not all(leaf is None or has_row_per_sample(leaf, batch_size) for leaf in tree_leaves(self._rows)):
             raise ValueError("a part of it has no row per sample")
 
-    def largest_difference(self, part_sizes: Sequence[int]) -> float:
-        """Between the loss of all rows and what `part_sizes` come to, relative, over several orders; 0 where the rows as they are differ: it keeps state, or draws."""
-        generator, own_order, largest = torch.Generator().manual_seed(0), torch.arange(self._batch_size), 0.0
-        reference = self._reference
+    def largest_difference(self, sizes: Sequence[int]) -> float:
+        """The largest relative difference between the loss of all rows and that of parts of `sizes`, over several orders.
+
+        0 where the rows as they are differ: the loss keeps state, or draws random numbers.
+        """
+        generator, reference = torch.Generator().manual_seed(0), self._reference
         with (
             reference.deterministic(),
             preserve_function_state(reference.job, reference.model),
             preserve_random_states(),
         ):
-            if (self._relative_difference(own_order, part_sizes) or 0.0) > _ROUNDING_BOUND:
+            if (self._relative_difference(torch.arange(self._batch_size), sizes) or 0.0) > _ROUNDING_BOUND:
                 return 0.0
-            for _ in range(_TRIED_ORDERS):
-                order = torch.randperm(self._batch_size, generator=generator)
-                largest = max(largest, self._relative_difference(order, part_sizes) or 0.0)
-        return largest
+            orders = (torch.randperm(self._batch_size, generator=generator) for _ in range(_TRIED_ORDERS))
+            return max(self._relative_difference(order, sizes) or 0.0 for order in orders)
 
-    def _relative_difference(self, order: Tensor, part_sizes: Sequence[int]) -> float | None:
+    def _relative_difference(self, order: Tensor, sizes: Sequence[int]) -> float | None:
         """None: a training would stop here, or compare the step with one device."""
-        full_loss = _finite_loss(self._loss_of_rows(order))
-        combined_loss = self._combine_parts([*order.split(list(part_sizes))])
-        if full_loss is None or combined_loss is None:
+        whole, combined = _finite_loss(self._loss_of_rows(order)), self._combine_parts(order.split(list(sizes)))
+        if whole is None or combined is None:
             return None
-        return abs(combined_loss - full_loss) / max(abs(full_loss), 1e-12)
+        return abs(combined - whole) / max(abs(whole), 1e-12)
 
     def _combine_parts(self, rows_by_part: Sequence[Tensor]) -> float | None:
         averages = LossAverages(self._reference.device)
         averages.begin_step()
         losses, weighed_terms = [self._loss_of_rows(rows) for rows in rows_by_part], list[tuple[Tensor, Tensor]]()
+        parts = list(zip(rows_by_part, losses, strict=True))
         if isinstance(losses[0], tuple):
-            counts = [self._true_count(rows, loss) for rows, loss in zip(rows_by_part, losses, strict=True)]
-            return sum(_to_float(total) for total, _ in losses) / sum(counts) if sum(counts) else None
-        for rows, loss in zip(rows_by_part, losses, strict=True):
+            count = sum(self._true_count(rows, loss) for rows, loss in parts)
+            return sum(_to_float(total) for total, _ in losses) / count if count else None
+        for rows, loss in parts:
             terms = averages.add_part(loss, len(rows), partial(self._loss_of_rows, rows))
             if terms:
                 weighed_terms.append(weigh_by_count(loss.detach(), terms[0]))
@@ -115,34 +106,23 @@ class _RowLoss:
         if is_uncertain(sums.tolist()):
             return None
         if unequal:
-            count = torch.stack([count for _, count in weighed_terms]).sum()
-            return float(sum(total for total, _ in weighed_terms) / step_divisor(sums, count))
-        return (
-            sum(_to_float(loss) * len(rows) for rows, loss in zip(rows_by_part, losses, strict=True)) / self._batch_size
-        )
+            divisor = step_divisor(sums, torch.stack([count for _, count in weighed_terms]).sum())
+            return float(sum(total for total, _ in weighed_terms) / divisor)
+        return sum(_to_float(loss) * len(rows) for rows, loss in parts) / self._batch_size
 
     def _true_count(self, rows: Tensor, pair: tuple[Any, Any]) -> float:
-        """What a loss given as (sum, count) really counts, as in a training."""
-        recount, _ = recount_pair(
-            torch.tensor([_to_float(item) for item in pair], dtype=torch.float64), partial(self._loss_of_rows, rows)
-        )
+        """What a loss given as (sum, count) really counts, as in training."""
+        values = torch.tensor([_to_float(item) for item in pair], dtype=torch.float64)
+        recount, _ = recount_pair(values, partial(self._loss_of_rows, rows))
         return _to_float(pair[1]) if recount is None or recount[1].isnan() else float(recount[1])
 
     def _loss_of_rows(self, rows: Tensor, times: int = 1) -> Any:
         output, batch = map_tensors(lambda value: value[rows.to(value.device)], self._rows)
-        model_output_and_batch = repeat_samples((as_graph_leaves(output), batch), len(rows), times)
+        repeated = repeat_samples((as_graph_leaves(output), batch), len(rows), times)
+        if repeated is None:
+            return None
         with torch.enable_grad():
-            return (
-                None
-                if model_output_and_batch is None
-                else call_loss(
-                    self._reference.job, model_output_and_batch[0], model_output_and_batch[1], self._reference.model
-                )
-            )
-
-
-def _has_row_per_sample(leaf: Any, batch_size: int) -> bool:
-    return leaf is None or (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch_size)
+            return call_loss(self._reference.job, repeated[0], repeated[1], self._reference.model)
 
 
 def _finite_loss(value: Any) -> float | None:

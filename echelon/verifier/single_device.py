@@ -1,10 +1,10 @@
-"""The truth on one device, as rank 0 sees it: what is held still, what rounding is granted, and references to compare with."""
+"""A proof against one device, as rank 0 sees it: what is held still, what rounding is granted, and fresh references."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from echelon.verifier.reference_data import ReferenceData
 
 
 class SingleDeviceContext(VerificationContext):
-    """One device tells. `still` and `bounds` follow from a survey of the reference's first step."""
+    """A proof against one device. `determinism` and `bounds` follow from a scan of the reference's first step."""
 
     def __init__(
         self,
@@ -37,35 +37,32 @@ class SingleDeviceContext(VerificationContext):
     ) -> None:
         super().__init__(job, plan, data, steps, reference_choice or ReferenceChoice())
         self.device = torch.device(device)
+        self._perturbation = tolerances.FLOAT64_PERTURBATION
+        self._warm_reference: WarmReference | None = None
         cast_error = ""
         try:
-            scan, warm_reference = self._scan_first_step()
+            scan = remaining = self._scan_first_step()
         except RuntimeError as error:
-            # Layers that cast their inputs to a type of their own (Keras) do not run beside weights that are now float64.
+            # Layers that cast their inputs to a type of their own (Keras) do not run with weights that are now float64.
             cast_error, self.determinism = first_line(error), DeterministicMode(widen_casts=True)
-            scan, warm_reference = self._scan_first_step()
-        remaining = scan
+            scan = remaining = self._scan_first_step()
         if scan.random_modules or scan.low_precision_modules:
-            self.determinism = DeterministicMode(
-                fix_random=bool(scan.random_modules), widen_casts=bool(scan.low_precision_modules or cast_error)
-            )
-            del warm_reference  # before the next one is made
-            remaining, warm_reference = self._scan_first_step()
+            widen_casts = bool(scan.low_precision_modules or cast_error)
+            self.determinism = DeterministicMode(fix_random=bool(scan.random_modules), widen_casts=widen_casts)
+            remaining = self._scan_first_step()
         if remaining.random_modules and plan.mesh.pp == 1:
             self.determinism = dataclasses.replace(self.determinism, needs_seeding=True)
-            del warm_reference
-            remaining, warm_reference = self._scan_first_step()
-        self._warm_reference: WarmReference | None = warm_reference
-        self.model_hash = warm_reference.reference.fingerprint
-        self.draws_random_numbers = bool(warm_reference.modules_without_dropout or scan.random_modules)
-        self._perturbation = (
-            tolerances.FLOAT32_PERTURBATION if remaining.low_precision_modules else tolerances.FLOAT64_PERTURBATION
-        )
+            remaining = self._scan_first_step()
+        warm = self._warm_reference
+        assert warm is not None
+        self.model_hash = warm.reference.fingerprint
+        self.draws_random_numbers = bool(warm.modules_without_dropout or scan.random_modules)
         if remaining.low_precision_modules:
+            self._perturbation = tolerances.FLOAT32_PERTURBATION
             self.bounds = self._widen_bounds(tolerances.FLOAT32_BOUND)
         self.notes = [
-            *_scope_notes(warm_reference.reference, data, steps),
-            *_determinism_notes(warm_reference.modules_without_dropout, scan, remaining, self.determinism),
+            *_scope_notes(warm.reference, data, steps),
+            *_determinism_notes(warm.modules_without_dropout, scan, remaining, self.determinism),
         ]
         if cast_error:
             self.notes.append(
@@ -73,58 +70,53 @@ class SingleDeviceContext(VerificationContext):
             )
 
     def take_reference(self) -> WarmReference:
-        """The reference that the survey has made; whoever takes it holds it alone, so that it goes when they have done with it."""
+        """The reference of the scan. Only the caller holds it from now on, so that it is freed after use."""
         warm_reference, self._warm_reference = self._warm_reference, None
         assert warm_reference is not None
         return warm_reference
 
     def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
-        """Rounding alone may be larger than the bounds. What it explains is granted, and said."""
+        """Rounding alone may exceed the bounds: grant what it explains, and note it."""
         if comparator.first_divergence is None:
             return
-        wider_bounds = self._widen_bounds(self.bounds.default)
-        newly_allowed = [
-            difference
+        wider = self._widen_bounds(self.bounds.default)
+        granted = {
+            f"{difference.kind} of {difference.name}, to {wider.bound_for(difference):.0e}": None
             for difference in comparator.differences
-            if not self.bounds.allows(difference) and wider_bounds.allows(difference)
-        ]
-        if newly_allowed:
-            self.bounds = wider_bounds
+            if not self.bounds.allows(difference) and wider.allows(difference)
+        }
+        if granted:
+            self.bounds = wider
             comparator.find_first_divergence()
-            names = list(
-                dict.fromkeys(
-                    f"{difference.kind} of {difference.name}, to {wider_bounds.bound_for(difference):.0e}"
-                    for difference in newly_allowed
-                )
-            )
             self.notes.append(
-                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {format_names(names)}"
+                "ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by "
+                f"that: {format_names(list(granted))}"
             )
 
     def _widen_bounds(self, default: float) -> Bounds:
-        return tolerances.widen_bounds(
-            self.build_reference(), self.build_reference(perturbed=True), self.steps, default=default
-        )
+        perturbed = self.build_reference(perturbed=True)
+        return tolerances.widen_bounds(self.build_reference(), perturbed, self.steps, default=default)
 
     def build_reference(self, *, perturbed: bool = False) -> Reference:
-        """A fresh one; a `perturbed` differs from it by rounding alone."""
-        perturbation = self._perturbation if perturbed else 0.0
+        """A fresh reference; a `perturbed` one differs from it by rounding alone."""
         reference = Reference(
-            self.job, self.plan, self.data, device=self.device, perturbation=perturbation, determinism=self.determinism
-        )
+            self.job, self.plan, self.data, device=self.device, determinism=self.determinism,
+            perturbation=self._perturbation if perturbed else 0.0,
+        )  # fmt: skip
         reference.seeds_micro_batches = self.determinism.needs_seeding
         disable_randomness(reference.model)
         return reference
 
     def reference_at(self, step: int) -> Reference:
-        """A fresh one that has trained up to `step`."""
+        """A fresh reference that has trained up to `step`."""
         reference = self.build_reference()
         for earlier_step in self.steps[: self.steps.index(step)]:
             reference.step(earlier_step)
         return reference
 
-    def _scan_first_step(self) -> tuple[NondeterminismScan, WarmReference]:
-        """What the first step does, and the reference that made it."""
+    def _scan_first_step(self) -> NondeterminismScan:
+        """Run the first step of a fresh reference, which is kept, and watch it."""
+        self._warm_reference = None  # free the last one before the next is made
         reference = Reference(self.job, self.plan, self.data, device=self.device)
         reference.seeds_micro_batches = self.determinism.needs_seeding
         silenced = disable_randomness(reference.model)
@@ -136,35 +128,35 @@ class SingleDeviceContext(VerificationContext):
                 yield
 
         # Forward may change parameters as well: a teacher's, rows of an embedding with max_norm.
-        start_values = tolerances.copy_to_float64(
-            dict(reference.model.named_parameters()) | dict(reference.model.named_buffers())
-        )
+        tensors = dict(reference.model.named_parameters()) | dict(reference.model.named_buffers())
+        start_values = tolerances.copy_to_float64(tensors)
         reference.determinism = scanned
         loss = reference.backward(self.steps[0])
         reference.determinism = self.determinism
-        return scan, WarmReference(reference, loss, start_values, silenced)
+        self._warm_reference = WarmReference(reference, loss, start_values, silenced)
+        return scan
 
 
 class WarmReference:
-    """A reference whose first step's gradients are made already."""
+    """A reference whose first backward has run already."""
 
     def __init__(
         self, reference: Reference, loss: Tensor, start_values: dict[str, Tensor], modules_without_dropout: list[str]
     ) -> None:
         self.reference, self.modules_without_dropout = reference, modules_without_dropout
         self._loss: Tensor | None = loss
-        #: What the run started from, `noise.copied`.
+        #: What the run started from, `tolerances.copy_to_float64`.
         self.start_values = start_values
 
     def step(self, step: int) -> StepRecord:
-        """As the reference's."""
+        """As `Reference.step`."""
         loss, self._loss = self._loss, None
         return self.reference.step(step, loss)
 
 
 def _scope_notes(reference: Reference, data: ReferenceData, steps: Sequence[int]) -> list[str]:
     batch = data.batch_size
-    if reference.seeds_micro_batches and not reference.couples_samples:
+    if not reference.couples_samples and reference.seeds_micro_batches:
         notes = ["the reference runs the plan's micro-batches one after another"]
     elif not reference.couples_samples:
         notes = [f"the reference runs each global batch of {batch} samples as one"]
@@ -183,32 +175,23 @@ def _determinism_notes(
     determinism: DeterministicMode,
 ) -> list[str]:
     """What was made comparable, and what could not be."""
-    notes = []
-    if modules_without_dropout:
-        notes.append(dropout_note(modules_without_dropout))
-    if scan.random_modules:
-        notes.append(
-            f"random numbers are held at the middle of their distribution in both runs: {format_names(_format_operators(scan.random_modules))}"
-        )
-    if remaining.random_modules:
-        consequence = (
-            "both runs are seeded alike before each micro-batch, which the reference runs one after another"
-            if determinism.needs_seeding
-            else "the runs draw different ones"
-        )
-        notes.append(
-            f"random numbers that could not be held: {format_names(_format_operators(remaining.random_modules))}; {consequence}"
-        )
-    if scan.low_precision_modules:
-        notes.append(
-            f"casts below float64 are lifted to float64 in both runs: {format_names(_format_operators(scan.low_precision_modules))}"
-        )
-    if remaining.low_precision_modules:
-        notes.append(
-            f"computed below float64 all the same, with bounds from the reference's own rounding: {format_names(_format_operators(remaining.low_precision_modules))}"
-        )
-    return notes
+    seeding = (
+        "both runs are seeded alike before each micro-batch, which the reference runs one after another"
+        if determinism.needs_seeding
+        else "the runs draw different ones"
+    )
+    sentences = (
+        ("random numbers are held at the middle of their distribution in both runs: {}", scan.random_modules),
+        (f"random numbers that could not be held: {{}}; {seeding}", remaining.random_modules),
+        ("casts below float64 are lifted to float64 in both runs: {}", scan.low_precision_modules),
+        (
+            "computed below float64 all the same, with bounds from the reference's own rounding: {}",
+            remaining.low_precision_modules,
+        ),
+    )
+    notes = [dropout_note(modules_without_dropout)] if modules_without_dropout else []
+    return notes + [sentence.format(_format_operators(operators)) for sentence, operators in sentences if operators]
 
 
-def _format_operators(operators: dict[str, str]) -> list[str]:
-    return [f"{path} ({operator})" for path, operator in operators.items()]
+def _format_operators(operators: Mapping[str, str]) -> str:
+    return format_names([f"{path} ({operator})" for path, operator in operators.items()])

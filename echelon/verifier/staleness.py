@@ -1,4 +1,4 @@
-"""What is asserted of a parameter server under a bound: how far ahead of the slowest rank a rank has read."""
+"""Verify the staleness bound of a parameter server: how far ahead of the slowest rank a rank reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.trials.deep_copies import copy_module
 
 #: Steps that are watched, at most and besides the bound.
 _MAX_STEPS, _STEPS_BEYOND_BOUND = 24, 4
-#: Seconds that the last rank waits in each of them: without one that is behind nobody would ever have to wait.
+#: Seconds by which the last rank is delayed in each of them: without a slow rank nobody would ever have to wait.
 _DELAY_SECONDS = 0.02
 
 
@@ -28,19 +28,21 @@ def synchronous_plan(plan: Plan) -> Plan:
 
 
 def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[int, int]:
-    """The most steps that a rank was ahead of the slowest when it had read its rows, by the servers' clocks, and in how many steps that was
-    watched. Every rank must call it."""
+    """The most steps that a rank was ahead of the slowest when it had read its rows, by the servers' clocks, and the number of steps watched.
+
+    Every rank must call it.
+    """
     bound = plan.server.staleness or 0
     if isinstance(job.model, nn.Module):
         job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's own
     with Run(job, plan, ranks.world, device=ranks.device, monitor_divergence=False) as run:
-        backend, watched_steps, max_staleness = run.backend, 0, 0
-        assert isinstance(backend, ParameterServerBackend)
+        server, watched_steps, max_staleness = run.server_backend, 0, 0
+        assert server is not None
         for batch in run.batches(min(run.total_steps, bound + _STEPS_BEYOND_BOUND, _MAX_STEPS)):
             if run.data_parallel.rank == run.data_parallel.size - 1 and run.data_parallel.size > 1:
                 time.sleep(_DELAY_SECONDS)
             loss = run.backward(batch)
-            max_staleness = max(max_staleness, backend.steps_ahead_of_slowest())
+            max_staleness = max(max_staleness, server.steps_ahead_of_slowest())
             run.update(loss, batch.samples)
             watched_steps += 1
         run.check_last_step()
@@ -48,29 +50,24 @@ def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[i
 
 
 def add_staleness_finding(certificate: Certificate, plan: Plan, measured: tuple[int, int]) -> Certificate:
-    """What was proved of `synchronous_plan(plan)`, for the plan itself: with what was seen of its bound."""
+    """The certificate of `synchronous_plan(plan)` for the plan itself, with what was measured of its bound."""
     max_staleness, watched_steps = measured
     if certificate.plan != synchronous_plan(plan):
         raise VerificationError(f'the certificate is of "{certificate.plan}", not of "{synchronous_plan(plan)}"')
-    findings, verified = certificate.findings, certificate.verified
-    observation = f"a rank read rows up to {max_staleness} steps ahead of the slowest, in {watched_steps} steps with one rank held back"
+    note = (
+        "numbers are proved with all ranks in step (staleness=0); as planned they depend on which rank comes first: a rank read rows up to "
+        f"{max_staleness} steps ahead of the slowest, in {watched_steps} steps with one rank held back"
+    )
+    certificate = dataclasses.replace(certificate, plan=plan, notes=(note, *certificate.notes))
+    bound = plan.server.staleness
+    if bound is None:
+        return certificate
+    where = f"rows read {max_staleness} steps ahead of the slowest rank"
+    finding = Finding(
+        kind="staleness", tensors=plan.mesh.dp, max_difference=float(max_staleness), where=where, bound=float(bound)
+    )
     divergent = certificate.divergent
-    if plan.server.staleness is not None:
-        where = f"rows read {max_staleness} steps ahead of the slowest rank"
-        finding = Finding(
-            kind="staleness",
-            tensors=plan.mesh.dp,
-            max_difference=float(max_staleness),
-            where=where,
-            bound=float(plan.server.staleness),
-        )
-        findings, verified = (*findings, finding), verified and finding.is_within_bound
-        if not finding.is_within_bound and not divergent:
-            divergent = f"{where}: the bound is staleness={plan.server.staleness}"
-    notes = (
-        f"numbers are proved with all ranks in step (staleness=0); as planned they follow from who comes first: {observation}",
-        *certificate.notes,
-    )
-    return dataclasses.replace(
-        certificate, plan=plan, findings=findings, verified=verified, notes=notes, divergent=divergent
-    )
+    if not finding.is_within_bound and not divergent:
+        divergent = f"{where}: the bound is staleness={bound}"
+    verified, findings = certificate.verified and finding.is_within_bound, (*certificate.findings, finding)
+    return dataclasses.replace(certificate, findings=findings, verified=verified, divergent=divergent)

@@ -1,7 +1,8 @@
-"""A tensor in two numbers, so that ranks can compare large ones without sending them: do they hold the same, and did they start from it?"""
+"""Reduce a tensor to two numbers, so that ranks can compare large ones without sending them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.verifier.compare import FLOAT64_BOUND, NOT_COMPARABLE, RELATIVE_FLOOR, Difference
+from echelon.verifier.compare import FLOAT64_BOUND, NOT_COMPARABLE, RELATIVE_FLOOR, Difference, has_fractions
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChecksum:
-    """A tensor's shape, its 2-norm, and its product with fixed weights that no tensor is likely to be at right angles with.
+    """A tensor's shape, its 2-norm, and its product with fixed weights to which no tensor is likely to be orthogonal.
 
-    Infinities count in `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Of whole numbers
+    Infinities count in `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Of integers
     there is a product alone, which is exact.
     """
 
@@ -27,13 +28,13 @@ class TensorChecksum:
 
     @property
     def has_nan(self) -> bool:
-        """Whether it is the mark of a tensor that holds NaN."""
+        """Whether the tensor holds NaN."""
         return math.isnan(self.norm)
 
     def relative_difference(self, reference: TensorChecksum, floor: float = 0.0) -> float:
-        """About |a - b| / |b|: the weights are about one, and signs fall as by chance. `floor`: |b| counts for no less.
+        """About |a - b| / |b|, with |b| no less than `floor`: the weights are about one with random signs.
 
-        NaN is no number, on both sides too; infinities have to be in the same places.
+        NaN is not comparable, even on both sides; infinities must be in the same places.
         """
         if self.shape != reference.shape or self.has_nan or reference.has_nan:
             return NOT_COMPARABLE
@@ -42,7 +43,7 @@ class TensorChecksum:
         if self == reference:
             return 0.0
         if isinstance(reference.product, int):
-            return 1.0  # whole numbers have no rounding
+            return 1.0  # integers have no rounding
         difference = max(abs(self.product - reference.product), abs(self.norm - reference.norm))
         scale = max(reference.norm, floor)
         value = difference / scale if scale else NOT_COMPARABLE
@@ -51,16 +52,16 @@ class TensorChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """A part of a parameter or buffer: ranks that have the same place hold copies."""
+    """A part of a parameter or buffer: ranks with the same region hold replicas."""
 
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     def extract(self, full_tensor: Tensor) -> Tensor:
-        """This part of it."""
+        """This part of the full tensor."""
         return full_tensor[
-            tuple(slice(offset, offset + size) for offset, size in zip(self.start, self.shape, strict=True))
+            tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
         ]
 
 
@@ -69,12 +70,11 @@ RankChecksums = Sequence[Mapping[TensorRegion, TensorChecksum]]
 
 
 def compute_checksum(value: Tensor, weights: Tensor | None = None) -> TensorChecksum:
-    """The mark of a tensor; `weights` for floating numbers, where somebody has made enough of them."""
+    """The checksum of a tensor. `weights`: `checksum_weights` of at least as many elements, computed before."""
     flat = value.detach().reshape(-1)
-    if not (flat.is_floating_point() or flat.is_complex()):
-        return TensorChecksum(
-            tuple(value.shape), 0.0, int((flat.long() * _integer_weights(flat.numel(), flat.device)).sum())
-        )
+    if not has_fractions(flat):
+        product = int((flat.long() * _integer_weights(flat.numel(), flat.device)).sum())
+        return TensorChecksum(tuple(value.shape), 0.0, product)
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
     weights = checksum_weights(flat.numel(), flat.device) if weights is None else weights[: flat.numel()]
     norm, infinities = float(torch.linalg.vector_norm(flat)), 0.0
@@ -86,18 +86,18 @@ def compute_checksum(value: Tensor, weights: Tensor | None = None) -> TensorChec
 
 
 def checksum_weights(element_count: int, device: torch.device) -> Tensor:
-    """The fixed weights of so many numbers: the first of more are the same."""
+    """The fixed weights; those of a smaller count are a prefix."""
     return torch.arange(1, element_count + 1, device=device, dtype=torch.float64).square_().mul_(0.7).cos_()
 
 
 def _integer_weights(element_count: int, device: torch.device) -> Tensor:
-    """The same for whole numbers: products wrap around at 64 bits, alike on every device."""
+    """Weights for integers: products wrap around at 64 bits, on every device alike."""
     hashed = torch.arange(1, element_count + 1, device=device) * -7046029254386353131  # 2**64 by the golden ratio, odd
     return hashed ^ (hashed >> 31)
 
 
 def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "copy") -> list[Difference]:
-    """After a step: what several ranks hold is the same on all of them."""
+    """Compare what several ranks hold of the same region; the first rank that has it is the reference."""
     norms = (
         checksum.norm for checksums in checksums_by_rank for checksum in checksums.values() if not checksum.has_nan
     )
@@ -105,58 +105,42 @@ def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "c
         RELATIVE_FLOOR * max(norms, default=0.0) if kind == "draw" else 0.0
     )  # gradients that are zero but for rounding
     first_seen: dict[TensorRegion, tuple[int, TensorChecksum]] = {}
-    differences: dict[str, Difference] = {}
+    worst = _WorstByTensor(kind, step)
     for rank, checksums in enumerate(checksums_by_rank):
         for region, actual in checksums.items():
             first_rank, expected = first_seen.setdefault(region, (rank, actual))
-            reason = _mismatch_reason(rank, actual, f"holds other numbers than rank {first_rank}")
-            _keep_largest(
-                differences,
-                Difference(
-                    kind=kind,
-                    name=region.name,
-                    step=step,
-                    value=actual.relative_difference(expected, floor),
-                    reason=reason,
-                ),
-            )
-    return list(differences.values())
+            worst.add(region.name, rank, actual, expected, f"holds other numbers than rank {first_rank}", floor)
+    return list(worst.differences.values())
 
 
 def compare_start_values(
     checksums_by_rank: RankChecksums, reference: Mapping[str, Tensor], step: int
 ) -> list[Difference]:
-    """Before the first step: every rank has the reference's values, as far as both have a tensor of that name."""
+    """Compare each rank's values before the first step with the reference's, where both have a tensor of that name."""
     expected: dict[TensorRegion, TensorChecksum] = {}
-    differences: dict[str, Difference] = {}
+    worst = _WorstByTensor("start", step)
     for rank, checksums in enumerate(checksums_by_rank):
         for region, actual in checksums.items():
             if region.name in reference:
                 if region not in expected:
                     expected[region] = compute_checksum(region.extract(reference[region.name]))
-                expected_checksum = expected[region]
-                reason = _mismatch_reason(rank, actual, "starts from other numbers than one device does")
-                _keep_largest(
-                    differences,
-                    Difference(
-                        kind="start",
-                        name=region.name,
-                        step=step,
-                        value=actual.relative_difference(expected_checksum),
-                        reason=reason,
-                    ),
-                )
-    return list(differences.values())
+                worst.add(region.name, rank, actual, expected[region], "starts from other numbers than one device does")
+    return list(worst.differences.values())
 
 
-def _mismatch_reason(rank: int, checksum: TensorChecksum, mismatch: str) -> str:
-    return f"rank {rank} {'holds NaN' if checksum.has_nan else mismatch}"
+class _WorstByTensor:
+    """The largest difference of each tensor over its regions and ranks."""
 
+    def __init__(self, kind: str, step: int) -> None:
+        self._kind, self._step = kind, step
+        self.differences: dict[str, Difference] = {}
 
-def _keep_largest(differences: dict[str, Difference], difference: Difference) -> None:
-    """The worst of each tensor; within bounds there is nothing to explain."""
-    if difference.name not in differences or difference.value > differences[difference.name].value:
-        without_reason = Difference(
-            kind=difference.kind, name=difference.name, step=difference.step, value=difference.value
-        )
-        differences[difference.name] = difference if difference.value > FLOAT64_BOUND else without_reason
+    def add(
+        self, name: str, rank: int, actual: TensorChecksum, expected: TensorChecksum, mismatch: str, floor: float = 0.0
+    ) -> None:
+        """Compare one region of one rank. Within bounds a difference carries no reason."""
+        value = actual.relative_difference(expected, floor)
+        if name not in self.differences or value > self.differences[name].value:
+            difference = Difference(kind=self._kind, name=name, step=self._step, value=value)
+            reason = f"rank {rank} {'holds NaN' if actual.has_nan else mismatch}" if value > FLOAT64_BOUND else ""
+            self.differences[name] = dataclasses.replace(difference, reason=reason)

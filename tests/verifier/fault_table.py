@@ -26,7 +26,7 @@ CAUGHT = [
     Caught("loss times dp", "dp=2", ("vgg", "gpt-tied", "gpt"), ("all of these dp = 2 times the reference",)),
     Caught("loss times dp", "dp=2 zero=3", ("keys", "vgg", "gpt"), ("all of these dp = 2 times the reference",)),
     Caught("gradients times micro-batches", "micro=2", ("shapes", "vgg", "keys"), ("micro-batches = 4 times the reference",)),
-    Caught("mean of micro-batch means", "dp=2 micro=2", ("keys", "gpt-untied", "gpt"), ("mean of the micro-batches' means, weighed by samples",)),
+    Caught("mean of micro-batch means", "dp=2 micro=2", ("keys", "gpt-untied", "gpt"), ("mean of the micro-batches' means, weighted by samples",)),
     Caught("micro-batches weigh alike", "dp=2", ("vgg", "shapes", "norm"), ("at step 2", "plain mean of the micro-batches' means")),
     Caught("micro-batch dropped by a stage", "pp=2 micro=2", ("gpt", "gpt-untied", "mixer"), ("micro-batch 4 of 4 is left out",)),
     Caught("data order seeded per rank", "dp=2", ("vgg", "gpt-tied", "shapes"), ("rank 1 read other samples", "its own seed")),

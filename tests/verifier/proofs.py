@@ -242,7 +242,7 @@ def prove(world: World, proofs: list[Proof]) -> list[str]:
     """The certificates, as text. Several in one go: starting a group costs more than a small proof."""
     texts = []
     for name, fault, plan in proofs:
-        made = Plan(mesh=Mesh(dp=world.size), **{"threads": 1} | plan)
+        made = Plan(mesh=Mesh(dp=world.size), threads=1).replace(**plan)
         with inject_fault(fault) if fault else nullcontext():
             texts.append(verify(make_job(name), made, world=world).to_json())
     return texts

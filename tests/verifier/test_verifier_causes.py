@@ -137,8 +137,8 @@ def test_where_backward_goes_wrong_is_told_if_it_is_right_at_the_end() -> None:
 
 def test_a_forward_that_is_wrong_is_not_called_a_wrong_weight() -> None:
     mine = record(gradients=dict.fromkeys(GRADIENTS, TRUE + 1), loss=torch.tensor(5.0).double())
-    assert "weighed wrongly" in told(mine)
-    assert "weighed wrongly" not in told(mine, forward_agrees=False)
+    assert "weighted wrongly" in told(mine)
+    assert "weighted wrongly" not in told(mine, forward_agrees=False)
 
 
 def test_norms_are_told_apart() -> None:

@@ -90,7 +90,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     norm, gpt = proofs.make_job("norm"), proofs.make_job("gpt")
     with pytest.raises(VerificationError, match="its samples see each other"):
         choose_reference(Plan(mesh=Mesh(dp=2)), norm, profile(norm), device=CPU, memory=1, host_memory=1)
-    with pytest.raises(VerificationError, match="one rank has no other plan; take a smaller batch"):
+    with pytest.raises(VerificationError, match="one rank has no other plan; use a smaller batch"):
         choose_reference(Plan(micro=2), gpt, profile(gpt), device=CPU, memory=1, host_memory=1)
     with pytest.raises(VerificationError, match="needs 4 ranks, and the plan has 2"):
         parse_reference("dp=4", Plan(mesh=Mesh(dp=2)), gpt)
@@ -103,7 +103,7 @@ def test_a_reference_on_the_host_is_as_strong_and_is_told() -> None:
     assert certificate.verified
     assert certificate.reference == "host"
     assert certificate.limitation == ""
-    assert "reference: one process on the host's CPU, as was asked for" in certificate.notes
+    assert "reference: one process on the host's CPU, as requested" in certificate.notes
 
 
 def certify(ranks: RankPool, plan: str, fault: str = "") -> Certificate:

@@ -14,8 +14,8 @@ from echelon.engine.build_model import RankModel
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.testing.fault_catalogue import inject_fault
-from echelon.verifier import explain_failure
-from echelon.verifier.diagnose_failure import ModuleOutputRecorder
+from echelon.verifier import diagnose_failure, explain_failure
+from echelon.verifier.diagnose_failure import record_module_outputs
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -47,7 +47,7 @@ def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: p
     )
     finding = output(certificate)
     assert (finding.where, finding.is_within_bound) == (path, False)
-    assert "weighed wrongly" not in certificate.divergent
+    assert "weighted wrongly" not in certificate.divergent
 
 
 def test_a_forward_that_is_right_is_said_to_look_so() -> None:
@@ -72,9 +72,9 @@ def test_what_lies_deep_in_an_output_is_marked_as_the_proof_compares_it() -> Non
             return Outer(Inner(x), x + 1)
 
     model = Model()
-    with ModuleOutputRecorder(model) as watch:
+    with record_module_outputs(model) as outputs:
         model(torch.ones(2))
-    assert len(watch.outputs[0].checksums) == 2
+    assert len(outputs[0].checksums) == 2
 
 
 class Island(proofs.Attention):
@@ -105,7 +105,7 @@ def test_rounding_of_parts_in_float32_is_not_taken_for_a_wrong_forward(monkeypat
 
 
 def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModuleOutputRecorder, "__enter__", lambda self: pytest.fail("a second look"))
+    monkeypatch.setattr(diagnose_failure, "record_module_outputs", lambda model: pytest.fail("a second look"))
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert certificate.verified
     assert output(certificate).is_within_bound
@@ -119,7 +119,7 @@ def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.Mo
     with inject_fault("gradients times micro-batches"):
         certificate = alone(proofs.make_job("keys"), micro=4)
     assert not certificate.verified
-    assert certificate.divergent.endswith("what it looks like could not be found out: RuntimeError: no such luck")
+    assert certificate.divergent.endswith("the cause could not be determined: RuntimeError: no such luck")
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -143,9 +143,9 @@ def test_samples_that_differ_by_themselves_are_not_blamed_on_a_rank() -> None:
 
 def test_outputs_are_noted_in_the_order_in_which_they_are_ready() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    with ModuleOutputRecorder(model) as watch:
+    with record_module_outputs(model) as outputs:
         model(torch.ones(1, 2))
         model[0](torch.ones(1, 2))
     model(torch.ones(1, 2))
-    assert [(each.path, each.call) for each in watch.outputs] == [("0", 1), ("1.0", 1), ("1", 1), ("", 1), ("0", 2)]
-    assert watch.outputs[0].checksums == watch.outputs[4].checksums
+    assert [(each.path, each.call) for each in outputs] == [("0", 1), ("1.0", 1), ("1", 1), ("", 1), ("0", 2)]
+    assert outputs[0].checksums == outputs[4].checksums

@@ -87,12 +87,12 @@ def test_what_is_left_out_is_counted_and_named() -> None:
         == ""
     )
     assert uncompared_outputs_note(mine, true, parts) == (
-        "outputs of 2 of 4 shares are compared, without output 1 for samples 0 to 3 (no dim of samples in the reference), "
+        "outputs of 2 of 4 micro-batches are compared, without output 1 for samples 0 to 3 (no dim of samples in the reference), "
         "output 1 for samples 4 to 7 (no dim of samples in the reference)"
     )
     silent = uncompared_outputs_note(checksum_outputs([rows[:4]], parts[0]), true, parts)
-    assert "outputs of 1 of 4 shares are compared" in silent
-    assert "output 0 for samples 4 to 7 (the plan's run does not give it once for each micro-batch" in silent
+    assert "outputs of 1 of 4 micro-batches are compared" in silent
+    assert "output 0 for samples 4 to 7 (the plan's run does not return it once per micro-batch" in silent
     padded = uncompared_outputs_note(
         checksum_outputs([torch.ones(4, 5)], parts[0]), checksum_outputs([rows], parts[0], batch_size=8), parts[:1]
     )
@@ -171,7 +171,7 @@ def test_a_rank_whose_outputs_are_not_told_is_named(ranks: RankPool) -> None:
     assert certificate.verified, certificate.divergent
     (note,) = (note for note in certificate.notes if "outputs" in note)
     assert note.startswith(
-        "outputs of 1 of 2 shares are compared, without output 0 for samples 6 to 11 (the plan's run"
+        "outputs of 1 of 2 micro-batches are compared, without output 0 for samples 6 to 11 (the plan's run"
     )
 
 

@@ -261,7 +261,7 @@ def test_weights_of_a_checkpoint_and_of_a_runs_last_one_are_read(tmp_path: Any) 
         assert all(torch.equal(value, trained[name]) for name, value in started(folder).items())
     earlier = started(tmp_path / "checkpoints" / "step-00000001")
     assert not torch.equal(earlier["0.weight"], trained["0.weight"])
-    with pytest.raises(JobError, match="a folder without a checkpoint; give a run or a checkpoint"):
+    with pytest.raises(JobError, match="a folder without a checkpoint; give a run, a checkpoint"):
         started(tmp_path / "checkpoints" / "step-00000003")
 
 

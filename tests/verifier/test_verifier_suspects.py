@@ -60,7 +60,7 @@ def test_each_mistake_gives_what_it_says() -> None:
         return [each.value for each in suspects if words in each.description]
 
     means = [part.value / part.count for part in found]
-    torch.testing.assert_close(value("weighed by samples")[0], sum(means) / 4)  # two samples in each
+    torch.testing.assert_close(value("weighted by samples")[0], sum(means) / 4)  # two samples in each
     torch.testing.assert_close(value("plain mean")[0], sum(means) / 4)
     torch.testing.assert_close(value("rank 0's own")[0], (a.value + b.value) / count)
     torch.testing.assert_close(value("rank 1's own")[1], (c.value + d.value) / (c.count + d.count))

@@ -21,29 +21,30 @@ from echelon.plan.plan import Plan
 from echelon.testing.fault_catalogue import inject_fault
 from echelon.testing.rank_pool import RankPool
 from echelon.verifier.candidate_run import CandidateRun
-from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.context import Comparator
 from echelon.verifier.diagnose_failure import diagnose
 from echelon.verifier.reference_data import open_reference_data
+from echelon.verifier.side_by_side import ProofSetup, run_side_by_side
 from echelon.verifier.single_device import SingleDeviceContext
 from echelon.verifier.spot_check import SpotChecks
-from echelon.verifier.verify import _run_side_by_side, verify
+from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import unusual
 
 
 def judged(job: Job, plan: Plan) -> tuple[Comparator, SingleDeviceContext]:
     """The proof without a profile, which takes longer than all the rest."""
-    ranks, feed = WorldCommunicator(World(), None), open_reference_data(job)
-    try:
+    feed = open_reference_data(job)
+    with WorldCommunicator(World(), None) as ranks:
         case = SingleDeviceContext(job, plan, feed, feed.choose_steps(2))
-        proof, _, _, read = _run_side_by_side(job, plan, ranks, case.steps, case, case.determinism, ReferenceChoice())
-        assert proof is not None
-        assert read is None, read
-        case.widen_bounds_for_rounding(proof)
-        return proof, case
-    finally:
-        ranks.close()
+        setup = ProofSetup(
+            job=job, plan=plan, ranks=ranks, steps=feed.choose_steps(2), determinism=case.determinism, context=case
+        )
+        result = run_side_by_side(setup)
+        assert result.comparator is not None
+        assert result.loss_state is None, result.loss_state
+        case.widen_bounds_for_rounding(result.comparator)
+        return result.comparator, case
 
 
 @pytest.mark.slow
@@ -154,7 +155,7 @@ def test_half_precision_inside_an_optimizer_is_noted() -> None:
 def test_draws_that_cannot_be_held_prove_no_plan_that_parts_batches() -> None:
     job = unusual.JOBS["random_numbers_that_cannot_be_held"]()
     with pytest.raises(
-        VerificationError, match=r"could not be held: the model itself .* nobody can tell whether samples"
+        VerificationError, match=r"could not be held: the model itself .* it cannot be determined whether samples"
     ):
         verify(job, Plan(micro=3), world=World())
     assert verify(job, Plan(), world=World()).verified

@@ -51,10 +51,10 @@ NORMS: list[proofs.Proof] = [
 @pytest.mark.slow
 def test_unequal_shares_of_the_batch_are_verified(ranks: RankPool) -> None:
     cases: list[proofs.Proof] = [
-        ("gpt", "", {"zero": 0, "micro": 2, "shares": (3, 1)}),
-        ("gpt", "", {"zero": 3, "shares": (1, 4)}),
-        ("norm", "", {"zero": 1, "batchnorm": "sync", "shares": (2, 1)}),
-        ("norm", "", {"zero": 0, "batchnorm": "local", "shares": (2, 1)}),
+        ("gpt", "", {"zero": 0, "micro": 2, "batch_shares": (3, 1)}),
+        ("gpt", "", {"zero": 3, "batch_shares": (1, 4)}),
+        ("norm", "", {"zero": 1, "batchnorm": "sync", "batch_shares": (2, 1)}),
+        ("norm", "", {"zero": 0, "batchnorm": "local", "batch_shares": (2, 1)}),
     ]
     for text in ranks.run(2, proofs.prove, cases, timeout=240)[0]:
         require_verified(Certificate.from_json(text))
@@ -401,7 +401,7 @@ def test_a_certificate_says_where_the_job_could_not_be_profiled(monkeypatch: pyt
         raise RuntimeError("no luck with this one\nand more")
 
     monkeypatch.setattr("echelon.profiler.profile", fails)
-    said = "whether a training would refuse the plan is not known: the job could not be profiled (RuntimeError: no luck with this one)"
+    said = "whether training would refuse the plan is unknown: the job could not be profiled (RuntimeError: no luck with this one)"
     assert said in alone(proofs.make_job("keys"), micro=4).notes
     assert said not in alone(proofs.make_job("keys")).notes, "one rank with the whole batch has nothing to refuse"
     assert said in verify(proofs.make_job("keys"), Plan(), world=World(), memory=10**12).notes

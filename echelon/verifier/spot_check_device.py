@@ -1,0 +1,224 @@
+"""Compute a step of a training again on one device, from the same state and samples, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.engine.checkpoint.held_state import StateChanges
+from echelon.engine.checkpoint.model_extra_state import has_extra_state
+from echelon.engine.checkpoint.run_attributes import ModelState, set_trainable
+from echelon.engine.full_state import gather_full_tensors
+from echelon.engine.precision import autocast
+from echelon.engine.run import Run
+from echelon.errors import JobError
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.profiler.sample_coupling import first_line
+from echelon.trials.determinism import DeterministicMode, randomness_disabled
+from echelon.trials.isolation import IsolatedJob
+from echelon.trials.random_state import preserve_random_states
+from echelon.trials.torch_patches import TorchPatches
+from echelon.verifier import tolerances
+from echelon.verifier.compare import NOT_COMPARABLE, Bounds, Difference, compare_tensors, to_float64
+from echelon.verifier.forward_state import assign_tensors, local_buffers
+from echelon.verifier.precision_drift import DRIFT_BOUNDS
+from echelon.verifier.reference import Reference
+from echelon.verifier.reference_data import CachedData, ReferenceData
+from echelon.verifier.spot_check_pass import PassResult
+
+#: How many times one device's own rounding a difference may be.
+_ROUNDING_FACTOR = 16
+
+_Tensors = Mapping[str, Tensor | None]
+
+
+class IncomparableStepError(Exception):
+    """One device cannot be given the state of a step: nothing is known, and nothing is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """What a step starts from, on rank 0: tensors by full name, and what modules and functions hold besides."""
+
+    parameters: dict[str, Tensor]
+    aliases: dict[str, str]  #: further names of parameters on rank 0, with their first
+    buffers: dict[str, Tensor]
+    attributes: StateChanges  #: what modules hold besides and changed since the start
+    uncopyable: list[str]  #: the part of it that cannot be copied
+    trainable: dict[str, bool]  #: parameters frozen or unfrozen since the start
+    extra_state: dict[str, Any]  #: from `get_extra_state()` of modules
+    #: The job's functions with what they held before the step; None on other ranks.
+    functions: IsolatedJob | None
+
+    @classmethod
+    def gather(cls, run: Run, job: Job) -> StepState:
+        """The state before the next step. Every rank must call it."""
+        attributes, uncopyable = run.attributes.collect_model()
+        flags_by_rank = run.ranks.all_gather_object(run.attributes.changed_trainable())
+        return cls(
+            parameters=gather_full_tensors(run, dict(run.model.named_parameters())),
+            aliases=_parameter_aliases(run.model),
+            buffers=gather_full_tensors(run, dict(run.model.named_buffers())),
+            attributes=attributes,
+            uncopyable=uncopyable,
+            trainable={name: flag for flags in flags_by_rank for name, flag in flags.items()},
+            functions=IsolatedJob(job, shared_model=run.model) if run.world.is_main else None,
+            # A checkpoint restores it before the first look at attributes.
+            extra_state={path: copy.deepcopy(module.get_extra_state()) for path, module in _extra_modules(run.model)},
+        )
+
+    @torch.no_grad()
+    def load_into(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        """Load it into a fresh model; floating tensors in `dtype`, if given."""
+        for name, value in model.named_parameters():
+            if name not in self.parameters:
+                first_name = self.aliases.get(name)
+                raise JobError(
+                    f"{name} is the same parameter as {first_name} since forward replaced it, and was one of its own at the start"
+                    if first_name
+                    else f"{name} was a parameter at the start, and is none any more since forward replaced it"
+                )
+            value.copy_(self.parameters[name])
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        cast = partial(_cast, dtype=dtype, device=device)
+        assign_tensors(local_buffers(model), self.buffers)
+        _restore_replaced_buffers(model, {name: cast(value) for name, value in self.buffers.items()})
+        for path, module in _extra_modules(model):
+            module.set_extra_state(copy.deepcopy(self.extra_state[path]))
+        ModelState(model).restore(self.attributes, cast)
+        set_trainable(model, self.trainable)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepDivergence:
+    """The largest difference of a step beyond rounding, in words, and how many of its values differ."""
+
+    tensor: str
+    description: str
+    count: int
+    total: int
+
+
+class SingleDeviceStep:
+    """Recomputes steps of `run` on rank 0. `pristine`: as for `Reference`."""
+
+    def __init__(self, run: Run, pristine: nn.Module | None) -> None:
+        self._run, self._pristine = run, pristine
+        self.device = torch.device("cpu")
+
+    def find_divergence(
+        self, step: int, state: StepState, result: PassResult, data: ReferenceData, plan: Plan
+    ) -> StepDivergence | None:
+        """Compare a step of the run with one device on the samples of `data`, split by `plan` where batch statistics ask for that."""
+        data = CachedData(data)  # both computations get the same samples: data that draws by itself is no rounding
+        recompute = partial(self._compute, state, step, data, plan, without_randomness=result.without_randomness)
+        try:
+            expected = recompute(torch.float64)
+        except Exception as error:
+            raise IncomparableStepError(f"{type(error).__name__}: {first_line(error)}") from error
+        actual = result.loss, {name: result.gradients.get(name) for name in expected[1]}
+        differences = _compare(actual, expected, step)
+        bounds = Bounds(default=DRIFT_BOUNDS[self._run.precision])
+        ignored = tolerances.zero_gradients(expected[1])
+        large = [item for item in differences if not bounds.allows(item) and item.name not in ignored]
+        if not large:
+            return None
+        # One device in the run's own precision shows what rounding does to this model at this step.
+        rounding = {item.name: item.value for item in _compare(recompute(None), expected, step)}
+        large = [item for item in large if item.value > _ROUNDING_FACTOR * rounding.get(item.name, 0.0)]
+        if not large:
+            return None
+        if state.uncopyable:
+            raise IncomparableStepError(f"a copy of the model lacks {state.uncopyable[0]}")
+        worst = max(large, key=lambda difference: difference.value)
+        a, b = (loss if worst.kind == "loss" else gradients.get(worst.name) for loss, gradients in (actual, expected))
+        description = _describe_difference(worst, self._run.plan, a, b)
+        return StepDivergence(tensor=worst.name, description=description, count=len(large), total=len(differences))
+
+    def _compute(
+        self,
+        state: StepState,
+        step: int,
+        data: ReferenceData,
+        plan: Plan,
+        dtype: torch.dtype | None,
+        *,
+        without_randomness: bool,
+    ) -> tuple[Tensor, _Tensors]:
+        """Loss and gradients of one device in `dtype`; None: in the precision of the run."""
+        in_float64 = dtype == torch.float64
+        determinism = DeterministicMode(
+            fix_random=without_randomness, widen_casts=in_float64
+        )  # some models run in float64 only so
+        functions = state.functions
+        assert functions is not None
+        with preserve_random_states(devices=True), functions.active():
+            # Making the schedule would reset what it shares with the loss.
+            job, patches = dataclasses.replace(functions.job, lr_schedule=None), TorchPatches()
+            reference = Reference(
+                job, plan, data, device=self.device, determinism=determinism, pristine=self._pristine, dtype=dtype
+            )
+            patches.restore()
+            state.load_into(reference.model, dtype)
+            autocasting = contextlib.nullcontext() if in_float64 else autocast(self._run.precision, self.device)
+            with autocasting, randomness_disabled(reference.model) if without_randomness else contextlib.nullcontext():
+                loss = reference.backward(step)
+        return loss, reference.gradients()
+
+
+def _compare(actual: tuple[Tensor, _Tensors], expected: tuple[Tensor, _Tensors], step: int) -> list[Difference]:
+    loss = compare_tensors("loss", {"loss": actual[0]}, {"loss": expected[0]}, step=step)
+    return loss + compare_tensors("gradient", actual[1], expected[1], step=step)
+
+
+def _describe_difference(difference: Difference, plan: Plan, actual: Tensor | None, expected: Tensor | None) -> str:
+    """How far a tensor is off; as two numbers where one device's is zero or a number is not finite."""
+    name = "the loss" if difference.kind == "loss" else f"the gradient of {difference.name}"
+    if difference.value < NOT_COMPARABLE:
+        return f'{name} under "{plan}" is {difference.value:.2g} off what one device computes'
+    if actual is not None and expected is not None and actual.shape != expected.shape:
+        return f'{name} under "{plan}" has the shape {tuple(actual.shape)}, and {tuple(expected.shape)} is what one device computes'
+    name = name if difference.kind == "loss" else f"the largest element of {name}"
+    return f'{name} under "{plan}" is {_format_largest(actual)}, and {_format_largest(expected)} is what one device computes'
+
+
+def _format_largest(tensor: Tensor | None) -> str:
+    """A loss, or a gradient's largest element; one that nothing reached is zero."""
+    if tensor is None or not tensor.numel():
+        return "0"
+    values = to_float64(tensor)
+    return f"{float(values.abs().max()) if values.dim() or values.is_complex() else float(values):.4g}"
+
+
+def _cast(value: Tensor, *, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    return value.to(device, dtype if value.is_floating_point() else None, copy=True)
+
+
+def _parameter_aliases(model: nn.Module) -> dict[str, str]:
+    """The further names of parameters that have several, with the first."""
+    first_names = {id(value): name for name, value in model.named_parameters()}
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name: first_names[id(value)] for name, value in named_parameters if first_names[id(value)] != name}
+
+
+def _extra_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, module) for path, module in model.named_modules() if has_extra_state(module)]
+
+
+def _restore_replaced_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Set the buffers that forward has created, or given another shape, since the start."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for key, value in module._buffers.items():
+            new_value = buffers.get(f"{path}.{key}" if path else key)
+            if new_value is not None and (value is None or value.shape != new_value.shape):
+                module._buffers[key] = new_value.clone()

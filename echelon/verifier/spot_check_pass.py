@@ -1,0 +1,125 @@
+"""Run forward and backward of a checked step on the ranks: as training does, and once more without random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.data.loader import StepBatch
+from echelon.engine.data_setup import find_generators
+from echelon.engine.full_state import gather_full_tensors
+from echelon.engine.run import Run
+from echelon.tree import copy_tensors
+from echelon.trials.determinism import DeterministicMode, randomness_disabled
+from echelon.trials.isolation import IsolatedJob
+from echelon.trials.random_state import read_host_random_state, read_torch_random_states
+from echelon.verifier.forward_state import ForwardState
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """Loss and gradients, whole on rank 0. `is_deterministic`: no random numbers were drawn. `without_randomness`: they were disabled."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    is_deterministic: bool
+    without_randomness: bool
+
+
+class PassState:
+    """What a pass changes on this rank, to begin another one from: the model, and what the job's functions hold."""
+
+    def __init__(self, run: Run) -> None:
+        self.model, self.functions = ForwardState(run.model), IsolatedJob(run.job, shared_model=run.model)
+
+
+def run_checked_pass(run: Run, batch: StepBatch, batch_copy: StepBatch) -> tuple[Tensor, PassResult]:
+    """The step's own forward and backward, and what of it can be compared. Every rank must call it."""
+    state = PassState(run)
+    has_drawn, loss = _backward(run, batch)
+    if has_drawn:
+        return loss, run_without_randomness(run, copy_batch(batch_copy), state)
+    gradients = _gather_gradients(run)
+    return loss, PassResult(loss=loss, gradients=gradients, is_deterministic=True, without_randomness=False)
+
+
+def run_without_randomness(run: Run, batch: StepBatch, state: PassState) -> PassResult:
+    """Forward and backward from `state` without random numbers. What the run holds now is put back. Every rank must call it."""
+    trained = [*run.model.parameters(), *run.loss_parameters.values()]
+    gradients_before = [(value, value.grad, value.grad.clone()) for value in trained if value.grad is not None]
+    model_before = ForwardState(run.model)
+    generators = [(generator, generator.get_state()) for generator in find_generators(run.model)]
+    state.model.restore()
+    _clear_gradients(trained)
+    own_job, run.job = run.job, state.functions.job  # a loss that counts its calls must not count this one
+    try:
+        with state.functions.active(), randomness_disabled(run.model), DeterministicMode(fix_random=True)():
+            has_drawn, loss = _backward(run, batch)
+    finally:
+        run.job = own_job
+        for generator, generator_state in generators:
+            generator.set_state(generator_state)
+    gradients = _gather_gradients(run)
+    _clear_gradients(trained)
+    for value, grad, saved in gradients_before:
+        grad.copy_(saved)  # in place: the exchange keeps gradients in its own buckets
+        value.grad = grad
+    model_before.restore()
+    return PassResult(loss=loss, gradients=gradients, is_deterministic=not has_drawn, without_randomness=True)
+
+
+def copy_batch(batch: StepBatch) -> StepBatch:
+    """The batch with tensors of its own: forward may change its inputs."""
+    micro_batches = (dataclasses.replace(micro, batch=copy_tensors(micro.batch)) for micro in batch.micro_batches)
+    return dataclasses.replace(batch, micro_batches=tuple(micro_batches))
+
+
+def _clear_gradients(parameters: list[Any]) -> None:
+    for value in parameters:
+        value.grad = None
+
+
+def _gather_gradients(run: Run) -> dict[str, Tensor]:
+    parameters = run.model.named_parameters()
+    return gather_full_tensors(run, {name: value.grad for name, value in parameters if value.grad is not None})
+
+
+def _backward(run: Run, batch: StepBatch) -> tuple[bool, Tensor]:
+    """Forward and backward as in training; whether a rank drew random numbers."""
+    detector = _DrawDetector(find_generators(run.model))
+    run.seed_context = detector.around_seeding  # a pipeline seeds before every micro-batch
+    try:
+        loss = run.backward(batch)
+    finally:
+        run.seed_context = None
+    return any(run.ranks.all_gather_object(detector.has_drawn())), loss
+
+
+class _DrawDetector:
+    """Whether random numbers are drawn from any generator between seedings."""
+
+    def __init__(self, model_generators: list[torch.Generator]) -> None:
+        self._model_generators = model_generators
+        self._has_drawn = False
+        self._state_after_seeding: Any = None
+
+    def has_drawn(self) -> bool:
+        """Whether any were drawn since the first seeding."""
+        is_seeded = self._state_after_seeding is not None
+        self._has_drawn = self._has_drawn or (is_seeded and self._state_after_seeding != self._read_state())
+        return self._has_drawn
+
+    @contextlib.contextmanager
+    def around_seeding(self) -> Iterator[None]:
+        """The context of a seeding."""
+        self.has_drawn()
+        yield
+        self._state_after_seeding = self._read_state()
+
+    def _read_state(self) -> Any:
+        return read_torch_random_states(self._model_generators), read_host_random_state()
