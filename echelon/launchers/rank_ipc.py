@@ -16,15 +16,17 @@ from echelon.errors import EchelonError
 
 #: Path of the launching process's plan, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
 PLAN_VARIABLE = "ECHELON_HANDED_PLAN"
-#: Path of the results of trainings that a script ran before it started ranks, which run it from its beginning and skip them.
+#: Path of the results of calls that a script made before it started ranks, which run it from the top and skip them.
 RESULTS_VARIABLE = "ECHELON_DONE"
+#: Path where rank 0 leaves the result of the call for which the ranks were started.
+RESULT_VARIABLE = "ECHELON_RESULT"
 #: Folder in which a rank reports its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES_VARIABLE = "ECHELON_FAILURES"
 _STARTED_FILE = "started"
 _LOST_CONNECTION_TEXTS = (
     "onnection closed by peer", "onnection reset by peer", "roken pipe", "ncclRemoteError", "pair.cc", "Socket closed",
 )  # fmt: skip
-#: Numbers the trainings of this process.
+#: Numbers the calls of this process.
 _result_indices = itertools.count()
 
 
@@ -39,8 +41,14 @@ def has_plan() -> bool:
     return PLAN_VARIABLE in os.environ
 
 
-def take_previous_result() -> dict[str, Any] | None:
-    """The result, or error, of this script's next training in the process that started this rank; None: it did not run there."""
+def take_result_path() -> Path | None:
+    """Where the launcher expects the result of this rank's next call; None: it expects none."""
+    path = os.environ.pop(RESULT_VARIABLE, None)
+    return Path(path) if path is not None else None
+
+
+def take_previous_result() -> dict[str, str] | None:
+    """The result, or error, of this script's next call in the process that started this rank; None: it was not made there."""
     path = os.environ.get(RESULTS_VARIABLE)
     if path is None:
         return None

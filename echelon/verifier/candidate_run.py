@@ -124,7 +124,7 @@ class CandidateRun:
     def prepare(self, step: int) -> None:
         """Make the calls of the model that precede a first step, so that later calls are the step's own."""
         with self.active(), self._determinism():
-            self.run.learn_buffer_rules(self.read_batch(step))
+            self.run.train_step.buffer_rule_check.learn_rules(self.read_batch(step))
 
     def step(self, step: int) -> StepRecord | None:
         """Train one step; the record is rank 0's."""
@@ -145,15 +145,14 @@ class CandidateRun:
     def _run_step(self, batch: StepBatch) -> StepRecord | None:
         run = self.run
         with self._determinism():
-            run.learn_buffer_rules(batch)  # it calls the model, which must not be taken for the step's own calls
+            # It calls the model, which must not be taken for the step's own calls.
+            run.train_step.buffer_rule_check.learn_rules(batch)
         with self._determinism(), self._recording(batch) as recorder, self._seeding_micro_batches(batch):
             loss = run.backward(batch)
         outputs = self._merge_over_ranks(recorder.outputs if run.is_reporting else {}) if self._records_outputs else {}
         self._records_outputs = False
-        parameters, server = dict(self._local_parameters()), run.server_backend
-        grads = self._gather_full_tensors(_gradients_of(parameters))
-        if server is not None:
-            grads |= server.gather_gradients()
+        parameters, backend = dict(self._local_parameters()), run.backend
+        grads = self._gather_full_tensors(_gradients_of(parameters)) | backend.gather_gradients()
         gradient_norm = self._gradient_norm()
         loss_parameters = job_reader.loss_parameters(run.model, run.optimizers) if run.loss_parameters else {}
         grads |= self._gather_full_tensors(_gradients_of(loss_parameters))
@@ -162,11 +161,9 @@ class CandidateRun:
         with self._deterministic_updates():
             result = run.update(loss, batch.samples)
         self.skipped_steps += result.skipped
-        full_parameters = self._gather_full_tensors(parameters | loss_parameters)
+        full_parameters = self._gather_full_tensors(parameters | loss_parameters) | backend.pull_tables()
         buffers = self._gather_full_tensors(dict(run.model.named_buffers()))
         optimizer = self._gather_full_tensors(self._optimizer_tensors())
-        if server is not None:
-            full_parameters |= server.pull_tables()
         if not run.world.is_main:
             return None
         names = [*(name for name, _ in run.model.named_parameters() if name in run.full_shapes), *loss_parameters]
@@ -175,7 +172,7 @@ class CandidateRun:
             gradients={name: grads.get(name) for name in names}, parameters=full_parameters, buffers=buffers,
             optimizer=optimizer, learning_rates=tuple(map(float, result.learning_rates)), groups=groups,
             local_norm=torch.linalg.vector_norm(torch.stack(local_norms)) if local_norms else None, outputs=outputs,
-            server_trained=frozenset() if server is None else server.trained_names,
+            server_trained=backend.server_trained,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -197,9 +194,8 @@ class CandidateRun:
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that ranks hold: tables are on the servers."""
-        server = self.run.server_backend
-        served_names = server.table_names if server is not None else frozenset()
-        return [(name, value) for name, value in self.run.model.named_parameters() if name not in served_names]
+        tables = self.run.backend.table_names
+        return [(name, value) for name, value in self.run.model.named_parameters() if name not in tables]
 
     def _gather_groups(self) -> dict[str, str]:
         """`job_reader.optimizer_groups` of all stages."""
@@ -260,12 +256,14 @@ class CandidateRun:
 
     def _gradient_norm(self) -> Tensor | None:
         """The gradient norm where a training does not compute it; None where it does, or where rounding would decide."""
-        return None if self._in_own_precision or self.run.job.clip_norm is not None else self.run.gradient_norm()
+        if self._in_own_precision or self.run.job.clip_norm is not None:
+            return None
+        return self.run.train_step.gradient_norm()
 
     def gather_start_values(self) -> dict[str, Tensor]:
         """Parameters and buffers before the first step, whole on rank 0."""
         tensors = gather_full_tensors(self.run, dict(self._local_parameters()) | dict(self.run.model.named_buffers()))
-        return tensors if self.run.server_backend is None else tensors | self.run.server_backend.pull_tables()
+        return tensors | self.run.backend.pull_tables()
 
     def checksum_state(self) -> RankChecksums:
         """What each rank holds of the parameters and buffers."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine.checkpoint.function_state import preserve_function_state
+from echelon.engine.full_outputs import as_graph_leaves
 from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count
 from echelon.engine.losses import recount_pair
 from echelon.errors import DivergenceError, VerificationError

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.run import Run
-from echelon.engine.step_result import Step
+from echelon.engine.step_result import StepResult
 from echelon.errors import DivergenceError
 from echelon.job import Job
 from echelon.plan.plan import Plan
@@ -105,7 +105,7 @@ class SpotChecks:
         has_time = self.seconds + mean_seconds <= time_budget
         return bool(self._run.ranks.broadcast_object(has_time and not self.stop_reason))
 
-    def step(self, batch: StepBatch) -> Step:
+    def step(self, batch: StepBatch) -> StepResult:
         """Train a step, checked where it is due or does something that was never compared."""
         if self.is_due(batch.step):
             return self.check_step(batch)
@@ -122,7 +122,7 @@ class SpotChecks:
             self._count_check(begin)
         return run.finish_step(loss, batch)
 
-    def check_step(self, batch: StepBatch) -> Step:
+    def check_step(self, batch: StepBatch) -> StepResult:
         """Train a step, checked; raises DivergenceError where one device computes something else."""
         begin, sample_share = time.perf_counter(), self._affordable_share()
         if sample_share < 1:

@@ -36,13 +36,13 @@ def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[i
     if isinstance(job.model, nn.Module):
         job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's own
     with Run(job, plan, ranks.world, device=ranks.device, monitor_divergence=False) as run:
-        server, watched_steps, max_staleness = run.server_backend, 0, 0
-        assert server is not None
+        backend, watched_steps, max_staleness = run.backend, 0, 0
+        assert isinstance(backend, ParameterServerBackend)
         for batch in run.batches(min(run.total_steps, bound + _STEPS_BEYOND_BOUND, _MAX_STEPS)):
             if run.data_parallel.rank == run.data_parallel.size - 1 and run.data_parallel.size > 1:
                 time.sleep(_DELAY_SECONDS)
             loss = run.backward(batch)
-            max_staleness = max(max_staleness, server.steps_ahead_of_slowest())
+            max_staleness = max(max_staleness, backend.steps_ahead_of_slowest())
             run.update(loss, batch.samples)
             watched_steps += 1
         run.check_last_step()
