@@ -1,4 +1,4 @@
-"""What a run holds, under unsharded names: for checkpoints (as it lies on the ranks) and for proofs (whole, on rank 0)."""
+"""What the ranks of a run hold together: whole tensors on rank 0, under unsharded names, and the bytes on each rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, loc
 from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.run_state import RunState
 
+#: A GPU keeps copies of tensors only if several times their size is free.
+_FREE_MEMORY_FACTOR = 4
+#: Where a stretch of a tensor lies in the whole, and its numbers.
+_Region = tuple[tuple[slice, ...], Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullState:
@@ -27,22 +32,18 @@ class FullState:
     optimizer: dict[str, Tensor]
 
 
-#: What a rank has of a tensor: the whole's shape, and (where it begins, numbers on the CPU) for each stretch.
-_LocalRegions = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
-
-
 @torch.no_grad()
 def gather_full_state(run: RunState) -> FullState | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
-    named_parameters = list(run.model.named_parameters())
-    kinds: dict[str, Mapping[str, Tensor]] = {
-        "parameters": dict(named_parameters),
-        "gradients": {name: parameter.grad for name, parameter in named_parameters if parameter.grad is not None},
-        "buffers": dict(run.model.named_buffers()),
-        "optimizer": optimizer_tensors(run),
-    }
-    full_tensors = {kind: gather_full_tensors(run, values) for kind, values in kinds.items()}
-    return FullState(**full_tensors) if run.world.is_main else None
+    parameters = dict(run.model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    state = FullState(
+        parameters=gather_full_tensors(run, parameters),
+        gradients=gather_full_tensors(run, gradients),
+        buffers=gather_full_tensors(run, dict(run.model.named_buffers())),
+        optimizer=gather_full_tensors(run, optimizer_tensors(run)),
+    )
+    return state if run.world.is_main else None
 
 
 def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,52 +55,30 @@ def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str
     values = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
     if run.world.size == 1 and _fits_on_device(run.device, values):
         return {name: value.detach().clone() for name, value in values.items() if not value.is_meta}
-    local_regions = {
-        name: _local_regions(run, name, value) for name, value in values.items() if _is_sender(run, name, value)
-    }
+    local = {name: _local_regions(run, name, value) for name, value in values.items() if _is_sender(run, name, value)}
     full_tensors: dict[str, Tensor] = {}
     if run.world.is_main:
-        _write_regions(full_tensors, local_regions)
-    if run.ranks.size > 1:
-        # Only what is to come is pickled. The numbers go as they are: pickled tensors take several times as long.
-        headers = (
-            []
-            if run.world.is_main
-            else [
-                (name, shape, _region_headers(tensor_regions))
-                for name, (shape, tensor_regions) in local_regions.items()
-            ]
-        )
-        rank_headers: list[Any] | None = [None] * run.ranks.size if run.world.is_main else None
-        dist.gather_object(headers, rank_headers)
-        transfer_device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
-        if not run.world.is_main:
-            for numbers in (
-                numbers_of_region
-                for _, tensor_regions in local_regions.values()
-                for _, numbers_of_region in tensor_regions
-                if numbers_of_region.numel()
-            ):
-                dist.send(numbers.to(transfer_device), 0)
-        for rank, headers_of_rank in enumerate(rank_headers or []):
-            for name, shape, region_headers in headers_of_rank:
-                _write_regions(
-                    full_tensors,
-                    {
-                        name: (
-                            shape,
-                            [
-                                (index, _receive_region(rank, transfer_device, *header))
-                                for index, *header in region_headers
-                            ],
-                        )
-                    },
-                )
+        for name, (shape, regions) in local.items():
+            _write_regions(full_tensors, name, shape, regions)
+    if run.ranks.size == 1:
+        return full_tensors
+    # Headers are pickled, numbers sent as they are: pickled tensors take several times as long.
+    headers = [
+        (name, shape, [(index, numbers.shape, numbers.dtype) for index, numbers in regions])
+        for name, (shape, regions) in local.items()
+    ]
+    rank_headers = run.ranks.gather_object(headers) or []
+    transfer_device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
+    if not run.world.is_main:
+        for _, regions in local.values():
+            for _, numbers in regions:
+                if numbers.numel():
+                    dist.send(numbers.to(transfer_device), 0)
+    for rank, headers_of_rank in enumerate(rank_headers[1:], start=1):
+        for name, shape, region_headers in headers_of_rank:
+            received = [(index, _receive(rank, transfer_device, *header)) for index, *header in region_headers]
+            _write_regions(full_tensors, name, shape, received)
     return full_tensors
-
-
-#: A GPU keeps copies of tensors only if several times their size is free.
-_FREE_MEMORY_FACTOR = 4
 
 
 def _fits_on_device(device: torch.device, values: Mapping[str, Tensor]) -> bool:
@@ -108,40 +87,33 @@ def _fits_on_device(device: torch.device, values: Mapping[str, Tensor]) -> bool:
     return torch.cuda.mem_get_info(device)[0] > _FREE_MEMORY_FACTOR * sum(value.nbytes for value in values.values())
 
 
-def _region_headers(tensor_regions: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
-    """What the receiver must know of the numbers before they come."""
-    return [(index, numbers.shape, numbers.dtype) for index, numbers in tensor_regions]
-
-
-def _receive_region(rank: int, transfer_device: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _receive(rank: int, transfer_device: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(shape, dtype=dtype, device=transfer_device)
     if numbers.numel():
         dist.recv(numbers, rank)
     return numbers.cpu()
 
 
-def _write_regions(full_tensors: dict[str, Tensor], local_regions: Mapping[str, _LocalRegions]) -> None:
-    """Put numbers where they belong in the whole."""
-    for name, (shape, tensor_regions) in local_regions.items():
-        for index, numbers in tensor_regions:
-            if tuple(numbers.shape) == shape:
-                full_tensors[name] = numbers
-                continue
-            if name not in full_tensors:
-                full_tensors[name] = numbers.new_empty(shape)
-            full_tensors[name][index] = numbers
+def _write_regions(
+    full_tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], regions: Sequence[_Region]
+) -> None:
+    for index, numbers in regions:
+        if tuple(numbers.shape) == shape:
+            full_tensors[name] = numbers
+            continue
+        if name not in full_tensors:
+            full_tensors[name] = numbers.new_empty(shape)
+        full_tensors[name][index] = numbers
 
 
 def full_tensor_optimizer_of(run: RunState, name: str) -> FullTensorOptimizer | None:
     """What steps the optimizer that keeps a value (`0/blocks.1.up.weight/exp_avg`) on whole tensors: the tensor's owner has it whole."""
-    optimizer_index, _, parameter_path = name.partition("/")  # Keras has strokes in parameter names
-    return (
-        run.full_tensor_optimizers.get(int(optimizer_index)) if parameter_path and optimizer_index.isdigit() else None
-    )
+    index, _, parameter_path = name.partition("/")  # Keras has slashes in parameter names
+    return run.full_tensor_optimizers.get(int(index)) if parameter_path and index.isdigit() else None
 
 
 def tp_shard_of(run: RunState, name: str, value: Tensor) -> TPShard | None:
-    """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
+    """How tensor parallelism cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
     (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
     if full_tensor_optimizer_of(run, name) is not None:
         return None
@@ -150,26 +122,29 @@ def tp_shard_of(run: RunState, name: str, value: Tensor) -> TPShard | None:
 
 
 def _is_sender(run: RunState, name: str, value: Tensor) -> bool:
-    """Whether this rank tells of a value: of ranks that hold the same the first does."""
+    """Whether this rank sends a value: the first of the ranks that hold the same does."""
     if value.is_meta:
         return False  # another stage's
     full_tensor_optimizer = full_tensor_optimizer_of(run, name)
     if full_tensor_optimizer is not None:
         return full_tensor_optimizer.is_first_replica
-    sharded_axes = {"dp"} if isinstance(value, DTensor) else set()
-    sharded_axes |= {"pp"} | ({"tp"} if tp_shard_of(run, name, value) is not None else set())
+    sharded_axes = {"pp"}
+    if isinstance(value, DTensor):
+        sharded_axes.add("dp")
+    if tp_shard_of(run, name, value) is not None:
+        sharded_axes.add("tp")
     return not any(group.rank for axis, group in run.axes.items() if axis not in sharded_axes)
 
 
-def _local_regions(run: RunState, name: str, value: Tensor) -> _LocalRegions:
+def _local_regions(run: RunState, name: str, value: Tensor) -> tuple[tuple[int, ...], list[_Region]]:
+    """The whole's shape, and what this rank has of it, on the CPU."""
     tp_shard = tp_shard_of(run, name, value)
     shape = tuple(full_tensor_shape(value, tp_shard))
     if 0 in shape:
         return shape, [((), torch.empty(shape, dtype=value.dtype))]
-    tensor_regions = [
+    return shape, [
         (region.slices, region.values.to("cpu", copy=True).contiguous()) for region in local_regions(value, tp_shard)
     ]
-    return shape, tensor_regions
 
 
 def optimizer_tensors(run: RunState) -> dict[str, Tensor]:
@@ -184,16 +159,17 @@ def optimizer_tensors(run: RunState) -> dict[str, Tensor]:
 
 
 def state_bytes(run: RunState) -> dict[str, int]:
-    """Bytes that this rank keeps: parameters, gradients, optimizer."""
+    """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(run.model.parameters())
+    full_tensor_optimizers = run.full_tensor_optimizers.values()
     return {
         "parameters": sum(map(_local_bytes, parameters)),
         "gradients": sum(_local_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None),
         "optimizer": sum(map(_local_bytes, optimizer_tensors(run).values()))
-        + sum(full_tensor_optimizer.owned_bytes for full_tensor_optimizer in run.full_tensor_optimizers.values()),
+        + sum(optimizer.owned_bytes for optimizer in full_tensor_optimizers),
     }
 
 
-def _local_bytes(value: Tensor) -> int:
+def _local_bytes(value: Any) -> int:
     local_value = to_local(value)
-    return 0 if local_value.is_meta else local_value.numel() * local_value.element_size()
+    return 0 if local_value.is_meta else local_value.nbytes

@@ -1,10 +1,10 @@
-"""The job's model with the values that one process would give it, equal on every rank."""
+"""Build the job's model with the values that one process would give it, equal on every rank."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from echelon.trials.shape_model import call_factory
 from echelon.trials.snapshot import Snapshot
 from echelon.trials.torch_patches import TorchPatches
 
+#: Bytes of tensors per broadcast.
+_BUCKET_BYTES = 25 * 2**20
+
 
 def initialize_model(
     job: Job,
@@ -35,36 +38,40 @@ def initialize_model(
     tables: Sequence[ServedTable] = (),
     dense_gradients: bool = True,
 ) -> nn.Module:
-    """The model on this rank's host memory.
+    """The model in this rank's host memory.
 
-    When it will be sharded only rank 0 holds real values (`materialize_module` deals them out); the others build on the meta device,
-    so that a model larger than N hosts' memory over N can start. `expected_fingerprint`: the fingerprint that a plan was made for.
-    `tables`: of them those that begin on servers are left without values. `dense_gradients`: no module gives sparse gradients.
+    If it will be sharded, only rank 0 holds real values (`materialize_module` distributes them); the others build on the meta device, so that a
+    model larger than N hosts' memory over N can start. `expected_fingerprint`: of the model that a plan was made for. `tables`: those that
+    servers initialize stay without values. `dense_gradients`: disable sparse gradients.
     """
-    server_initialized = [table for table in tables if table.initialized_by == "server"]
+    server_tables = [table for table in tables if table.initialized_by == "server"]
 
     def construct(on_meta: bool) -> tuple[nn.Module, str]:
         seed_model_build(job.seed)
         with ranks.raise_on_all_ranks():
-            with skip_table_init(server_initialized):
+            with skip_table_init(server_tables):
                 model = _construct(job, on_meta)
             initialise_lazy(model, job)
             require_trainable(model)
             if dense_gradients:
                 disable_sparse_gradients(model)
             if not on_meta:
-                materialize_meta_modules(model, job, {table.path for table in server_initialized})
-            actual_fingerprint = model_fingerprint(model)
+                _materialize_meta_modules(model, job, {table.path for table in server_tables})
+            fingerprint = model_fingerprint(model)
             if dtype is not None:
                 cast_model(model, dtype)
-        return model, actual_fingerprint
+        return model, fingerprint
 
-    model, actual_fingerprint = construct(is_sharded and ranks.world.rank > 0)
+    model, fingerprint = construct(is_sharded and ranks.world.rank > 0)
     if is_sharded and len(set(ranks.all_gather_object(_shape_digest(model)))) > 1:
         # A constructor may do something else on the meta device (an orthogonal parametrization).
-        model, actual_fingerprint = construct(False)
+        model, fingerprint = construct(False)
     with ranks.raise_on_all_ranks():
-        _require_fingerprint(actual_fingerprint, expected_fingerprint)
+        if expected_fingerprint not in (None, fingerprint):
+            raise PlanError(
+                f"the plan is for another model: it names the fingerprint {expected_fingerprint}, this job's model has {fingerprint} (names, shapes and "
+                "dtypes of its parameters); plan again, or leave `model` out of the plan"
+            )
     _require_same_model(model, ranks)
     return model
 
@@ -83,16 +90,21 @@ def _construct(job: Job, on_meta: bool) -> nn.Module:
     if on_meta:
         snapshot, patches = Snapshot({"model": job.model}), TorchPatches()
         model = _construct_on_meta(job)
-        if model is not None and not _has_stray_tensors(model) and not is_uninitialised(model):
+        # Tensors outside parameters and buffers must be real everywhere.
+        if (
+            model is not None
+            and not is_uninitialised(model)
+            and not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in attribute_leaves(model))
+        ):
             return model
         snapshot.restore()
         patches.restore()
-        seed_model_build(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
+        seed_model_build(job.seed)
     return _call_factory(job)
 
 
 def _construct_on_meta(job: Job) -> nn.Module | None:
-    """On the meta device; None where its constructor computes with numbers (an orthogonal parametrization)."""
+    """On the meta device; None where the constructor computes with numbers (an orthogonal parametrization)."""
     try:
         with torch.device("meta"):
             return _call_factory(job)
@@ -109,51 +121,43 @@ def _call_factory(job: Job) -> nn.Module:
     return model
 
 
-def _has_stray_tensors(model: nn.Module) -> bool:
-    """Whether a module holds a tensor beside its parameters and buffers, by itself or in a container."""
-    registries = ("_parameters", "_buffers", "_modules")
-    return any(
-        isinstance(leaf, Tensor) and leaf.is_meta
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in registries
-        for leaf in tree_leaves(value)
-    )
+def attribute_leaves(model: nn.Module) -> Iterator[Any]:
+    """What the modules hold in attributes and containers, besides parameters, buffers and modules."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from tree_leaves(value)
 
 
 @contextmanager
 def skip_table_init(tables: Sequence[ServedTable]) -> Iterator[None]:
-    """Tables of these sizes are made without values: no host could hold them."""
+    """Construct tables of these sizes without values: no host could hold them."""
     sizes = {(table.rows, table.dim) for table in tables}
 
     def wrap_init(original_init: Any) -> Any:
         def init(module: Any, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
-            if (num_embeddings, embedding_dim) in sizes:
-                with torch.device("meta"):
-                    original_init(module, num_embeddings, embedding_dim, *args, **kwargs)
-            else:
+            is_skipped = (num_embeddings, embedding_dim) in sizes
+            with torch.device("meta") if is_skipped else nullcontext():
                 original_init(module, num_embeddings, embedding_dim, *args, **kwargs)
 
         return init
 
     embedding_classes: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
-    original_inits = [embedding_class.__init__ for embedding_class in embedding_classes]
-    for embedding_class, original_init in zip(embedding_classes, original_inits, strict=True):
+    original_inits = {embedding_class: embedding_class.__init__ for embedding_class in embedding_classes}
+    for embedding_class, original_init in original_inits.items():
         embedding_class.__init__ = wrap_init(original_init)
     try:
         yield
     finally:
-        for embedding_class, original_init in zip(embedding_classes, original_inits, strict=True):
+        for embedding_class, original_init in original_inits.items():
             embedding_class.__init__ = original_init
 
 
-def materialize_meta_modules(model: nn.Module, job: Job, server_initialized: Set[str] = frozenset()) -> None:
-    """Give real, initial values to what the user's factory left on the meta device, but for tables that begin on servers."""
+def _materialize_meta_modules(model: nn.Module, job: Job, skipped_paths: Set[str]) -> None:
+    """Initialize what the user's factory left on the meta device."""
     for path, module in model.named_modules():
-        if path in server_initialized:
-            continue
-        own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own_tensors):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if path in skipped_paths or not any(tensor.is_meta for tensor in tensors):
             continue
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None and job.weights is None:
@@ -167,52 +171,35 @@ def materialize_meta_modules(model: nn.Module, job: Job, server_initialized: Set
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Hash of the parameters' names, shapes and dtypes, as profiles have it."""
-    named_parameters = model.named_parameters()
+    """Hash of the parameters' names, shapes and dtypes, as in profiles."""
     return profile.model_fingerprint(
-        (name, parameter.shape, str(parameter.dtype).removeprefix("torch.")) for name, parameter in named_parameters
+        (name, parameter.shape, str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters()
     )
-
-
-def _require_fingerprint(actual: str, expected: str | None) -> None:
-    if expected not in (None, actual):
-        raise PlanError(
-            f"the plan is for another model: it names the fingerprint {expected}, this job's model has {actual} (names, shapes and "
-            "dtypes of its parameters); plan again, or leave `model` out of the plan"
-        )
 
 
 def _require_same_model(model: nn.Module, ranks: WorldCommunicator) -> None:
-    if ranks.world.size == 1:
-        return
     digests = ranks.all_gather_object(_shape_digest(model))
     if len(set(digests)) == 1:
         return
-    rank_shapes = ranks.all_gather_object(
-        _named_shapes(model)
-    )  # only now: the whole list of a large model is megabytes
+    rank_shapes = ranks.all_gather_object(_named_shapes(model))  # only now: of a large model it is megabytes
     other_rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    first_shapes, other_shapes = (
-        {key: shape for key, shape, _ in rank_shapes[0]},
-        {key: shape for key, shape, _ in rank_shapes[other_rank]},
-    )
-    name = next(
-        (key for key in [*first_shapes, *other_shapes] if first_shapes.get(key) != other_shapes.get(key)), "a dtype"
-    )
+    first, other = ({name: shape for name, shape, _ in rank_shapes[rank]} for rank in (0, other_rank))
+    name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), "a dtype")
     raise WorldError(
-        f"model= returns different models per rank: {name} is {first_shapes.get(name, 'absent')} on rank 0 and "
-        f"{other_shapes.get(name, 'absent')} on rank {other_rank}; build it from the job alone, not from the rank or the host"
+        f"model= returns different models per rank: {name} is {first.get(name, 'absent')} on rank 0 and "
+        f"{other.get(name, 'absent')} on rank {other_rank}; build it from the job alone, not from the rank or the host"
     )
 
 
 @torch.no_grad()
-def broadcast_model(model: nn.Module, ranks: WorldCommunicator, bucket_megabytes: int = 25) -> None:
-    """Rank 0's values on every rank."""
-    broadcast_tensors([value for _, value in named_tensors(model)], ranks, bucket_megabytes)
+def broadcast_model(model: nn.Module, ranks: WorldCommunicator) -> None:
+    """Give every rank rank 0's values."""
+    broadcast_tensors((value for _, value in named_tensors(model)), ranks)
 
 
-def broadcast_tensors(targets: Iterable[Tensor], ranks: WorldCommunicator, bucket_megabytes: int = 25) -> None:
-    """Have tensors hold rank 0's values, many of them to a message."""
+def broadcast_tensors(targets: Iterable[Tensor], ranks: WorldCommunicator) -> None:
+    """Overwrite tensors with rank 0's values, many of them per message."""
     if ranks.world.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -222,15 +209,9 @@ def broadcast_tensors(targets: Iterable[Tensor], ranks: WorldCommunicator, bucke
         bucket: list[Tensor] = []
         for target in targets_of_dtype:
             bucket.append(target)
-            if sum(tensor.numel() * tensor.element_size() for tensor in bucket) >= bucket_megabytes * 2**20:
-                _broadcast_bucket(bucket)
+            if sum(tensor.nbytes for tensor in bucket) >= _BUCKET_BYTES or target is targets_of_dtype[-1]:
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.broadcast(flat, 0)
+                for tensor, flat_part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                    tensor.copy_(flat_part.view_as(tensor))
                 bucket = []
-        if bucket:
-            _broadcast_bucket(bucket)
-
-
-def _broadcast_bucket(bucket: list[Tensor]) -> None:
-    flat = torch.cat([value.reshape(-1) for value in bucket])
-    dist.broadcast(flat, 0)
-    for value, flat_part in zip(bucket, flat.split([value.numel() for value in bucket]), strict=True):
-        value.copy_(flat_part.view_as(value))

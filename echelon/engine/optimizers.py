@@ -1,9 +1,9 @@
-"""The job's optimizers over live parameters: called as the user likes, fused where torch can, with their schedules."""
+"""The job's optimizers over this rank's parameters, fused where torch can, and their schedules."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_s
 from echelon.engine.checkpoint.schedule_state import require_steppable
 from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.process_groups import Communicator
-from echelon.errors import JobError, PlanError
+from echelon.errors import EchelonError, JobError, PlanError
 from echelon.job import Job, call_optimizer
 from echelon.plan.plan import Plan
 from echelon.profiler.profile_optimizer import FUSED_OPTIMIZERS, FUSED_SHARDED_OPTIMIZERS
 from echelon.trials.trial_context import preserve_job_state
 
-#: Torch's word for an optimizer without parameters.
+#: Torch's error for an optimizer without parameters.
 _EMPTY_LIST_ERROR = "empty parameter list"
 
 
@@ -38,58 +38,54 @@ def make_optimizers(
     allow_sparse: bool = False,
     reference_settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Optimizer]:
-    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
+    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them all raise.
 
-    `shapes`: of the whole model's parameters. `served_names`: parameters that are tables of a parameter server. `full_tensor_optimizers`: by place, what steps
-    on whole tensors. `loss_parameters`: parameters that the loss holds, which the job's function may add. `allow_sparse`: gradients may be. `reference_settings`: what `single_process_settings` returned.
+    `shapes`: of the whole model's parameters. `served_names`: tables of a parameter server. `full_tensor_optimizers`: by index, those that step on whole
+    tensors. `loss_parameters`: parameters that the loss holds, which the job's function may add. `allow_sparse`: gradients may be sparse.
+    `reference_settings`: what `single_process_settings` returned.
     """
     full_tensor_optimizers = full_tensor_optimizers or {}
     trained = _trained_parameters(model, full_tensor_optimizers)
     if full_tensor_optimizers and any(ranks.all_gather_object(_needs_values(job, trained))):
-        for full_tensor_optimizer in full_tensor_optimizers.values():  # it looks at values, and needs them all
+        for full_tensor_optimizer in full_tensor_optimizers.values():
             full_tensor_optimizer.broadcast_values()
         trained = _trained_parameters(model, full_tensor_optimizers)
-    if any(ranks.all_gather_object(any(parameter.is_meta for parameter in model.parameters()))):
+    if any(ranks.all_gather_object(any(p.is_meta for p in model.parameters()))):
         rank_types = ranks.all_gather_object(_optimizer_types(job, model, trained, shapes))
-        if None in rank_types or any(full_tensor_optimizer != rank_types[0] for full_tensor_optimizer in rank_types):
+        if None in rank_types or any(types != rank_types[0] for types in rank_types):
             # Over the parameters of its own stage the job's function gives something else than on one device.
             trained = _trained_parameters(model, full_tensor_optimizers, include_other_stages=True)
     with ranks.raise_on_all_ranks():
         optimizers = _make_checked(job, trained, served_names, allow_sparse=allow_sparse)
         _require_known_parameters(optimizers, [*(parameter for _, parameter in trained), *loss_parameters])
         if reference_settings:
-            _require_reference_settings(dict(trained), optimizers, reference_settings)
+            _require_settings(
+                _settings_by_parameter(dict(trained), optimizers), reference_settings, PlanError,
+                "the identity, the attributes, the order or the number of the parameters, and this plan trains other tensors in their place",
+                ", or use a plan without zero, tp and pp",
+            )  # fmt: skip
         else:
             _require_same_settings(job, model, trained, shapes, optimizers)
         _require_trial_order(optimizers, full_tensor_optimizers)
         _remove_other_stages(optimizers, full_tensor_optimizers)
     for index, optimizer in enumerate(optimizers):
-        if full_tensor_optimizers and index in full_tensor_optimizers:
+        if index in full_tensor_optimizers:
             full_tensor_optimizers[index].free_unowned(optimizer)
         _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _trained_parameters(
     model: nn.Module, full_tensor_optimizers: Mapping[int, FullTensorOptimizer], *, include_other_stages: bool = False
 ) -> list[tuple[str, nn.Parameter]]:
-    """What the optimizers are made over: this rank's live parameters, or whole ones in their place. `include_other_stages`: and those of other stages,
-    which have no memory."""
-    full_parameters = {
-        name: parameter
-        for full_tensor_optimizer in full_tensor_optimizers.values()
-        for name, parameter in full_tensor_optimizer.parameters.items()
-    }
-    trained = [
-        (name, full_parameters.get(name, parameter))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    local = [
-        (name, parameter)
-        for name, parameter in trained
-        if include_other_stages or name in full_parameters or not parameter.is_meta
-    ]
+    """What the optimizers are made over: this rank's parameters, or whole ones in their place. `include_other_stages`: also those without memory."""
+    full = {name: p for optimizer in full_tensor_optimizers.values() for name, p in optimizer.parameters.items()}
+    trained = [(name, full.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
+    local = [(name, p) for name, p in trained if include_other_stages or name in full or not p.is_meta]
     if trained and not local:
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
         return [("nothing", nn.Parameter(torch.zeros(0)))]
@@ -99,11 +95,11 @@ def _trained_parameters(
 def _optimizer_types(
     job: Job, model: nn.Module, trained: list[tuple[str, nn.Parameter]], shapes: Mapping[str, Sequence[int]]
 ) -> list[str] | None:
-    """The optimizers that the job's function gives for these; None where it gives none, or others than for the whole model."""
+    """The classes of optimizers that the job's function returns for these; None where it fails, or returns others than for the whole model."""
     try:
         optimizers = _as_list(_call_job_optimizer(job, trained))
         _require_same_settings(job, model, trained, shapes, optimizers)
-    except Exception:  # whatever it is, the whole model shows it again
+    except Exception:  # raised again by the whole model
         return None
     return [type(optimizer).__name__ for optimizer in optimizers]
 
@@ -114,15 +110,15 @@ def _remove_other_stages(
     """Take parameters of other stages out of the groups, which stay as they are on one device."""
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups if index not in full_tensor_optimizers else ():
-            local_positions = [position for position, parameter in enumerate(group["params"]) if not parameter.is_meta]
-            if len(local_positions) == len(group["params"]):
+            positions = [position for position, parameter in enumerate(group["params"]) if not parameter.is_meta]
+            if len(positions) == len(group["params"]):
                 continue
             for parameter in group["params"]:
                 if parameter.is_meta:
                     optimizer.state.pop(parameter, None)
             for key in ("params", "param_names"):
                 if key in group:
-                    group[key] = [group[key][position] for position in local_positions]
+                    group[key] = [group[key][position] for position in positions]
 
 
 def _as_list(returned: Any) -> list[Any]:
@@ -141,14 +137,14 @@ def _needs_values(job: Job, trained: list[tuple[str, nn.Parameter]]) -> bool:
 def _require_trial_order(
     optimizers: Sequence[Optimizer], full_tensor_optimizers: Mapping[int, FullTensorOptimizer]
 ) -> None:
-    """The trials saw the optimizers that are made here."""
+    """Require that trials saw the optimizers in this order."""
     for index, optimizer in enumerate(optimizers):
-        held_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held_ids = set(map(id, _parameters_of(optimizer)))
         for trial_index, full_tensor_optimizer in full_tensor_optimizers.items():
-            strays = [name for name, parameter in full_tensor_optimizer.parameters.items() if id(parameter) in held_ids]
-            if strays and trial_index != index:
+            stray = next((name for name, p in full_tensor_optimizer.parameters.items() if id(p) in held_ids), None)
+            if stray is not None and trial_index != index:
                 raise JobError(
-                    f"optimizer=: {strays[0]} is trained by optimizer {index + 1} here and by optimizer {trial_index + 1} of a trial call with "
+                    f"optimizer=: {stray} is trained by optimizer {index + 1} here and by optimizer {trial_index + 1} of a trial call with "
                     "the same shapes; choose the optimizer by name or by shape alone"
                 )
 
@@ -158,17 +154,13 @@ def _make_checked(
 ) -> list[Optimizer]:
     if not trained:
         raise JobError("no parameter requires a gradient: nothing would be trained")
-    returned = _call_job_optimizer(job, trained)
-    optimizers: list[Optimizer] = []
-    for optimizer in _as_list(returned):
+    optimizers = _as_list(_call_job_optimizer(job, trained))
+    table_ids = {id(parameter) for name, parameter in trained if name in served_names}
+    for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
-        tables = {id(parameter) for name, parameter in trained if name in served_names}
-        if (
-            isinstance(optimizer, torch.optim.SparseAdam)
-            and not allow_sparse
-            and any(id(parameter) not in tables for group in optimizer.param_groups for parameter in group["params"])
-        ):
+        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        if is_sparse and not allow_sparse and any(id(p) not in table_ids for p in _parameters_of(optimizer)):
             raise PlanError(
                 "optimizer= is SparseAdam, which takes sparse gradients alone; ranks add up dense ones: train in one process (dp=1), or with "
                 "Adagrad or SGD, which train the same either way, or with Adam, which also moves rows that a batch did not use; or under a plan "
@@ -179,12 +171,11 @@ def _make_checked(
                 f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
                 "that steps on gradients (AdamW, SGD)"
             )
-        optimizers.append(optimizer)
     return optimizers
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step()` does not do."""
+    """Whether its `step` has a required argument."""
     return any(
         parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -205,38 +196,24 @@ def _call_job_optimizer(job: Job, trained: list[tuple[str, nn.Parameter]]) -> An
 
 
 def _require_known_parameters(optimizers: Sequence[Optimizer], known_parameters: Collection[nn.Parameter]) -> None:
-    """Every parameter is one that the function was given, or one that the loss holds."""
+    """Require parameters that the function was given, or that the loss holds."""
     known_ids = set(map(id, known_parameters))
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            stray = next((parameter for parameter in group["params"] if id(parameter) not in known_ids), None)
-            if stray is not None:
-                raise JobError(
-                    f"optimizer= holds a parameter of shape {tuple(stray.shape)} that neither the model that is trained nor loss= uses: make the "
-                    "optimizer over the parameters that the function is given, not over those of another copy of the model; a parameter of "
-                    "your own has to be in the model (nn.Parameter) or in what loss= refers to"
-                )
+        stray = next((parameter for parameter in _parameters_of(optimizer) if id(parameter) not in known_ids), None)
+        if stray is not None:
+            raise JobError(
+                f"optimizer= holds a parameter of shape {tuple(stray.shape)} that neither the model that is trained nor loss= uses: make the "
+                "optimizer over the parameters that the function is given, not over those of another copy of the model; a parameter of "
+                "your own has to be in the model (nn.Parameter) or in what loss= refers to"
+            )
 
 
 def sparse_stepped_ids(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Ids of the parameters whose optimizer may treat sparse gradients in a way of its own: SparseAdam, and those that are not torch's."""
-    torch_classes = [
-        optimizer
-        for optimizer in vars(torch.optim).values()
-        if isinstance(optimizer, type) and optimizer is not Optimizer
-    ]
-    dense_classes = tuple(
-        optimizer
-        for optimizer in torch_classes
-        if issubclass(optimizer, Optimizer) and optimizer is not torch.optim.SparseAdam
-    )
+    """Ids of the parameters whose optimizer may treat sparse gradients in its own way: SparseAdam, and those that are not torch's."""
+    torch_classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, Optimizer)]
+    dense_classes = tuple(cls for cls in torch_classes if cls not in (Optimizer, torch.optim.SparseAdam))
     sparse_optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, dense_classes)]
-    return {
-        id(parameter)
-        for optimizer in sparse_optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    return {id(parameter) for optimizer in sparse_optimizers for parameter in _parameters_of(optimizer)}
 
 
 def trained_loss_parameters(
@@ -246,10 +223,8 @@ def trained_loss_parameters(
     *,
     has_full_tensor_optimizers: bool,
 ) -> dict[str, nn.Parameter]:
-    """Of the parameters that the loss holds those that the optimizers train. `has_full_tensor_optimizers`: whether an optimizer steps on whole tensors."""
-    trained_ids = {
-        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    }
+    """Of the parameters that the loss holds those that the optimizers train. `has_full_tensor_optimizers`: whether any steps on whole tensors."""
+    trained_ids = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
     trained = {name: parameter for name, parameter in held_by_loss.items() if id(parameter) in trained_ids}
     if trained and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.uses_servers or has_full_tensor_optimizers):
         raise PlanError(
@@ -266,88 +241,70 @@ def _require_same_settings(
     shapes: Mapping[str, Sequence[int]],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """A stage has some of the parameters, tp parts of them: a function that chooses groups by order, number or size may choose others
-    than on one device. It is asked once more with stand-ins for the whole model."""
-    named_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    full_shapes = {name: tuple(shapes.get(name, parameter.shape)) for name, parameter in named_parameters.items()}
-    if not any(
-        parameter.is_meta or tuple(parameter.shape) != full_shapes[name] for name, parameter in named_parameters.items()
-    ):
+    """Require the settings that one device gives each parameter: a function that chooses groups by order, number or size may choose others for a
+    stage's or a tensor-parallel rank's part. It is called once more with meta tensors of the whole model."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    full_shapes = {name: tuple(shapes.get(name, p.shape)) for name, p in parameters.items()}
+    if not any(p.is_meta or tuple(p.shape) != full_shapes[name] for name, p in parameters.items()):
         return
     meta_parameters = {
-        name: nn.Parameter(torch.empty(full_shapes[name], dtype=parameter.dtype, device="meta"))
-        for name, parameter in named_parameters.items()
+        name: nn.Parameter(torch.empty(full_shapes[name], dtype=p.dtype, device="meta"))
+        for name, p in parameters.items()
     }
     try:
-        reference = _call_job_optimizer(job, list(meta_parameters.items()))
-    except Exception:  # it looks at numbers, which stand-ins have not
+        reference = _as_list(_call_job_optimizer(job, list(meta_parameters.items())))
+    except Exception:  # it reads numbers, which meta tensors do not have
         return
-    local_settings = _settings_by_parameter(dict(trained), optimizers)
-    reference_settings = _settings_by_parameter(meta_parameters, _as_list(reference))
-    for name, local in (
-        (name, settings_here) for name, settings_here in local_settings.items() if name in reference_settings
-    ):
-        key = next(
-            (key for key in (*local, *reference_settings[name]) if local.get(key) != reference_settings[name].get(key)),
-            None,
-        )
+    _require_settings(
+        _settings_by_parameter(dict(trained), optimizers), _settings_by_parameter(meta_parameters, reference), JobError,
+        "the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them", " or by dim()",
+    )  # fmt: skip
+
+
+def _require_settings(
+    settings: Mapping[str, Mapping[str, Any]],
+    reference_settings: Mapping[str, Mapping[str, Any]],
+    error: type[EchelonError],
+    cause: str,
+    alternative: str,
+) -> None:
+    for name, local in settings.items():
+        reference = reference_settings.get(name, local)
+        key = next((key for key in (*local, *reference) if local.get(key) != reference.get(key)), None)
         if key is not None:
-            raise JobError(
-                f"optimizer=: {name} has {key}={local.get(key)} under this plan, and {key}={reference_settings[name].get(key)} on one device: groups "
-                "follow from the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them; "
-                "choose groups by name (the function is given (name, parameter) pairs if it fails on parameters) or by dim()"
+            raise error(
+                f"optimizer=: {name} has {key}={local.get(key)} under this plan, and {key}={reference.get(key)} on one device: groups follow from "
+                f"{cause}; choose groups by name (the function is given (name, parameter) pairs if it fails on parameters){alternative}"
             )
 
 
 def single_process_settings(job: Job) -> dict[str, dict[str, Any]]:
-    """By parameter what one process trains it with, where the job gives a module: the user's code may know its parameters by identity. To be
-    asked before the module is cut."""
+    """By parameter what one process trains it with, where the job gives a module, whose parameters its code may know by identity. To be called
+    before the module is cut."""
     if not isinstance(job.model, nn.Module):
         return {}
     trained = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
     try:
         with preserve_job_state(job):
             return _settings_by_parameter(trained, _as_list(_call_job_optimizer(job, list(trained.items()))))
-    except Exception:  # whatever it is, making the optimizers shows it again
+    except Exception:  # raised again when the optimizers are made
         return {}
-
-
-def _require_reference_settings(
-    trained: Mapping[str, Tensor], optimizers: Sequence[Optimizer], reference_settings: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """zero, tp and pp train tensors of their own in place of the module's parameters."""
-    for name, local in _settings_by_parameter(trained, optimizers).items():
-        reference = reference_settings.get(name, local)
-        key = next((key for key in (*local, *reference) if local.get(key) != reference.get(key)), None)
-        if key is not None:
-            raise PlanError(
-                f"optimizer=: {name} has {key}={local.get(key)} under this plan, and {key}={reference.get(key)} on one device: groups follow from "
-                "the identity, the attributes, the order or the number of the parameters, and this plan trains other tensors in their place; choose "
-                "groups by name (the function is given (name, parameter) pairs if it fails on parameters), or use a plan without zero, tp and pp"
-            )
 
 
 def _settings_by_parameter(
     parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> dict[str, dict[str, Any]]:
-    """By parameter what it is trained with."""
     settings_by_id: dict[int, dict[str, Any]] = {}
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            plain_settings = {
-                key: parameter for key, parameter in read_group_settings(group).items() if is_plain_json(parameter)
-            }
-            settings_by_id.update(
-                {
-                    id(parameter): {"optimizer": f"{index + 1} of {len(optimizers)}"} | plain_settings
-                    for parameter in group["params"]
-                }
-            )
+            settings = {"optimizer": f"{index + 1} of {len(optimizers)}"}
+            settings |= {key: value for key, value in read_group_settings(group).items() if is_plain_json(value)}
+            settings_by_id.update(dict.fromkeys(map(id, group["params"]), settings))
     return {name: settings_by_id.get(id(parameter), {"optimizer": "none"}) for name, parameter in parameters.items()}
 
 
 def add_late_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], late_ids: Set[int]) -> None:
-    """Put parameters that train only now (`late_ids`, by id) into the groups that the job's function has for them."""
+    """Put parameters that begin to train (`late_ids`, by id) into the groups that the job's function has for them."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for optimizer, reference in zip(optimizers, _as_list(_call_job_optimizer(job, trained)), strict=True):
         for group, reference_group in zip(optimizer.param_groups, reference.param_groups, strict=True):
@@ -366,25 +323,22 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         shardedness = {isinstance(parameter, DTensor) for parameter in group["params"]}
         kernels = FUSED_SHARDED_OPTIMIZERS if True in shardedness else FUSED_OPTIMIZERS
         # On CPUs fused kernels (torch 2.13) compute half precision wrongly: SGD's weights hardly move.
-        is_supported = all(
-            parameter.is_floating_point() and (parameter.itemsize > 2 or not parameter.is_cpu)
-            for parameter in group["params"]
-        )
+        is_supported = all(p.is_floating_point() and (p.itemsize > 2 or not p.is_cpu) for p in group["params"])
         if len(shardedness) > 1:
             if "foreach" in group:
-                group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones
+                group["foreach"] = False  # kernels over many tensors take whole ones or sharded ones
         elif fused and type(optimizer) in kernels and is_supported and not _prevents_fused(group):
             group["fused"] = True
 
 
 def _prevents_fused(group: Mapping[str, Any]) -> bool:
-    """Settings that the kernels do not take, or `init_late_momentum` could not."""
+    """Whether it has settings that the kernels or `init_late_momentum` do not support."""
     return isinstance(group.get("lr"), Tensor) or bool(group.get("dampening"))
 
 
 def init_late_momentum(optimizer: Optimizer) -> None:
-    """Give a momentum to parameters whose first gradient comes now, after that of others: torch's fused SGD (2.13) takes momenta of all
-    parameters or of none. Zeros are what it begins with by itself, where gradients are not dampened."""
+    """Give a momentum to parameters whose first gradient comes later than that of others: torch's fused SGD (2.13) takes momenta of all
+    parameters or of none. It starts from zeros itself, where gradients are not dampened."""
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.state:
         return
     for group in optimizer.param_groups:
@@ -397,14 +351,11 @@ def make_schedules(job: Job, optimizers: list[Optimizer], total_steps: int) -> l
     """One schedule per optimizer, from `schedule(optimizer)` or `schedule(optimizer, total_steps)`."""
     if job.lr_schedule is None:
         return []
-    required = [
-        parameter for parameter in inspect.signature(job.lr_schedule).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and parameter.default is parameter.empty
-    ]  # fmt: skip
-    schedules = [
-        job.lr_schedule(optimizer, total_steps) if len(required) > 1 else job.lr_schedule(optimizer)
-        for optimizer in optimizers
-    ]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(job.lr_schedule).parameters.values()
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    arguments = (total_steps,) if len(required) > 1 else ()
+    schedules = [job.lr_schedule(optimizer, *arguments) for optimizer in optimizers]
     for schedule in schedules:
         require_steppable(schedule)
     return schedules
