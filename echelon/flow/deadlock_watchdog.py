@@ -136,7 +136,7 @@ class _Watchdog:
 
     def _abort(self, reason: str) -> None:
         """Wake the main thread by closing its connections; one that waits for something else ends with its process."""
-        from echelon.engine.process_groups import close_connections
+        from echelon.engine.connections import close_connections
 
         close_connections()
         if self._done.wait(_EXIT_GRACE_SECONDS):

@@ -72,7 +72,7 @@ class ServerLauncher:
                 ).serve_in_background()
                 endpoint = self._servers.address, self._servers.secret
         # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
-        address, secret = ranks.all_gather_object(endpoint)[0]
+        address, secret = ranks.broadcast_object(endpoint)
         with ranks.raise_on_all_ranks():
             self._client = connect(address, secret=secret, worker=str(ranks.rank))
             if self.external_servers is not None:

@@ -81,7 +81,7 @@ class ServerParameters:
         with run.ranks.raise_on_all_ranks():
             if run.world.is_main:
                 are_trained = self._check_existing_specs(launcher)
-        are_trained = run.ranks.all_gather_object(are_trained)[0]
+        are_trained = run.ranks.broadcast_object(are_trained)
         for is_main in (True, False):
             if run.world.is_main == is_main:
                 for spec in self._specs:
