@@ -1,4 +1,4 @@
-"""Undo what forward changed in a model's buffers, for a step that has to be computed again."""
+"""Undo what forward changed in a model's buffers, before a step is computed again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.engine.buffers.slots import TensorSlot, named_slots
 
 
 class BufferRollback:
-    """Copies of the buffers that steps change. The first step looks at all of them."""
+    """Copies of the buffers that steps change; before the first step, of all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[str, TensorSlot] = {
@@ -18,7 +18,7 @@ class BufferRollback:
             for name, _, slot in named_slots(model)
             if (buffer := slot[0][slot[1]]) is None or not buffer.is_meta
         }
-        #: None: no step has been looked at.
+        #: Buffers that no step has changed; None before the first step.
         self._constants: BufferVersions | None = None
         self._saved: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
@@ -42,13 +42,13 @@ class BufferRollback:
 
     @torch.no_grad()
     def undo(self) -> str | None:
-        """Put the buffers back as they were at the last `save`; returns the name of one that changed for the first time and cannot be."""
+        """Restore the buffers of the last `save`; returns the name of one that changed for the first time and has no copy."""
         if not self._slots:
             return None
         assert self._constants is not None
         for name, (buffer, copy) in self._saved.items():
             buffers, key = self._slots[name]
-            # Not where it is the same: a write would make it one that changes.
+            # Not where they are equal: a write would make it one that changes.
             if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                 buffer.copy_(copy)
             buffers[key] = buffer

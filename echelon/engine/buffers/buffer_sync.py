@@ -1,11 +1,11 @@
-"""Buffers that a model changes by a rule nobody declared: an average of its own, a codebook, a counter.
+"""Synchronize buffers that forward mutates by a rule nobody declared: an average of its own, a codebook, a counter.
 
-Where a step changes one, all ranks take the mean over ranks, so that they stay one model. A constant table must not travel
-every step: only those travel that were seen to change, and every rank looks at every step whether there is another one. It
-tells the others in the same message. On a CPU they agree at once. The host of an accelerator must not wait: it hears of it
-one step later, as of the loss, or when the run is saved, so that a checkpoint holds what all ranks hold.
+When a step changes one, all ranks take the mean over ranks, so that they stay one model. Constant tables are not sent: only buffers
+that were seen to change are, and each step every rank looks for further ones and reports them in the same message. On a CPU the ranks
+agree at once. The host of an accelerator must not wait: it reads the report one step later, as the loss, or when the run is saved, so that
+a checkpoint holds what all ranks hold.
 
-Whole numbers have no mean. Those that change travel too, to be compared: where ranks differ each keeps its own, and it is said.
+Integers have no mean. Those that change are sent to be compared: where ranks differ, each keeps its own, with a warning.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ _version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class BufferVersions:
-    """Buffers as they were when they were looked at.
-
-    Every step asks whether that still `is_unchanged`, of hundreds of constant tables perhaps: the lists are laid out for that.
-    """
+    """Tensors and their versions at one moment. Every step asks `is_unchanged`, maybe of hundreds of tables: the lists are laid out for that."""
 
     def __init__(
         self, slots: dict[str, TensorSlot], recorded: Mapping[str, tuple[Tensor | None, int]] | None = None
     ) -> None:
-        """`recorded`: tensor and version of each, where they were looked at before."""
+        """`recorded`: an earlier record."""
         self.slots = slots
         self._recorded = {
             name: _tensor_and_version(slot) if recorded is None else recorded[name] for name, slot in slots.items()
@@ -52,15 +49,15 @@ class BufferVersions:
 
     def changed_names(self) -> list[str]:
         """The places that do not."""
-        versions = {name: (_tensor_and_version(slot), self._recorded[name]) for name, slot in self.slots.items()}
+        current = {name: _tensor_and_version(slot) for name, slot in self.slots.items()}
         return [
             name
-            for name, (current, recorded) in versions.items()
-            if current[0] is not recorded[0] or current[1] != recorded[1]
+            for name, (tensor, version) in self._recorded.items()
+            if current[name][0] is not tensor or current[name][1] != version
         ]
 
     def without(self, names: Collection[str]) -> BufferVersions:
-        """The others, as they were when they were looked at."""
+        """The record of the others."""
         return BufferVersions({name: slot for name, slot in self.slots.items() if name not in names}, self._recorded)
 
 
@@ -71,7 +68,7 @@ def _tensor_and_version(slot: TensorSlot) -> tuple[Tensor | None, int]:
 
 
 class BufferTracker:
-    """The buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
+    """The buffers of a model except those of batch norms. They add one flag and the changing values to the step's message."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class BufferTracker:
         track_frozen: bool = False,
         warn: Callable[[str], None],
     ) -> None:
-        """`deferred`: the host may not wait for what the ranks add up. `track_frozen`: parameters that are not trained count as well."""
+        """`deferred`: the host must not wait for sums over ranks. `track_frozen`: also track frozen parameters."""
         self._ranks, self._deferred, self._warn = ranks, deferred, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
         self.slots: dict[str, TensorSlot] = {
@@ -90,7 +87,7 @@ class BufferTracker:
             for name, module, slot in named_slots(model)
             if not isinstance(module, _BatchNorm) and _may_hold_numbers(slot)
         }
-        #: Parameters that are not trained, which may be large.
+        #: Frozen parameters, which may be large.
         self._frozen_slots: dict[str, TensorSlot] = {}
         if track_frozen:
             for name, _, slot in named_slots(model, "_parameters"):
@@ -98,30 +95,30 @@ class BufferTracker:
                 if parameter is not None and not parameter.requires_grad and has_numbers(parameter):
                     self._frozen_slots[name] = slot
             self.slots |= self._frozen_slots
-        #: Those that travel, with the shape that all ranks agreed on.
+        #: Those that are sent, with the shape that all ranks agreed on.
         self._synced_shapes: dict[str, tuple[int, ...]] = {}
         self._synced_numels: list[int] = []
-        #: Those that did not change yet; None: to be looked at when the next step begins.
+        #: Those that did not change so far; None: recorded when the next step begins.
         self._constants: BufferVersions | None = None
-        #: Contents before the first step; None: the ranks have agreed before.
+        #: Checksums before the first step; None: the ranks have agreed since.
         self._initial_checksums: dict[str, Tensor] | None = {}
-        #: What changed here and is not agreed on yet, and what of it changed for the first time.
+        #: Changes on this rank that are not agreed on yet, and those of them that are first ones.
         self._pending_changes: set[str] = set()
         self._first_changes: set[str] = set()
-        #: Whole numbers: whether they differ from other ranks', as far as the host has not looked; and those that do.
+        #: Integers: whether they differ from other ranks' (unread results), and those that do.
         self._integer_mismatches: dict[str, Tensor] = {}
         self._rank_local: set[str] = set()
         self._unchanged_flag, self._changed_flag = (
             torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1)
         )
         self._local_values = self._unchanged_flag[:0]
-        #: The sum of the flags, where the host may not wait for it.
+        #: The sum of the flags, where the host must not wait for it.
         self.resync_flag: Tensor | None = None
         self.size = 1
-        #: What forward changed for the first time, until rules have been looked for, and what of it was other than the ranks' mean.
+        #: First changes since rules were last looked for, and those of them that differed from the ranks' mean.
         self.newly_changed: set[str] = set()
         self.differed_from_mean: set[str] = set()
-        #: What small ones held that did not change yet: writing the same into one is no change.
+        #: Values of small ones that did not change so far: writing equal values is no change.
         self._small_copies: dict[str, Tensor] = {}
         #: This rank's part of the step's samples.
         self.sample_fraction = 1 / ranks.size
@@ -138,13 +135,13 @@ class BufferTracker:
         self.differed_from_mean.clear()
 
     def assume_mutable(self, mutable_buffers: Mapping[str, Sequence[int]] | None) -> None:
-        """Go on as a run that has seen these change: a resumed one then sends the same messages as the unbroken one."""
+        """Resume as a run that has seen these change: it then sends the same messages as the uninterrupted one."""
         self._constants, self._initial_checksums = None, {} if mutable_buffers is None else None
         self._pending_changes.clear()
         self._set_synced_shapes({name: tuple(shape) for name, shape in (mutable_buffers or {}).items()})
 
     def stop_tracking(self, names: Collection[str]) -> None:
-        """Do not look at these any more: their rule is known."""
+        """Ignore these from now on: their rule is known."""
         self.slots = {name: slot for name, slot in self.slots.items() if name not in names}
         self._integer_mismatches = {
             name: mismatch for name, mismatch in self._integer_mismatches.items() if name in self.slots
@@ -156,9 +153,8 @@ class BufferTracker:
 
     def begin_step(self) -> None:
         if self._constants is not None and not self._constants.is_unchanged():
-            self._record_versions(
-                self._constants.changed_names()
-            )  # not forward but a hook or a callback changed it, once for all parts of the batch
+            # Not forward but a hook or a callback changed it, once for all parts of the batch.
+            self._record_versions(self._constants.changed_names())
         if self._constants is None:
             self._constants = BufferVersions(
                 {name: slot for name, slot in self.slots.items() if name not in self._synced_shapes}
@@ -180,14 +176,13 @@ class BufferTracker:
                 self._small_copies[name] = tensor.detach().clone()
 
     def _holds_same_values(self, name: str) -> bool:
-        """Whether it holds what it held."""
         copy, tensor = self._small_copies.get(name), self._tensor(name)
         return copy is not None and tensor is not None and torch.equal(copy, tensor)
 
     def pack(self) -> Tensor:
         has_changes = self._find_changes()
         if self._initial_checksums is not None or self._ranks.size == 1:
-            # What changes from the start travels from the start, on an accelerator too.
+            # What changes from the start is sent from the start, on an accelerator too.
             self._initial_checksums = None
             self._agree_on_changes()
             has_changes = False
@@ -202,7 +197,7 @@ class BufferTracker:
         if self._deferred:
             self.resync_flag = flag.view(())
             if self._synced_shapes:
-                # While there is news each keeps its own: it may be the shape that is new. `resync` brings them together.
+                # Before the ranks have agreed each keeps its own, whose shape may be new; `resync` then reduces them.
                 self._write_means(torch.where(flag > 0, self._local_values, sums[1:]))
         elif flag.item() > 0:
             self.resync()
@@ -210,21 +205,21 @@ class BufferTracker:
             self._write_means(sums[1:])
 
     def resync(self) -> None:
-        """Agree with the other ranks on which buffers change, and take their means now."""
+        """Agree with the other ranks on which buffers change, and take their means."""
         self._agree_on_changes()
         if self._synced_shapes:
             values = torch.cat([self._flat_values(name) for name in self._synced_shapes])
             self._write_means(self._ranks.all_reduce(values * self.sample_fraction))
 
     def _find_changes(self) -> bool:
-        """Whether there is a change of which the others were not told."""
+        """Whether there is a change that the others do not know of."""
         assert self._constants is not None
         changed = [] if self._constants.is_unchanged() else self._constants.changed_names()
         if changed:
             changed = [name for name in changed if not self._holds_same_values(name)]
             self._constants = BufferVersions(self._constants.slots)
         if self._initial_checksums:
-            # `buffer.data` can be changed without a new version. That is looked for once: it reads every buffer.
+            # Writes to `buffer.data` leave the version as it is. Checked once, because it reads every buffer.
             changed += [
                 name
                 for name, checksum in self._initial_checksums.items()
@@ -242,12 +237,10 @@ class BufferTracker:
         return bool(changed)
 
     def _agree_on_changes(self) -> None:
-        """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
+        """A change on any rank counts. Where shapes differ between ranks it is a cache of each rank's own, and stays so."""
         assert self._constants is not None
         rank_changes = self._ranks.all_gather_object((self._pending_changes, self._rank_local, self._first_changes))
-        names, rank_local, first_changes = (
-            set[str]().union(*rank_values) for rank_values in zip(*rank_changes, strict=True)
-        )
+        names, rank_local, first_changes = (set[str]().union(*values) for values in zip(*rank_changes, strict=True))
         self.newly_changed |= first_changes - self._synced_shapes.keys()
         for name in sorted(rank_local & self._synced_shapes.keys()):
             self._warn(
@@ -257,19 +250,18 @@ class BufferTracker:
         self._rank_local = rank_local
         self._pending_changes.clear()
         self._first_changes.clear()
-        shapes = self._ranks.all_gather_object({name: self._syncable_shape(name) for name in names})
-        synced_shapes = dict(self._synced_shapes)
+        rank_shapes = self._ranks.all_gather_object({name: self._syncable_shape(name) for name in names})
+        synced_shapes = {name: shape for name, shape in self._synced_shapes.items() if name not in names}
         self._constants = self._constants.without(names)
-        for name in names:
-            synced_shapes.pop(name, None)
-            rank_values = {rank_shapes[name] for rank_shapes in shapes}
-            if len(rank_values) == 1 and None not in rank_values and name not in rank_local:
-                synced_shapes[name] = rank_values.pop()
+        for name in names - rank_local:
+            shapes = {shapes_of_rank[name] for shapes_of_rank in rank_shapes}
+            if len(shapes) == 1 and None not in shapes:
+                synced_shapes[name] = shapes.pop()
         self._set_synced_shapes(synced_shapes)
 
     def _set_synced_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._synced_shapes = {name: shapes[name] for name in self.slots if name in shapes}
-        self._synced_numels = [_numel(shape) for shape in self._synced_shapes.values()]
+        self._synced_numels = [torch.Size(shape).numel() for shape in self._synced_shapes.values()]
         self.size = 1 + sum(self._synced_numels)
 
     def _tensor(self, name: str) -> Tensor | None:
@@ -277,16 +269,14 @@ class BufferTracker:
         return owner.get(key)
 
     def _syncable_shape(self, name: str) -> tuple[int, ...] | None:
-        """None: there is nothing that could be averaged or compared."""
+        """None: nothing can be averaged or compared."""
         tensor = self._tensor(name)
         return tuple(tensor.shape) if tensor is not None and has_numbers(tensor) else None
 
     def _flat_values(self, name: str) -> Tensor:
         tensor, shape = self._tensor(name), self._synced_shapes[name]
         if tensor is None or not _has_shape(tensor, shape):
-            return self._unchanged_flag.new_zeros(
-                _numel(shape)
-            )  # of the agreed length; nobody uses it, as this is news
+            return self._unchanged_flag.new_zeros(torch.Size(shape).numel())  # unused: the flag reports the new shape
         return tensor.reshape(-1).to(self._unchanged_flag)  # a model may put a tensor of the host there
 
     def _write_means(self, means: Tensor) -> None:
@@ -304,7 +294,7 @@ class BufferTracker:
                     self.differed_from_mean.add(name)
                 make_writable(self.slots[name]).copy_(mean)
             elif tensor.numel():
-                # Of ranks that differ one is further than this from the mean.
+                # Of integers that differ one is further than this from the mean.
                 self._integer_mismatches[name] = (
                     mean_values.view_as(tensor) - tensor.to(mean_values)
                 ).abs().max() > 0.25
@@ -333,10 +323,6 @@ def _checksums_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def _checksum(tensor: Tensor | None) -> Tensor:
-    """Two numbers that tell whether a tensor changed, without a second one of its size."""
+    """Two numbers that show whether a tensor changed, without a copy of it."""
     assert tensor is not None
     return torch.stack([tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=torch.float64)])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
