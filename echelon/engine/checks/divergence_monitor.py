@@ -1,12 +1,12 @@
-"""Watch a run while it trains: ranks that must compute the same are compared, at a bounded cost.
+"""Compare ranks that must compute the same while they train, at a bounded cost.
 
     every step     samples that the ranks of one data group read     strided digest       with the loss, over tp x pp
     every step     modules whose calls start collectives, in order   running hash         with the loss, over tp x pp and dp
     step 1, then   parameters, buffers, optimizer state, settings,   sums of their bits   one small message along each
-    every N        random states (replica_check.py)                                            replicated axis
+    every N        random states (replica_check.py)                                       replicated axis
     the same       what the loss keeps, in runs without a proof      digests              over dp; a warning
 
-N follows from what a comparison was measured to cost. A difference raises DivergenceError on every rank that sees it, before the optimizer steps
+N follows from the measured cost of a comparison. A difference raises DivergenceError on every rank that sees it, before the optimizer steps
 (on an accelerator, whose host must not wait, one step later) and before a checkpoint is written.
 """
 
@@ -17,6 +17,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -33,20 +34,20 @@ from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
 
-#: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more. The rest of the watch costs a short step about
-#: 0.2 ms of the 0.3 that all of it may (bench.watch).
+#: The cost of comparing replicas: a fraction of a step's time, or seconds per step, whichever is more. All monitoring may cost a short step
+#: 0.3 ms, of which the rest takes about 0.2 (bench.watch).
 COST_FRACTION, COST_SECONDS = 0.002, 1e-5
 #: Steps between comparisons of replicas, at most.
 _MAX_INTERVAL = 1000
-#: Numbers of a tensor that a step's digest looks at.
+#: Numbers of a tensor in a step's digest.
 _SAMPLED_VALUES = 64
 _WORD_MASK = 0xFFFFF
-#: Of a module: its number, and above these bits the size of its input, 0 where ranks may differ in it.
+#: A call is its module's number and, above these bits, the size of its input (0 where it may differ between ranks).
 _MODULE_BITS = 20
 
 
 class DivergenceMonitor:
-    """The watch over one run. `is_off`: only what decides how a step is computed is looked at (a proof compares everything itself)."""
+    """Monitors one run. `is_off`: check only what decides how a step is computed (a proof compares everything itself)."""
 
     def __init__(self, run: RunState, attributes: RunAttributes, *, is_off: bool) -> None:
         self._run, self._attributes = run, attributes
@@ -60,7 +61,7 @@ class DivergenceMonitor:
         self._has_warned = False
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if self._call_order is not None:
             self._call_order.close()
 
@@ -76,19 +77,16 @@ class DivergenceMonitor:
             )
 
     def pack_data_parallel(self) -> list[float]:
-        """What data ranks add up: the order in which sharded units were gathered."""
+        """What data ranks sum: the order in which sharded units were gathered."""
         if self._call_order is None or not self._call_order.gather_calls:
             return [0.0, 0.0]
         word = float(_hash_calls(self._call_order.gather_calls))
         return [word, word * word]
 
     def pack_model_parallel(self) -> list[float]:
-        """What the ranks of one data group add up: samples, and by stage the order of calls of modules that the tensor axis cuts."""
-        sample_word, call_word = (
-            float(self._sample_word),
-            float(_hash_calls(self._call_order.tp_calls)) if self._call_order is not None else 0.0,
-        )
-        stage = self._run.axes["pp"]
+        """What the ranks of one data group sum: samples, and by stage the order of calls of modules that tp cuts."""
+        call_word = 0.0 if self._call_order is None else float(_hash_calls(self._call_order.tp_calls))
+        sample_word, stage = float(self._sample_word), self._run.axes["pp"]
         self._model_parallel_words = [sample_word, sample_word * sample_word, *[0.0] * (2 * stage.size)]
         self._model_parallel_words[2 * stage.rank + 2 : 2 * stage.rank + 4] = [call_word, call_word * call_word]
         return self._model_parallel_words
@@ -128,24 +126,14 @@ class DivergenceMonitor:
         self, communicator: Communicator, local_calls: list[tuple[str, int]] | None, step: int, axis: str
     ) -> None:
         """`local_calls`: the modules that this rank called and the sizes of their inputs; None where it is not among those that differ."""
-        rank_calls = [
-            (rank, calls)
-            for rank, calls in communicator.all_gather_object((self._run.world.rank, local_calls))
-            if calls is not None
-        ]
+        gathered = communicator.all_gather_object((self._run.world.rank, local_calls))
+        rank_calls = [(rank, calls) for rank, calls in gathered if calls is not None]
         first_rank, first_calls = rank_calls[0]
         rank, other_calls = next(((rank, calls) for rank, calls in rank_calls if calls != first_calls), rank_calls[0])
-        index = next(
-            (
-                call_index
-                for call_index, (left, right) in enumerate(zip(first_calls, other_calls, strict=False))
-                if left != right
-            ),
-            min(len(first_calls), len(other_calls)),
-        )
-        (name, size), (other_name, other_size) = (
-            calls[index] if index < len(calls) else ("nothing", 0) for calls in (first_calls, other_calls)
-        )
+        pairs = list(zip_longest(first_calls, other_calls, fillvalue=("nothing", 0)))
+        index = next((index for index, (call, other) in enumerate(pairs) if call != other), len(pairs))
+        (name, size), (other_name, other_size) = pairs[index] if index < len(pairs) else (("nothing", 0),) * 2
+        tensor = other_name if index < len(other_calls) else None
         if name == other_name:
             name, other_name = f"{name} with {size:,} inputs", f"{other_name} with {other_size:,}"
         raise DivergenceError(
@@ -153,14 +141,14 @@ class DivergenceMonitor:
             f"{rank}: sums of different modules were mixed; the order of calls depends on the rank (iteration over a set, hash(), a random choice); "
             f"iterate in sorted order, or use a plan without {axis}",
             rank=rank,
-            tensor=other_calls[index][0] if index < len(other_calls) else None,
+            tensor=tensor,
             cause="the order of calls depends on the rank",
         )
 
     # Replicas
 
     def before_update(self, step: int) -> None:
-        """After the first backward: what forward itself has changed."""
+        """After the first backward: compare what forward itself has changed."""
         if not self.is_off and step == 0:
             self._replica_check.compare(0, after_update=False)
 
@@ -172,11 +160,8 @@ class DivergenceMonitor:
             started = time.perf_counter()
             self._replica_check.compare(step)
             self._compare_loss_state(step)
-            spent, length = (
-                time.perf_counter() - started,
-                started - self._step_started if self._step_started is not None else 0.0,
-            )
-            self._next_comparison = step + self._comparison_interval(spent, length)
+            length = 0.0 if self._step_started is None else started - self._step_started
+            self._next_comparison = step + self._comparison_interval(time.perf_counter() - started, length)
         if step >= self._next_comparison - 1:  # the next step's length is needed
             self._step_started = time.perf_counter()
 
@@ -186,7 +171,7 @@ class DivergenceMonitor:
             self._replica_check.compare(step, between_steps=True)
 
     def _compare_loss_state(self, step: int) -> None:
-        """Warn where data ranks hold different values of what the loss keeps, and no proof has shown that it does not read them."""
+        """Warn where data ranks hold different values of the loss's state, and no proof has shown that it does not read them."""
         data_parallel, attributes = self._run.data_parallel, self._attributes
         if self._has_warned or not attributes.is_unproved or data_parallel.size == 1:
             return
@@ -203,13 +188,11 @@ class DivergenceMonitor:
             )
 
     def _comparison_interval(self, spent: float, length: float) -> int:
-        """Steps to the next comparison, the same on every rank: so many that its cost stays within the budget."""
-        communicator = self._run.ranks
-        sums = communicator.all_reduce(
-            torch.tensor([spent, length], dtype=torch.float64).to(communicator.device)
-        ).tolist()
-        budget = max(COST_FRACTION * sums[1] / communicator.size, COST_SECONDS)
-        return min(max(int(sums[0] / communicator.size / budget), 1), _MAX_INTERVAL)
+        """Steps to the next comparison, the same on every rank, so that its cost stays within the budget."""
+        ranks = self._run.ranks
+        sums = ranks.all_reduce(torch.tensor([spent, length], dtype=torch.float64).to(ranks.device)).tolist()
+        mean_spent, mean_length = (total / ranks.size for total in sums)
+        return min(max(int(mean_spent / max(COST_FRACTION * mean_length, COST_SECONDS)), 1), _MAX_INTERVAL)
 
 
 class _CallOrder:
@@ -226,13 +209,9 @@ class _CallOrder:
         self._hooks: list[RemovableHandle] = []
         self._noted_forwards: list[PatchedForward] = []
         for path in sorted(tp_paths & modules.keys()):
-            note, module = (
-                self._make_note(self._register(path), has_equal_size=full_sequences and path not in uneven_paths),
-                modules[path],
-            )
-            if isinstance(
-                module.forward, PatchedForward
-            ):  # a hook would cost a short step as much as the rest of the watch
+            module, has_equal_size = modules[path], full_sequences and path not in uneven_paths
+            note = self._make_note(self._register(path), has_equal_size=has_equal_size)
+            if isinstance(module.forward, PatchedForward):  # a hook would double the monitor's cost in a short step
                 module.forward.pre_hook = note
                 self._noted_forwards.append(module.forward)
             else:
@@ -287,12 +266,12 @@ def _hook_first_argument(note: Callable[[Any], None]) -> Callable[[nn.Module, An
 
 
 def _hash_calls(calls: Sequence[int]) -> int:
-    """A number that tells sequences of calls apart."""
+    """A hash of a sequence of calls."""
     return zlib.crc32(array("q", calls).tobytes()) & _WORD_MASK
 
 
 def strided_digest(value: Any, step: int) -> int:
-    """A word that tells samples apart: some numbers of each tensor, others at each step, and the text of everything else."""
+    """A hash of samples: some numbers of each tensor, others at each step, and the text of everything else."""
     word = 0
     pending = [value]
     while pending:
@@ -314,7 +293,7 @@ def strided_digest(value: Any, step: int) -> int:
 
 
 def _flat_array(value: Tensor) -> np.ndarray | None:
-    """Its numbers in one row, None where the host has none. NumPy's, because each of torch's calls costs a short step as much as all of this."""
+    """Its numbers, None where the host has none. In NumPy, because one torch call costs as much as the whole digest."""
     try:
         return value.numpy().reshape(-1)
     except (TypeError, RuntimeError):  # on a device, sparse, of a type that NumPy lacks, or part of a graph

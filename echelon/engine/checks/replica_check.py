@@ -1,15 +1,15 @@
 """Compare what ranks must hold alike: parameters, buffers, optimizer state, settings and random states along every replicated axis.
 
 Each tensor's bits are summed on its device, so that a comparison sends a few numbers. Only where those differ are tensors named and
-compared by value. Differences of rounding size (sums on a GPU depend on the order of its threads) are repaired with the first replica's values; any
-other ends the run.
+compared by value. Differences of rounding size (sums on a GPU depend on the order of its threads) are overwritten with the first replica's
+values; any other ends the run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,17 @@ from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
 
-#: Differences up to so many units in the last place of a tensor's largest value are rounding.
+#: Units in the last place of a tensor's largest value up to which differences are rounding.
 _ROUNDING_ULPS = 64
-#: A comparison adds up words of so many bits and their squares: n words are equal where n times the sum of squares is the square of the sum.
+#: A comparison sums words of this many bits and their squares: n words are equal where n times the sum of squares is the square of the sum.
 _WORD_BITS, _WORD_COUNT = 20, 3
-#: A sum of bits is taken by so many parts, so that values that changed places are seen.
+#: Parts of a tensor whose bits are summed apart, so that values that changed places are seen.
 _CHECKSUM_PARTS = 61
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaKind:
-    """What a compared thing is called in an error, and why replicas of it usually differ."""
+    """How errors name a replicated item, and why replicas of it usually differ."""
 
     name: str
     cause: str
@@ -64,16 +64,16 @@ _RANDOM_STATE = _ReplicaKind("random state", "code draws different numbers of ra
 
 @dataclass(frozen=True, slots=True)
 class _ReplicatedItem:
-    """One thing that replicas hold alike: a tensor, or a plain value that is compared by its text."""
+    """A tensor, or a plain value that is compared by its text."""
 
     kind: _ReplicaKind
     value: Any
-    #: Axes along which ranks own different ones: see `whole_optimizer`.
+    #: Axes along which ranks own different ones (whole_tensor_optimizer.py).
     owned_axes: tuple[str, ...] = ()
 
 
 class ReplicaCheck:
-    """What a rank shares with others, by axis."""
+    """Compares the replicas of one run."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
@@ -94,28 +94,17 @@ class ReplicaCheck:
         run = self._run
         items = dict(self._items(after_update=after_update, between_steps=between_steps))
         checksums = _checksums(items)
-        unsharded = {name: item for name, item in items.items() if not isinstance(item.value, DTensor)}
-        data_replicated = {
-            name: item
-            for name, item in unsharded.items()
-            if not self._is_per_rank(item) and "dp" not in item.owned_axes
-        }
-        self._compare_over(run.data_parallel, data_replicated, checksums, step)
-        tp_replicated = {
-            name: item
-            for name, item in items.items()
-            if not self._is_tp_sharded(name, item) and "tp" not in item.owned_axes
-        }
-        self._compare_over(run.axes["tp"], tp_replicated, checksums, step)
-        for holders, tied_ids in self._tied_parameters:
-            shared_items = {
-                name: item
-                for name, item in items.items()
-                if item.kind in (_INITIAL_PARAMETER, _PARAMETER) and id(item.value) in tied_ids
+        for axis, is_split in (("dp", self._is_data_sharded), ("tp", self._is_tp_sharded)):
+            replicated = {
+                name: item for name, item in items.items() if axis not in item.owned_axes and not is_split(name, item)
             }
-            self._compare_over(holders, shared_items, checksums, step)
+            self._compare_over(run.axes[axis], replicated, checksums, step)
+        for holders, tied_ids in self._tied_parameters:
+            is_parameter = (_INITIAL_PARAMETER, _PARAMETER)
+            shared = {n: item for n, item in items.items() if item.kind in is_parameter and id(item.value) in tied_ids}
+            self._compare_over(holders, shared, checksums, step)
 
-    # What there is
+    # What is replicated
 
     def _items(self, *, after_update: bool, between_steps: bool) -> Iterator[tuple[str, _ReplicatedItem]]:
         run = self._run
@@ -132,28 +121,17 @@ class ReplicaCheck:
         if not after_update:
             return
         for name, moment in optimizer_tensors(run).items():
-            full_tensor_optimizer = full_tensor_optimizer_of(run, name)
-            yield (
-                f"optimizer {name}",
-                _ReplicatedItem(
-                    _OPTIMIZER_STATE,
-                    moment,
-                    full_tensor_optimizer.gathered_axes if full_tensor_optimizer is not None else (),
-                ),
-            )
-        for optimizer_index, optimizer in enumerate(run.optimizers):
-            owned_axes = (
-                run.full_tensor_optimizers[optimizer_index].gathered_axes
-                if optimizer_index in run.full_tensor_optimizers
-                else ()
-            )
-            for index, group in enumerate(optimizer.param_groups):
+            owner = full_tensor_optimizer_of(run, name)
+            owned_axes = owner.gathered_axes if owner is not None else ()
+            yield f"optimizer {name}", _ReplicatedItem(_OPTIMIZER_STATE, moment, owned_axes)
+        for index, optimizer in enumerate(run.optimizers):
+            owner = run.full_tensor_optimizers.get(index)
+            owned_axes = owner.gathered_axes if owner is not None else ()
+            for group_index, group in enumerate(optimizer.param_groups):
                 for key, value in read_group_settings(group).items():
                     if isinstance(value, bool | int | float | str | tuple):
-                        yield (
-                            f"optimizer {optimizer_index} group {index} {key}",
-                            _ReplicatedItem(_OPTIMIZER_SETTING, value, owned_axes),
-                        )
+                        name = f"optimizer {index} group {group_index} {key}"
+                        yield name, _ReplicatedItem(_OPTIMIZER_SETTING, value, owned_axes)
         if between_steps:
             return
         if run.plan.zero == 0 and not run.tp_shards and run.rank_model.pipeline is None and not run.plan.uses_servers:
@@ -164,22 +142,20 @@ class ReplicaCheck:
             yield f"generator {index}", _ReplicatedItem(_GENERATOR, generator.get_state())
 
     def _is_tp_sharded(self, name: str, item: _ReplicatedItem) -> bool:
-        """Whether the tensor axis gives each rank another part of it."""
+        """Whether tp gives each rank another part of it."""
         parameter_name = name.split("/")[1] if item.kind is _OPTIMIZER_STATE and "/" in name else name
         return parameter_name in self._run.tp_shards
 
-    def _is_per_rank(self, item: _ReplicatedItem) -> bool:
-        """Whether data ranks have their own by intention: the model's generators, seeded for each."""
-        return item.kind is _GENERATOR and bool(self._run.seeded_generators)
+    def _is_data_sharded(self, name: str, item: _ReplicatedItem) -> bool:
+        """Whether data ranks have shards of it, or their own by intention: the model's generators, seeded for each."""
+        return isinstance(item.value, DTensor) or (item.kind is _GENERATOR and bool(self._run.seeded_generators))
 
-    # How it is compared
+    # Comparison
 
     def _compare_over(
         self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
     ) -> None:
-        if communicator.size == 1:
-            return
-        if not _checksums_agree(communicator, {name: checksums[name] for name in items}):
+        if communicator.size > 1 and not _checksums_agree(communicator, {name: checksums[name] for name in items}):
             self._diagnose(communicator, items, checksums, step)
 
     def _diagnose(
@@ -187,47 +163,37 @@ class ReplicaCheck:
     ) -> None:
         """Name what differs; raise unless it is all rounding."""
         local_checksums = {name: (checksums[name], _local_shape(item.value)) for name, item in items.items()}
-        rank_checksums = communicator.all_gather_object((self._run.world.rank, local_checksums))
-        names = list(dict.fromkeys(name for _, checksum_and_shape in rank_checksums for name in checksum_and_shape))
-        first_rank = rank_checksums[0][0]
-        for name in names:
-            checksums_of_item = [checksum_and_shape.get(name) for _, checksum_and_shape in rank_checksums]
-            if len(set(checksums_of_item)) == 1:
+        gathered = communicator.all_gather_object((self._run.world.rank, local_checksums))
+        ranks, rank_checksums = zip(*gathered, strict=True)
+        for name in dict.fromkeys(name for checksums_of_rank in rank_checksums for name in checksums_of_rank):
+            found = [checksums_of_rank.get(name) for checksums_of_rank in rank_checksums]
+            if len(set(found)) == 1:
                 continue
-            kind = items[name].kind if name in items else _INITIAL_PARAMETER
-            shapes = {checksum_and_shape and checksum_and_shape[1] for checksum_and_shape in checksums_of_item}
-            if kind is _BUFFER and len(shapes) > 1:
-                continue  # a cache, as large as this rank's batch
-            differing_index = next(
-                index
-                for index, checksum_and_shape in enumerate(checksums_of_item)
-                if checksum_and_shape != checksums_of_item[0]
-            )
-            rank = rank_checksums[differing_index][0]
-            where = f"{kind.name} {name} on rank {rank} is not rank {first_rank}'s after step {step}"
-            if None in checksums_of_item:
-                missing_rank = rank_checksums[checksums_of_item.index(None)][0]
+            if None in found:
+                missing_rank = ranks[found.index(None)]
                 raise _divergence_error(
-                    f"{kind.name} {name} exists on some ranks and not on rank {missing_rank} after step {step}: {_INITIAL_PARAMETER.cause}",
-                    rank,
-                    name,
-                    _INITIAL_PARAMETER,
-                )
-            value = items[name].value
-            if not isinstance(value, Tensor) or len(shapes) > 1 or kind in (_RANDOM_STATE, _GENERATOR):
+                    f"{items[name].kind.name if name in items else 'parameter'} {name} exists on some ranks and not on rank {missing_rank} after step {step}: "
+                    f"{_INITIAL_PARAMETER.cause}", _first_differing(ranks, found), name, _INITIAL_PARAMETER,
+                )  # fmt: skip
+            kind, value, has_one_shape = items[name].kind, items[name].value, len({shape for _, shape in found}) == 1
+            if kind is _BUFFER and not has_one_shape:
+                continue  # a cache, as large as this rank's batch
+            if not isinstance(value, Tensor) or not has_one_shape or kind in (_RANDOM_STATE, _GENERATOR):
+                rank = _first_differing(ranks, found)
+                where = f"{kind.name} {name} on rank {rank} is not rank {ranks[0]}'s after step {step}"
                 raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
             differences = self._relative_differences(communicator, to_local(value.detach()))
             worst_index = max(range(len(differences)), key=differences.__getitem__)
             if differences[worst_index] == 0:
-                continue  # zeros of unlike sign, or put right
-            rank = rank_checksums[worst_index][0]
+                continue  # zeros of unlike sign, or overwritten
+            rank = ranks[worst_index]
             raise _divergence_error(
-                f"{kind.name} {name} on rank {rank} differs from rank {first_rank}'s by {differences[worst_index]:.1e} of its largest value after step "
+                f"{kind.name} {name} on rank {rank} differs from rank {ranks[0]}'s by {differences[worst_index]:.1e} of its largest value after step "
                 f"{step}: {kind.cause}", rank, name, kind,
             )  # fmt: skip
 
     def _relative_differences(self, communicator: Communicator, value: Tensor) -> list[float]:
-        """How far each rank's tensor is from the first's, relative to its largest value; what is rounding is put right and 0."""
+        """How far each rank's tensor is from the first's, relative to its largest value; 0 where rounding was overwritten."""
         reference = value.clone(memory_format=torch.contiguous_format)
         real_view = torch.view_as_real(reference) if reference.is_complex() else reference
         process_group = communicator.process_group or dist.group.WORLD
@@ -239,7 +205,7 @@ class ReplicaCheck:
         unequal = (reference != value) & ~(reference.isnan() & value.isnan())
         relative = float(((reference - value).abs().where(unequal, 0.0).max() / largest).nan_to_num(1.0))
         differences: list[float] = communicator.all_gather_object(relative)
-        # On the host every replica computes the same bits: there only parts that the tensor axis computes apart may round apart.
+        # On the host every replica computes the same bits; only what tp computes in parts may round differently.
         is_exact = value.device.type == "cpu" and communicator is self._run.data_parallel
         if is_exact or max(differences) > _ROUNDING_ULPS * torch.finfo(value.dtype).eps:
             return differences
@@ -250,6 +216,10 @@ class ReplicaCheck:
                 f"replicas drifted apart by rounding ({max(differences):.0e} of the largest value): every rank took the first one's values, as it will again"
             )
         return [0.0] * len(differences)
+
+
+def _first_differing(ranks: Sequence[int], values: Sequence[object]) -> int:
+    return next(rank for rank, value in zip(ranks, values, strict=True) if value != values[0])
 
 
 def _divergence_error(message: str, rank: int, name: str, kind: _ReplicaKind) -> DivergenceError:
@@ -268,19 +238,15 @@ def _checksums_agree(communicator: Communicator, checksums: Mapping[str, int]) -
 
 
 def is_same_on_ranks(communicator: Communicator, checksum: int) -> bool:
-    """Whether a number of 60 bits is the same on every rank of a group."""
+    """Whether an integer of 60 bits is the same on every rank."""
     words = [checksum >> (_WORD_BITS * index) & ((1 << _WORD_BITS) - 1) for index in range(_WORD_COUNT)]
-    words_and_squares = [float(value) for word in words for value in (word, word * word)]
-    sums = communicator.all_reduce(
-        torch.tensor(words_and_squares, dtype=torch.float64).to(communicator.device)
-    ).tolist()
-    return all(
-        all_words_equal(communicator.size, sums[index], sums[index + 1]) for index in range(0, 2 * _WORD_COUNT, 2)
-    )
+    words_and_squares = torch.tensor([(word, word * word) for word in words], dtype=torch.float64)
+    sums = communicator.all_reduce(words_and_squares.to(communicator.device)).tolist()
+    return all(all_words_equal(communicator.size, *word_sums) for word_sums in sums)
 
 
 def all_words_equal(count: int, total: float, squares: float) -> bool:
-    """Whether `count` whole numbers of 20 bits with this sum and sum of squares are all the same."""
+    """Whether `count` integers of 20 bits with this sum and sum of squares are all the same."""
     return count * round(squares) == round(total) ** 2
 
 
@@ -297,7 +263,7 @@ def _checksums(items: Mapping[str, _ReplicatedItem]) -> dict[str, int]:
 
 
 def _copy_to_host(scalars: list[Tensor]) -> list[int]:
-    """Numbers of several devices, each device being waited for once."""
+    """Scalars of several devices, waiting for each device once."""
     numbers: dict[int, int] = {}
     for device in {scalar.device for scalar in scalars}:
         indices = [index for index, scalar in enumerate(scalars) if scalar.device == device]
@@ -306,7 +272,7 @@ def _copy_to_host(scalars: list[Tensor]) -> list[int]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of a tensor's bits that depends on their places; a number on its device."""
+    """A sum of a tensor's bits that depends on their places, on its device."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
@@ -326,7 +292,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _as_integers(flat: Tensor) -> Tensor:
-    """The bits as whole numbers of the same width."""
+    """The bits as integers of the same width."""
     dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(dtypes[flat.element_size()])
 
