@@ -1,10 +1,12 @@
-"""Activations computed again: a repeated block forgets what it computed and runs its forward once more in backward.
+"""Activation checkpointing: a repeated block drops its activations and runs forward again in backward.
 
-    block       it keeps its input alone
-    selective   and what its products and attentions gave, which are dear to compute: all else is cheap
+What it keeps until then is `Plan.recompute`'s to say (plan/recompute_policy.py):
 
-torch's own selective checkpointing is not used: it raises where something it keeps is changed in place, and does not see that at all
-through the views that a product without a bias returns (torch 2.13). Here what was changed is computed again.
+    block       its input
+    selective   its input, and the outputs of matrix products and attention
+
+torch's selective checkpointing is not used: it raises where a kept tensor is changed in place, and misses that through the views which a
+product without a bias returns (torch 2.13). Here changed outputs are recomputed.
 """
 
 from __future__ import annotations
@@ -28,13 +30,10 @@ from echelon.plan.recompute_policy import saves_output
 
 
 def checkpoint_activations(blocks: Sequence[nn.Module], policy: Recompute) -> Callable[[], None]:
-    """Make `blocks` forget what they computed until backward asks for it. Numbers, random ones too, come out the same.
-
-    Returns what makes them as they were.
-    """
+    """Make `blocks` recompute their activations in backward, with the same results, random numbers included. Returns a function that undoes it."""
     wrapped_blocks = [(block, block.__dict__.get("forward")) for block in blocks if policy != "none"]
     for block, _ in wrapped_blocks:
-        # Methods, not closures: a copy of the model calls its own.
+        # Methods, not closures: a copy of the model must call its own.
         block.forward = MethodType(_checkpointed_forward(block.forward, selective=policy == "selective"), block)
 
     def restore() -> None:
@@ -51,7 +50,7 @@ def _checkpointed_forward(forward: Callable[..., Any], *, selective: bool) -> Ca
     unbound_forward = (
         forward.__func__ if isinstance(forward, MethodType) else lambda block, *args, **kwargs: forward(*args, **kwargs)
     )
-    #: Buffers that a forward was seen to change.
+    #: Buffers that a forward has changed.
     mutable_buffers: set[tuple[str, str]] = set()
 
     def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,16 +69,16 @@ def _checkpointed_forward(forward: Callable[..., Any], *, selective: bool) -> Ca
 
         output = checkpoint(unbound_forward, block, *args, use_reentrant=False, context_fn=make_contexts, **kwargs)
         buffers.drop_constant_copies()
-        saved_outputs.drop_aliases(tree_leaves(output))  # what others hold they may change
+        saved_outputs.drop_aliases(tree_leaves(output))  # callers may change it
         return output
 
     return checkpointed
 
 
 class _BufferSnapshot:
-    """A block's buffers as its first forward found them, also None: the second must not see what the first, or a later batch, made of them.
+    """A block's buffers, None included, before its first forward: the second must not see what that, or a later batch, changed.
 
-    Of those that no forward was seen to change no copy is held until then. Batch norms in training do not read theirs.
+    Only buffers that a forward has changed are kept as copies. Batch norms do not read theirs in training.
     """
 
     def __init__(self, block: nn.Module, mutable: set[tuple[str, str]]) -> None:
@@ -108,12 +107,12 @@ class _BufferSnapshot:
 
     @contextmanager
     def restore(self) -> Iterator[None]:
-        """While it lasts the block has its buffers as they were, in copies that it may change."""
+        """Inside, the block has copies of the buffers as they were."""
         newly_changed = sorted(set(self._changed_keys()) - self._copies.keys())
         if newly_changed:
             raise TrainingError(
-                f"recompute: the buffer {'.'.join(filter(None, newly_changed[0]))} of a {type(self._block).__name__} was changed between its forward and its "
-                "backward, by no forward before: what it was is not known any more; use recompute=none"
+                f"recompute: the buffer {'.'.join(filter(None, newly_changed[0]))} of a {type(self._block).__name__} changed between its forward and its "
+                "backward, and no forward had changed it before, so its value is lost; use recompute=none"
             )
         with ExitStack() as stack:
             for path, module in self._block.named_modules():
@@ -128,10 +127,8 @@ class _BufferSnapshot:
 def _recompute_context(
     buffers: _BufferSnapshot, modes: Sequence[TorchFunctionMode], reuse_mode: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """The second forward computes with copies of the buffers: batch norms would count the batch twice.
-
-    It runs under the modes (a default device, a proof's stillness) that the first one ran under: in backward there are none.
-    """
+    """Runs the second forward on copies of the buffers (batch norms would count the batch twice), under the function modes of the first (a
+    default device, a proof's determinism): backward has none."""
     with ExitStack() as stack:
         stack.enter_context(buffers.restore())
         for mode in modes:
@@ -141,15 +138,15 @@ def _recompute_context(
 
 
 class _SavedOutputs:
-    """What products and attentions gave, in the order of their calls; None: to be computed again."""
+    """Kept outputs in the order of their calls; None: recompute it."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
 
     def drop_aliases(self, values: Sequence[Any]) -> None:
-        """Drop what shares memory with one of `values`."""
+        """Drop outputs that share memory with one of `values`."""
         storages = {_storage_id(value) for value in values if isinstance(value, Tensor)}
-        if not storages:  # most calls change nothing, and this is asked after each of them
+        if not storages:  # most calls write nothing
             return
         for index, output in enumerate(self.outputs):
             if any(_storage_id(value) in storages for value in tree_leaves(output) if isinstance(value, Tensor)):
@@ -166,8 +163,8 @@ class _SaveMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if _is_worth_saving(func, args, kwargs):
-            # Not the tensor itself: it will hold the graph, which holds what is kept.
+        if _is_kept(func, args, kwargs):
+            # Detached: the tensor would hold the graph, which holds the kept outputs.
             self._saved_outputs.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
         elif self._saved_outputs.outputs:
             self._saved_outputs.drop_aliases(_written_tensors(func, args, kwargs))
@@ -175,7 +172,7 @@ class _SaveMode(TorchDispatchMode):
 
 
 class _ReuseMode(TorchDispatchMode):
-    """The second forward: takes what is kept, each once."""
+    """The second forward, which takes each kept output once."""
 
     def __init__(self, saved_outputs: _SavedOutputs) -> None:
         super().__init__()
@@ -183,33 +180,33 @@ class _ReuseMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_worth_saving(func, args, kwargs):
+        if not _is_kept(func, args, kwargs):
             return func(*args, **kwargs)
         index, self._next_index = self._next_index, self._next_index + 1
         output, self._saved_outputs.outputs[index] = self._saved_outputs.outputs[index], None
         return func(*args, **kwargs) if output is None else output
 
 
-def _is_worth_saving(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if not saves_output(func._overloadpacket.__name__):
-        return False
-    # One that draws random numbers must draw them again, or all that follow would be others.
-    names = [argument.name for argument in func._schema.arguments]
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return not values.get("dropout_p")
+def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = func._overloadpacket.__name__
+    return saves_output(name) and saves_output(
+        name, is_random=bool(_named_arguments(func, args, kwargs).get("dropout_p"))
+    )
+
+
+def _named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that a call changes."""
-    if func.namespace == "c10d":  # messages do not say which
+    """The tensors that a call writes to."""
+    if func.namespace == "c10d":  # its schemas do not tell
         return tree_leaves((args, dict(kwargs)))
     if not func._schema.is_mutable:
         return []
-    arguments = func._schema.arguments
-    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    return tree_leaves(
-        [values.get(argument.name) for argument in arguments if argument.alias_info and argument.alias_info.is_write]
-    )
+    values, arguments = _named_arguments(func, args, kwargs), func._schema.arguments
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return tree_leaves([values.get(name) for name in written])
 
 
 def _storage_id(tensor: Tensor) -> int:

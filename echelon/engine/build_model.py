@@ -18,9 +18,9 @@ from echelon.engine.checkpoint.function_state import preserve_function_state
 from echelon.engine.checks.hook_checks import require_supported_hooks
 from echelon.engine.data_setup import BatchMover
 from echelon.engine.init_model import broadcast_model, initialize_model, model_fingerprint
+from echelon.engine.parallel.data_parallel import max_norm_weights
 from echelon.engine.parallel.fsdp import ZeroSharding, unit_modules
 from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
-from echelon.engine.parallel.max_norm_sync import max_norm_weights
 from echelon.engine.parallel.module_tensors import move_model
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import TPShard

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.checkpoint.param_group_state import optimizer_entries
+from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions, to_local
-from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.run_state import RunState
 
 #: A GPU keeps copies of tensors only if several times their size is free.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_settings
 from echelon.engine.checkpoint.schedule_state import require_steppable
-from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
+from echelon.engine.group_settings import is_plain_json, read_group_settings
+from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.process_groups import Communicator
 from echelon.errors import EchelonError, JobError, PlanError
 from echelon.job import Job, call_optimizer

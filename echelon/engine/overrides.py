@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.engine.checkpoint import schedule_state
-from echelon.engine.checkpoint.group_settings import is_plain_json, read_group_settings
 from echelon.engine.checkpoint.param_group_state import map_parameter_names
 from echelon.engine.checkpoint.schedule_state import takes_metric
+from echelon.engine.group_settings import is_plain_json, read_group_settings
 from echelon.engine.optimizers import make_schedules
 from echelon.engine.run_state import RunState
 from echelon.errors import JobError

@@ -23,7 +23,7 @@ from echelon.engine.optimizers import (
     sparse_stepped_ids,
     trained_loss_parameters,
 )
-from echelon.engine.parallel.whole_tensor_optimizer import make_full_tensor_optimizers
+from echelon.engine.parallel.full_tensor_optimizer import make_full_tensor_optimizers
 from echelon.engine.precision import LossScale
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import PlanError

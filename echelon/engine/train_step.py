@@ -22,8 +22,8 @@ from echelon.engine.checks.shared_state_check import SharedStateCheck
 from echelon.engine.data_setup import seed_step
 from echelon.engine.loss_weighing import LossWeighing
 from echelon.engine.optimizers import init_late_momentum
-from echelon.engine.parallel.max_norm_sync import sync_max_norm_weights
-from echelon.engine.parallel.pipeline_parallel import Pipeline, sum_gradients
+from echelon.engine.parallel.data_parallel import sum_gradients, sync_max_norm_weights
+from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.run_state import RunState
 from echelon.engine.step_metrics import StepMetrics
 from echelon.engine.step_result import AsyncScalars, StepResult

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from echelon.engine.parallel.shard_layout import compute_shard_sizes
+from echelon.plan.placement import compute_shard_sizes
 from echelon.plan.plan import Plan
 from echelon.verifier.compare import FLOAT64_BOUND, NOT_COMPARABLE, Bounds, Difference, to_float64
 from echelon.verifier.compare_outputs import format_names

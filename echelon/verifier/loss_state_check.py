@@ -26,7 +26,7 @@ from echelon.engine.checkpoint.function_state import (
     find_differing_slots,
     snapshot_functions,
 )
-from echelon.engine.checkpoint.held_state import StateChanges
+from echelon.engine.checkpoint.reachable_state import StateChanges
 from echelon.errors import DivergenceError
 from echelon.plan.certificate import Finding
 from echelon.verifier.candidate_run import CandidateRun

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.parallel.data_parallel import sum_gradients
 from echelon.engine.parallel.shard_layout import TPShard, local_regions
 from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tensor_parallel, shard_parameters
 from echelon.engine.parallel.tp_collectives import TPCommunicator

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echelon.checkpoint_files.checkpoint_reader import CHECKPOINT_FORMAT, MANIFEST_FILE, read_manifest
-from echelon.checkpoint_files.tensor_storage import INDEX_FILE
+from echelon.checkpoint_files.tensor_format import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.plan import Plan
@@ -195,7 +195,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
         run.load(tmp_path / "here")
     (tmp_path / "here" / MANIFEST_FILE).write_text(json.dumps({"format": 2, "step": 7}))  # as versions before wrote it
     with pytest.raises(
-        IncompatibleCheckpointError, match=r"format 2, which holds pickled data .* export it with the echelon that"
+        IncompatibleCheckpointError, match=r"format 2, which contains pickled data .* export it with the echelon that"
     ):
         run.load(tmp_path / "here")
 
@@ -228,7 +228,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
         pytest.skip("no /dev/full here")
     # The real device that is always full stands in for the disk: every write ends in ENOSPC.
     monkeypatch.setattr(
-        "echelon.checkpoint_files.tensor_storage._create_file",
+        "echelon.checkpoint_files.tensor_writer._create_file",
         lambda path: Path("/dev/full").open("wb"),  # noqa: SIM115
     )
     with pytest.raises(CheckpointError, match="the disk is full"):
@@ -239,5 +239,5 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
 def test_saving_twice_is_refused(tmp_path: Path) -> None:
     run = Run(JOBS["mlp"](), Plan(), World())
     run.save(tmp_path / "here")
-    with pytest.raises(CheckpointError, match="there is a checkpoint already"):
+    with pytest.raises(CheckpointError, match="a checkpoint exists there"):
         run.save(tmp_path / "here")

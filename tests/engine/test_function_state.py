@@ -404,7 +404,7 @@ def test_a_warning_names_what_a_checkpoint_lacks(tmp_path: Path) -> None:
             run.step(batch)
             run.save(tmp_path / str(run.step_number))
     (warning,) = [each for each in warnings if "loss.phase" in each]
-    assert "a resumed run has its first value again" in warning
+    assert "a resumed run starts with its initial value" in warning
 
 
 class Counting(nn.Module):
@@ -527,5 +527,5 @@ def test_a_checkpoint_names_what_data_ranks_hold_apart(ranks: RankPool, tmp_path
         run.load(tmp_path / "here")
     (warning,) = resumed
     assert warning.startswith("values of loss=: the data ranks that wrote the checkpoint held different values")
-    assert ("has its first value again" in warning) == unproved
+    assert ("starts with its initial value" in warning) == unproved
     assert (len(loss.values), loss.calls) == (0 if unproved else 2, 2)

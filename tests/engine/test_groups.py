@@ -53,14 +53,14 @@ def test_rates_of_layers_go_on_under_any_stages(
 def test_groups_that_had_different_settings_cannot_become_one(tmp_path: Path) -> None:
     saved(World(), "layers", "dp=1", str(tmp_path / "here"), STEPS)
     job = replace(JOBS["layers"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    with pytest.raises(IncompatibleCheckpointError, match=r"0\.weight and .* are in one group of this job's optimizer"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"0\.weight and .* share a group of this job's optimizer"):
         Run(job, Plan(), World()).load(tmp_path / "here")
 
 
 def test_optimizers_of_other_parameters_are_refused(tmp_path: Path) -> None:
     saved(World(), "two", "dp=1", str(tmp_path / "here"), STEPS)
     job = replace(JOBS["two"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    with pytest.raises(IncompatibleCheckpointError, match="its optimizers cover other parameters"):
+    with pytest.raises(IncompatibleCheckpointError, match="its optimizers train other parameters"):
         Run(job, Plan(), World()).load(tmp_path / "here")
 
 

@@ -110,7 +110,7 @@ def warnings_of_a_resume_that_reads_nothing(kind: type[Plain], folder: Path, **o
 def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_history, "_MAX_REPLAY_SECONDS", 0.0)
     (said,) = warnings_of_a_resume_that_reads_nothing(Cached, tmp_path / "step")
-    assert "starts with it as it was made" in said
+    assert "starts with a fresh data set" in said
 
 
 @pytest.mark.parametrize("kind", [Normalised, Drawing, Closure])

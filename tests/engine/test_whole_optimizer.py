@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.engine.data_setup import seed_step
-from echelon.engine.parallel.whole_tensor_optimizer import assign_owners
+from echelon.engine.parallel.full_tensor_optimizer import assign_owners
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.partition.complete_plan import complete

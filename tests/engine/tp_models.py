@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._pytree import tree_leaves
 
-from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.parallel.data_parallel import sum_gradients
 from echelon.engine.parallel.shard_layout import TPShard, local_regions
 from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tensor_parallel, shard_parameters
 from echelon.engine.parallel.tp_collectives import TPCommunicator

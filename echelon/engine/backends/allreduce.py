@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.engine import grad_clip
 from echelon.engine.backends.backend import Backend
-from echelon.engine.parallel.pipeline_parallel import sum_gradients
+from echelon.engine.parallel.data_parallel import sum_gradients
 from echelon.engine.run_state import RunState
 
 

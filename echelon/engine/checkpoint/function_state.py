@@ -1,4 +1,4 @@
-"""What the loss, `inputs` and metrics keep between calls: attributes, closures, mutable defaults, globals."""
+"""State that the loss, `inputs` and metrics keep between calls: attributes, closures, mutable defaults, globals."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.checkpoint.held_state import ReachableState, StateChanges, digest_tensor
-from echelon.engine.checkpoint.json_values import StoreTensor, find_tensor_refs
+from echelon.engine.checkpoint.json_values import StoreTensor, TensorRecorder, find_tensor_refs
+from echelon.engine.checkpoint.reachable_state import ReachableState, StateChanges, digest_tensor
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.trials.reachable import find_reachable
 from echelon.trials.snapshot import Snapshot
 
-#: The name of an object and the label of what it holds, as in `Changes`.
+#: The name of an object and the label of a slot or content in it, as in `StateChanges`.
 SlotName = tuple[str, str]
 
 
 class MetricState(ReachableState):
-    """Saves and restores what the metrics of one job keep."""
+    """State of a job's metrics."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         super().__init__({"metrics": dict(job.metrics)}, excluded_ids=_model_object_ids(job, model))
 
 
 class FunctionState(ReachableState):
-    """Saves and restores what the loss and `inputs` of one job keep."""
+    """State of a job's loss and `inputs`."""
 
     def __init__(self, job: Job, model: nn.Module, *, trained_parameters: Collection[Tensor] = ()) -> None:
-        """`trained_parameters`: parameters of the loss that optimizers step: calls of the loss do not change them."""
+        """`trained_parameters`: parameters of the loss that optimizers step, and its calls do not change."""
         self._trained_ids = set(map(id, trained_parameters))
         super().__init__(_roots(job), excluded_ids=_model_object_ids(job, model))
 
     def changed_objects(self) -> list[str]:
-        """The names of the objects that calls changed since the start."""
+        """The names of the objects that calls have changed."""
         return [name for name in super().changed_objects() if id(self._objects[name]) not in self._trained_ids]
 
     def digest_changes(self) -> dict[SlotName, str]:
-        """Digests of what calls changed since the start, by place. They contain no addresses, so that ranks can compare them."""
+        """Digests of what calls have changed, by slot. They contain no addresses: ranks can compare them."""
         changes, _ = self.collect_changes(
             lambda _, value: digest_tensor(value, include_large=True).hex(), self.changed_objects()
         )
@@ -55,30 +55,23 @@ class FunctionState(ReachableState):
     def collect_changes_except(
         self, excluded_slots: Collection[SlotName], store_tensor: StoreTensor
     ) -> tuple[StateChanges, list[str]]:
-        """As `changes`, but for these places."""
-        tensors: dict[str, Tensor] = {}
-
-        def remember_tensor(path: str, value: Tensor) -> Any:
-            tensors[path] = value
-            return [path, value.device.type]
-
-        changes, unstorable = self.collect_changes(remember_tensor)
-        kept_changes = {
+        """`collect_changes` without these slots."""
+        recorder = TensorRecorder()
+        changes, unstorable = self.collect_changes(recorder)
+        remaining = {
             name: {label: reference for label, reference in labels.items() if (name, label) not in excluded_slots}
             for name, labels in changes.items()
         }
-        for path, _ in find_tensor_refs(kept_changes):
-            store_tensor(path, tensors[path])
-        return {name: labels for name, labels in kept_changes.items() if labels}, unstorable
+        for path, _ in find_tensor_refs(remaining):
+            store_tensor(path, recorder.tensors[path])
+        return {name: labels for name, labels in remaining.items() if labels}, unstorable
 
     def read_slots(self, slot_names: Collection[SlotName]) -> StateChanges:
-        """What these places hold now, changed or not, with copies of tensors on the host."""
-        initial_digests, self._initial_digests = (
-            self._initial_digests,
-            {name: {} for name in self._objects},
-        )  # so that every value counts as changed
+        """The present values of these slots, changed or not, with copies of tensors on the host."""
+        names = [name for name in dict.fromkeys(name for name, _ in slot_names) if name in self._objects]
+        initial_digests = self._initial_digests
+        self._initial_digests = {name: {} for name in self._objects}  # every value counts as changed
         try:
-            names = [name for name in dict.fromkeys(name for name, _ in slot_names) if name in self._objects]
             changes, _ = self.collect_changes(lambda _, value: [value.to("cpu", copy=True), value.device.type], names)
         finally:
             self._initial_digests = initial_digests
@@ -88,21 +81,21 @@ class FunctionState(ReachableState):
         }
 
     def write_slots(self, values: StateChanges, device: torch.device) -> bool:
-        """Hold what `values` returned, perhaps on another rank; whether every value has a place here."""
+        """Restore what `read_slots` returned, perhaps on another rank; returns whether every value has a slot here."""
         try:
             return not self.restore(values, lambda ref: ref[0].to(device if ref[1] != "cpu" else "cpu", copy=True))
-        except KeyError:  # it refers to an object that was made later
+        except KeyError:  # it refers to an object that was created later
             return False
 
 
 def find_differing_slots(digests: Sequence[Mapping[SlotName, str]]) -> list[SlotName]:
-    """The places that not all ranks hold alike, given each rank's `digest_changes`."""
+    """The slots that differ between ranks, given each rank's `digest_changes`."""
     slot_names = dict.fromkeys(slot_name for rank_digests in digests for slot_name in rank_digests)
     return [slot_name for slot_name in slot_names if len({rank_digests.get(slot_name) for rank_digests in digests}) > 1]
 
 
 def describe_slot(slot_name: SlotName) -> str:
-    """A place as the user writes it: `Elr.memory` is `memory` of the loss."""
+    """A slot as users write it: `memory of loss=`."""
     path = "".join(slot_name)
     root = "inputs" if path.startswith("inputs") else "loss"
     name = path.removeprefix(root).replace(":", ".").lstrip(".")
@@ -110,7 +103,7 @@ def describe_slot(slot_name: SlotName) -> str:
 
 
 def find_loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the loss and `inputs` hold (class proxies, a temperature), by names that no parameter of the model has."""
+    """Parameters of the loss and `inputs` (class proxies, a temperature), under names that the model does not use."""
     used_names = {name for name, _ in model.named_parameters()}
     parameters: dict[str, nn.Parameter] = {}
     for name, value in find_reachable(_roots(job), excluded_ids=_model_object_ids(job, model)).items():
@@ -122,27 +115,27 @@ def find_loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def snapshot_functions(job: Job, model: nn.Module) -> Callable[[], None]:
-    """Note what the loss and `inputs` keep; returns what puts it back."""
+    """Save the state of the loss and `inputs`; returns a function that restores it."""
     saved = Snapshot(_roots(job), excluded_ids=_model_object_ids(job, model))
 
     def restore() -> None:
         saved.restore()
         for name in saved.list_unrestored():
             raise JobError(
-                f"{name}: it is changed in place, also by calls that are only tried, and is too large to be put back; make it a buffer of the model"
+                f"{name}: it changes in place, in trial calls too, and is too large to be restored; make it a buffer of the model"
             )
 
     return restore
 
 
 def snapshot_metrics(job: Job, model: nn.Module) -> Snapshot:
-    """What metrics keep, as it is now."""
+    """The present state of the metrics."""
     return Snapshot({"metrics": dict(job.metrics)}, excluded_ids=_model_object_ids(job, model))
 
 
 @contextlib.contextmanager
 def preserve_function_state(job: Job, model: nn.Module) -> Iterator[None]:
-    """Calls inside leave no trace in what the loss and `inputs` keep."""
+    """Calls inside leave the state of the loss and `inputs` as it was."""
     restore = snapshot_functions(job, model)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Bring a data set that keeps what it reads (a running mean, a counter, edits in place, a generator) to where the interrupted run left it.
+"""Resume a data set that keeps state of what it reads (a running mean, a counter, edits in place, a generator) as the saved run left it.
 
-A checkpoint holds none of it: batches are read ahead of the steps, so what the data set keeps belongs to no step, and it may lie anywhere: in
-attributes, closures, globals, an open file. A checkpoint holds digests of samples instead. A resumed run reads these samples in a forked process,
-and where they are others it reads again what the steps before have read.
+Checkpoints do not hold that state: batches are prefetched, so it belongs to no step, and it may be anywhere (attributes, closures, globals, an
+open file). They hold digests of samples instead. A resumed run reads these samples in a forked process, and where they differ it replays the
+reads of the finished steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from echelon.errors import CheckpointError
 from echelon.plan.format_units import format_seconds
 from echelon.trials.dataset_state import DatasetState, may_change_on_read
 
-#: Seconds of reading that are spent although no trial shows that samples depend on earlier ones, and seconds of a trial.
+#: Longest replay where no trial shows that samples depend on earlier ones, and length of a trial, in seconds.
 _MAX_REPLAY_SECONDS, _TRIAL_SECONDS = 30.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRead:
-    """The first samples of a step's global batch, as the first rank read them: one micro-batch."""
+    """The first micro-batch of a step, as the first rank read it."""
 
     step: int
     samples: int
@@ -45,17 +45,17 @@ class SampleRead:
 
 @dataclass(frozen=True, slots=True)
 class _ReadTrial:
-    """What a data set that has read nothing yet gives for the steps of the interrupted run."""
+    """How a fresh data set reads steps of the saved run."""
 
-    is_reproducible: bool  #: the first step's samples are the same
-    depends_on_history: bool  #: the last step's are not, when those between were not read
-    changes_between_reads: bool  #: they change from one reading to the next
-    changes_state: bool  #: reading changes what the data set keeps, as far as that is seen
-    step_seconds: float  #: of reading one step
+    is_reproducible: bool  #: the first step's samples are equal
+    depends_on_history: bool  #: the last step's differ, without the steps between
+    changes_between_reads: bool  #: they differ from one read to the next
+    changes_state: bool  #: reading changes state that is reachable from the data set
+    step_seconds: float  #: to read one step
 
 
 class ReadHistory:
-    """What the steps of a run have read."""
+    """The samples that a run's steps have read."""
 
     def __init__(self, run: RunState, is_batch_unchanged: Callable[[StepBatch], bool]) -> None:
         self._run, self._is_batch_unchanged = run, is_batch_unchanged
@@ -64,7 +64,7 @@ class ReadHistory:
         self._batch: StepBatch | None = None
 
     def record(self, batch: StepBatch) -> None:
-        """Of a step that is about to be computed."""
+        """Record a step before it is computed."""
         run = self._run
         if run.world.is_main and _runs_code(run.loader, batch.step):
             self._batch = batch
@@ -72,73 +72,77 @@ class ReadHistory:
                 self._first = SampleRead.from_batch(batch)
 
     def collect(self) -> dict[str, Any]:
-        """For a checkpoint, by the first rank; what runs no code of the user's is not in it."""
+        """The history for a checkpoint, on the first rank; empty where reading runs no user code."""
         if self._batch is not None and self._is_batch_unchanged(self._batch):
             self._last = SampleRead.from_batch(self._batch)
-        return {
-            name: asdict(sample_read)
-            for name, sample_read in (("first", self._first), ("last", self._last))
-            if sample_read is not None
-        }
+        reads = {"first": self._first, "last": self._last}
+        return {name: asdict(sample_read) for name, sample_read in reads.items() if sample_read is not None}
 
     def rewind(self, step: int) -> None:
-        """Steps from `step` on do not count any more: the run that read them loaded an earlier checkpoint."""
+        """Forget steps from `step` on: the run that read them has loaded an earlier checkpoint."""
         self._batch = None
         if self._last is not None and self._last.step >= step:
             self._last = None
 
     def restore(self, stored: Any) -> None:
-        """Read again what the steps before this one read, where samples depend on it; warn where that is not enough. Every rank calls it, before
-        it has read anything. `stored`: what `collect` gave, None where it does not count."""
-        run, ranks = self._run, self._run.ranks
+        """Replay the reads of the finished steps where samples depend on them, and warn where that is not enough. Every rank must call it before
+        it reads anything. `stored`: what `collect` returned; None where it does not apply."""
+        run, ranks, finished_steps = self._run, self._run.ranks, self._run.step_number
         if stored is not None:
             try:
                 self._first, self._last = (
                     SampleRead(**stored[name]) if name in stored else None for name in ("first", "last")
                 )
             except TypeError as error:
-                raise CheckpointError(f"the checkpoint's record of what was read is damaged ({error!r})") from error
-        job, finished_steps = run.job, run.step_number
-        if is_stream(job.data) or not 0 < finished_steps < run.total_steps:
+                raise CheckpointError(f"the checkpoint's read history is damaged ({error!r})") from error
+        if is_stream(run.job.data) or not 0 < finished_steps < run.total_steps:
             return
         if not any(ranks.all_gather_object(any(_runs_code(run.loader, step) for step in (0, finished_steps - 1)))):
             return
         with ranks.raise_on_all_ranks():
             trial = self._run_trial() if run.world.is_main else None
         trial = ranks.all_gather_object(trial)[0]
-        name = type_name(job.data)
-        if trial is None:
-            return
+        if trial is not None:
+            warning, should_replay = self._decide(trial, finished_steps)
+            if warning:
+                self._warn(warning)
+            if should_replay:
+                self._replay_steps(finished_steps, depends_on_history=trial.depends_on_history)
+
+    def _decide(self, trial: _ReadTrial, finished_steps: int) -> tuple[str, bool]:
+        """What to warn of ("": nothing), and whether to replay the finished steps."""
+        is_proved = trial.depends_on_history and trial.changes_between_reads
+        is_suspected = trial.depends_on_history or trial.changes_between_reads
+        seconds = trial.step_seconds * finished_steps
+        duration = f"about {format_seconds(seconds)}"
         if not trial.is_reproducible:
-            run.warn(
-                f"{name}: the first step's samples are not those that the interrupted run read: it draws random numbers that no seed fixes, or files or "
-                "libraries have changed; the resumed run reads other samples than an unbroken one"
-            )
-            return
-        if run.workers:
-            if trial.depends_on_history or trial.changes_between_reads:
-                run.warn(
-                    f"{name}: samples depend on those before, as the worker processes of the run before kept them: the resumed run starts with it as it "
-                    "was made; use workers=0 to have it as it was"
-                )
-            return
-        if not (trial.depends_on_history or trial.changes_between_reads or trial.changes_state):
-            return
-        expected_seconds = trial.step_seconds * finished_steps
-        if expected_seconds > _MAX_REPLAY_SECONDS and not (trial.depends_on_history and trial.changes_between_reads):
-            run.warn(
-                f"{name}: step {self._last.step + 1 if self._last else finished_steps}'s samples are not those that the interrupted run read, and do not depend on "
-                "what is read before: files or libraries have changed"
-                if trial.depends_on_history
-                else f"{name} keeps what it reads; to read {finished_steps:,} steps again takes about {format_seconds(expected_seconds)}, and no trial shows that samples depend "
-                "on earlier ones: the resumed run starts with it as it was made"
-            )
-            return
-        if expected_seconds > _MAX_REPLAY_SECONDS:
-            run.warn(
-                f"{name}: samples depend on those before: {finished_steps:,} steps are read again, about {format_seconds(expected_seconds)}"
-            )
-        self._replay_steps(finished_steps, depends_on_history=trial.depends_on_history)
+            return (
+                "the first step's samples are not those that the interrupted run read: it draws unseeded random numbers, or files or "
+                "libraries have changed; the resumed run reads other samples than an uninterrupted one"
+            ), False
+        if self._run.workers and is_suspected:
+            return (
+                "samples depend on those before, as the worker processes of the run before kept them: the resumed run starts with a fresh data "
+                "set; use workers=0 to restore it"
+            ), False
+        if self._run.workers or not (is_suspected or trial.changes_state):
+            return "", False
+        if seconds <= _MAX_REPLAY_SECONDS:
+            return "", True
+        if is_proved:
+            return f"samples depend on those before: {finished_steps:,} steps are read again, {duration}", True
+        if trial.depends_on_history:
+            step = self._last.step + 1 if self._last else finished_steps
+            return (
+                f"step {step}'s samples are not those that the interrupted run read, and do not depend on earlier reads: files or libraries have changed"
+            ), False
+        return (
+            f"it keeps state of what it reads; reading {finished_steps:,} steps again takes {duration}, and no trial shows that samples depend "
+            "on earlier ones: the resumed run starts with a fresh data set"
+        ), False
+
+    def _warn(self, text: str) -> None:
+        self._run.warn(f"{type_name(self._run.job.data)}: {text}")
 
     def _replay_steps(self, finished_steps: int, *, depends_on_history: bool) -> None:
         run, last = self._run, self._last
@@ -153,24 +157,24 @@ class ReadHistory:
             reason = "another plan read them"
             if is_equal is not None:
                 reason = "evaluations or other code change it too, or files or libraries have changed"
-            run.warn(
-                f"{type_name(run.job.data)}: samples depend on earlier readings, which cannot be repeated ({reason}): the resumed run "
-                "reads other samples than an unbroken one"
+            self._warn(
+                f"samples depend on earlier readings, which cannot be repeated ({reason}): the resumed run reads other samples than an "
+                "uninterrupted one"
             )
 
     def _run_trial(self) -> _ReadTrial | None:
-        """None: the data set cannot be read in another process, and reading a step in this one changes nothing in it."""
+        """None if the data set cannot be read in another process, and reading a step in this one changes nothing in it."""
         try:
             with (
                 _preserve_file_positions(),
                 contextlib.closing(prefetch_in_process(self._run_forked_trial(), pin=False)) as trial,
             ):
                 return next(trial)
-        except Exception:  # it holds a device or a connection; a broken sample raises when its step comes
+        except Exception:  # it holds a device or a connection; a broken sample raises at its own step
             return self._run_local_trial()
 
     def _run_forked_trial(self) -> Iterator[_ReadTrial]:
-        """In a process of its own: whatever reading changes is gone with it."""
+        """In a forked process, which discards what reading changes."""
         run, finished_steps = self._run, self._run.step_number
         first, last = self._first or SampleRead(0, 1, ""), self._last or SampleRead(finished_steps - 1, 1, "")
         dataset_states = _dataset_states(run)
@@ -205,7 +209,7 @@ class ReadHistory:
 
 @contextlib.contextmanager
 def _preserve_file_positions() -> Iterator[None]:
-    """A forked process shares the positions in open files: what it reads moves them here too. Only files that are open for reading alone."""
+    """Restore the positions of files that are open read-only: a forked process shares and moves them."""
     positions: dict[int, int] = {}
     for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # a pipe, a socket, or the listing itself
@@ -225,7 +229,7 @@ def _locate_step(loader: StepLoader, step: int) -> tuple[StepLoader, int]:
 
 
 def _runs_code(loader: StepLoader, step: int) -> bool:
-    """Whether reading a step's samples runs code that may keep something."""
+    """Whether reading a step's samples runs user code, which may keep state."""
     loader_part, _ = _locate_step(loader, step)
     return isinstance(loader_part, Loader) and loader_part.source.runs_user_code
 

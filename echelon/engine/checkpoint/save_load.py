@@ -1,11 +1,11 @@
-"""Checkpoints: torch's distributed checkpoint for the tensors, one JSON manifest for the rest. Data only: nothing is pickled.
+"""Save and load a run: tensors through torch's distributed checkpoint, everything else in one JSON manifest. Nothing is pickled.
 
     step-00000120/
-        rank-00000.bin ...  tensors as raw bytes, each rank's own, under unsharded names: any plan can read what any plan wrote
+        rank-00000.bin ...  tensors as raw bytes, each rank's own, under full names: any plan reads what any plan wrote
         tensors.json        where each tensor's parts lie
         checkpoint.json     step, plan, state of optimizers and schedules, size and SHA-256 of every file above, and its own SHA-256
 
-A checkpoint is written to step-00000120.partial and renamed once the manifest is there: it exists whole or not at all.
+A checkpoint is written to step-00000120.partial and renamed once its manifest is on disk: it exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from echelon.checkpoint_files.checkpoint_reader import (
     open_checkpoint,
     without_single_process_warning,
 )
-from echelon.checkpoint_files.tensor_storage import TensorWriter
+from echelon.checkpoint_files.tensor_format import damaged
+from echelon.checkpoint_files.tensor_writer import TensorWriter
 from echelon.engine.backends.launch_servers import SERVER_FOLDER
 from echelon.engine.buffers.buffer_sync import BufferTracker
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
-from echelon.engine.checkpoint.param_group_state import (
-    gather_optimizer_groups,
-    match_stored_groups,
-    require_matching_groups,
-)
+from echelon.engine.checkpoint.checkpoint_tensor import to_checkpoint_tensor
+from echelon.engine.checkpoint.compatibility import require_compatible, require_stored, unfreeze_stored
+from echelon.engine.checkpoint.param_group_state import gather_optimizer_groups, match_stored_groups
 from echelon.engine.checkpoint.read_history import ReadHistory
 from echelon.engine.checkpoint.run_attributes import RunAttributes
-from echelon.engine.parallel.shard_layout import CheckpointTensor
 from echelon.engine.run_state import RunState
-from echelon.errors import CheckpointError, IncompatibleCheckpointError
+from echelon.errors import CheckpointError
+from echelon.files import atomic_write, sync_folder
 from echelon.plan.codec import to_plain
 from echelon.plan.sealed_json import seal
 
@@ -52,12 +51,13 @@ from echelon.plan.sealed_json import seal
 def save(
     run: RunState, attributes: RunAttributes, read_history: ReadHistory, buffer_tracker: BufferTracker, folder: Path
 ) -> int:
-    """Write the run's state to `folder` (which must not exist); returns its bytes. Every rank must call it."""
+    """Write the run's state to `folder`, which must not exist; returns its bytes. Every rank must call it."""
     partial_folder = folder.with_name(folder.name + ".partial")
     with run.ranks.raise_on_all_ranks():
+        state = {"changing": buffer_tracker.mutable_buffers, "read": read_history.collect()}
         if run.world.is_main:
             if (folder / MANIFEST_FILE).exists():
-                raise CheckpointError(f"{folder}: there is a checkpoint already")
+                raise CheckpointError(f"{folder}: a checkpoint exists there")
             try:
                 if partial_folder.is_symlink() or partial_folder.is_file():
                     partial_folder.unlink()
@@ -66,77 +66,65 @@ def save(
             except OSError as error:
                 raise _to_checkpoint_error(error, folder) from error
     try:
-        return _write_checkpoint(run, attributes, read_history, buffer_tracker, folder, partial_folder)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return _write_checkpoint(run, attributes, state, folder, partial_folder)
+    except (Exception, CheckpointException) as error:  # torch's is not an Exception
         if run.world.is_main:
             shutil.rmtree(partial_folder, ignore_errors=True)
         raise _to_checkpoint_error(error, folder) from error
 
 
 def _write_checkpoint(
-    run: RunState,
-    attributes: RunAttributes,
-    read_history: ReadHistory,
-    buffer_tracker: BufferTracker,
-    folder: Path,
-    partial_folder: Path,
+    run: RunState, attributes: RunAttributes, state: dict[str, Any], folder: Path, partial_folder: Path
 ) -> int:
     writer = TensorWriter(partial_folder)
-    tensors, extra = model_extra_state.split_model_state(run)
-    extra_state, extra_tensors = model_extra_state.collect_extra_state(run, extra)
+    model_tensors, extra_state = model_extra_state.split_model_state(run)
+    extra_state, extra_tensors = model_extra_state.collect_extra_state(run, extra_state)
     optimizers, state_tensors = optimizer_state.collect(run)
     attribute_entries, attribute_tensors = attributes.collect()
     groups = gather_optimizer_groups(run)
-    tensors_to_save = {f"model/{name}": _to_checkpoint_tensor(run, name, value) for name, value in tensors.items()}
-    tensors_to_save |= {f"extra/{name}": value for name, value in extra_tensors.items()}
-    tensors_to_save |= {f"held/{path}": value for path, value in attribute_tensors.items()}
-    tensors_to_save |= {
-        f"optimizer/{path}": _to_checkpoint_tensor(run, each.layout_parameter, each.value)
-        for path, each in state_tensors.items()
-    }
+    tensors = _name_tensors(run, model_tensors, extra_tensors, attribute_tensors, state_tensors)
     with without_single_process_warning():
-        save_tensors(tensors_to_save, storage_writer=writer, no_dist=run.world.size == 1)
+        save_tensors(tensors, storage_writer=writer, no_dist=run.world.size == 1)
     served = run.backend.save(partial_folder / SERVER_FOLDER)
     with run.ranks.raise_on_all_ranks():
-        file_entries = dict(writer.files)
-        if run.world.is_main:
-            server_files = [path for path in (partial_folder / SERVER_FOLDER).rglob("*") if path.is_file()]
-            file_entries |= {
-                str(path.relative_to(partial_folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)}
-                for path in server_files
-            }
-    files = {
-        name: entry
-        for rank_entries in run.ranks.all_gather_object(file_entries)
-        for name, entry in rank_entries.items()
-    }
-    state = {
-        "optimizers": [
-            {"groups": each, **encoded_state} for each, encoded_state in zip(groups, optimizers, strict=True)
-        ],
-        "schedules": [schedule_state.collect_common_state(each) for each in run.schedules],
+        rank_files = dict(writer.files)
+        server_files = (partial_folder / SERVER_FOLDER).rglob("*") if run.world.is_main else ()
+        for path in filter(Path.is_file, server_files):
+            name = str(path.relative_to(partial_folder))
+            rank_files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    files = {name: entry for entries in run.ranks.all_gather_object(rank_files) for name, entry in entries.items()}
+    state |= {
+        "optimizers": [{"groups": group, **encoded} for group, encoded in zip(groups, optimizers, strict=True)],
+        "schedules": [schedule_state.collect_common_state(schedule) for schedule in run.schedules],
         "extra_state": extra_state,
-        "changing": buffer_tracker.mutable_buffers,
-        "read": read_history.collect(),
         "served": served,
         "attributes": attribute_entries,
     }
     with run.ranks.raise_on_all_ranks():
         if run.world.is_main:
-            _write_durably(partial_folder / MANIFEST_FILE, seal(_make_manifest(run, files, state), indent=1))
-            _sync_folder(partial_folder)
+            atomic_write(partial_folder / MANIFEST_FILE, seal(_make_manifest(run, files, state), indent=1))
             os.replace(partial_folder, folder)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _to_checkpoint_tensor(run: RunState, name: str, tensor: Tensor) -> Any:
-    """A tensor as torch's planners take it: with its place in the whole where the tensor axis cuts the parameter `name`."""
-    tp_shard = run.tp_shards.get(name)
-    if tp_shard is None or tensor.shape != tp_shard.local_shape:
-        return tensor
-    # No rank has a part of a tensor without elements.
-    return CheckpointTensor(tensor, tp_shard) if tp_shard.full_shape.numel() else tensor.new_empty(tp_shard.full_shape)
+def _name_tensors(
+    run: RunState,
+    model: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor],
+    attributes: Mapping[str, Tensor],
+    optimizer: Mapping[str, optimizer_state.StateTensor],
+) -> dict[str, Any]:
+    """The names of all tensors in a checkpoint."""
+    return {
+        **{f"model/{name}": to_checkpoint_tensor(value, run.tp_shards.get(name)) for name, value in model.items()},
+        **{f"extra/{path}": value for path, value in extra.items()},
+        **{f"held/{path}": value for path, value in attributes.items()},
+        **{
+            f"optimizer/{path}": to_checkpoint_tensor(item.value, run.tp_shards.get(item.layout_parameter))
+            for path, item in optimizer.items()
+        },
+    }
 
 
 def _make_manifest(run: RunState, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,44 +151,37 @@ def _make_manifest(run: RunState, files: dict[str, Any], state: Mapping[str, Any
 
 
 def load(run: RunState, attributes: RunAttributes, buffer_tracker: BufferTracker, folder: Path) -> Any:
-    """Bring the run to where `folder` was saved, whatever plan saved it; returns what it holds of what was read. Every rank must call it."""
+    """Restore what was saved to `folder`, under whatever plan; returns its read history where that applies. Every rank must call it."""
     groups = gather_optimizer_groups(run)
     with run.ranks.raise_on_all_ranks():
         checkpoint = open_checkpoint(folder, run.world)
         manifest = checkpoint.manifest
         with _raise_as_damaged(folder):
-            _unfreeze_stored(run, groups, manifest, folder)
+            unfreeze_stored(run, manifest, groups, folder)
     groups = gather_optimizer_groups(run)
     with run.ranks.raise_on_all_ranks(), _raise_as_damaged(folder):
-        _require_compatible(run, manifest, groups, folder)
-        # A stage may lack what others have: it must say so before they wait for it in torch's reading.
+        require_compatible(run, manifest, groups, folder)
+        # A stage may lack what others have: it must raise before the others wait for it in torch's load.
         _allocate_buffers(run, checkpoint)
-        tensors, _ = model_extra_state.split_model_state(run)
-        optimizer_loader, extra_loader = (
-            optimizer_state.OptimizerLoader(run, checkpoint),
-            model_extra_state.ExtraStateLoader(run, checkpoint),
-        )
-        targets = {f"model/{name}": _to_checkpoint_tensor(run, name, value) for name, value in tensors.items()}
-        targets |= {f"extra/{name}": value for name, value in extra_loader.targets.items()}
-        targets |= {f"held/{path}": value for path, value in attributes.allocate_targets(checkpoint).items()}
+        model_tensors, _ = model_extra_state.split_model_state(run)
+        optimizer_loader = optimizer_state.OptimizerLoader(run, checkpoint)
+        extra_loader = model_extra_state.ExtraStateLoader(run, checkpoint)
+        attribute_tensors = attributes.allocate_targets(checkpoint)
         attributes.require_compatible(manifest, folder)
-        targets |= {
-            f"optimizer/{path}": _to_checkpoint_tensor(run, each.layout_parameter, each.value)
-            for path, each in optimizer_loader.targets.items()
-        }
-        _require_stored(targets, checkpoint)
+        targets = _name_tensors(run, model_tensors, extra_loader.targets, attribute_tensors, optimizer_loader.targets)
+        require_stored(targets, checkpoint)
     checkpoint.load_into(targets, is_single_process=run.world.size == 1)
     with run.ranks.raise_on_all_ranks(), _raise_as_damaged(folder):
-        if derived_names := model_extra_state.find_derived_tensors(run, tensors):
-            run.model.load_state_dict({name: tensors[name] for name in derived_names}, strict=False)
+        if derived_names := model_extra_state.find_derived_tensors(run, model_tensors):
+            run.model.load_state_dict({name: model_tensors[name] for name in derived_names}, strict=False)
         extra_loader.apply()
         attributes.restore(manifest)
         optimizer_loader.apply()
-        for index, schedule in enumerate(run.schedules[: len(manifest["schedules"])]):
-            matched_groups = match_stored_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])
-            schedule_state.restore_state(
-                schedule, manifest["schedules"][index], [each["schedule"] for each in matched_groups]
-            )
+        for optimizer, schedule, encoded, stored in zip(
+            run.optimizers, run.schedules, manifest["schedules"], manifest["optimizers"], strict=False
+        ):
+            matched_groups = match_stored_groups(run, optimizer, stored["groups"])
+            schedule_state.restore_state(schedule, encoded, [group["schedule"] for group in matched_groups])
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good_steps = manifest["loss_scale"]
     run.backend.load(folder / SERVER_FOLDER, manifest["step"], manifest.get("served"))
@@ -214,135 +195,22 @@ def load(run: RunState, attributes: RunAttributes, buffer_tracker: BufferTracker
 
 @contextlib.contextmanager
 def _raise_as_damaged(folder: Path) -> Iterator[None]:
-    """A manifest of which something is missing or of another type is a damaged checkpoint, not a mistake in the program."""
+    """Missing manifest entries, and entries of another type, are damage, not programming errors."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST_FILE}: does not fit what it describes ({type(error).__name__}: {error}); use an older checkpoint"
-        ) from error
-
-
-def _unfreeze_stored(
-    run: RunState, groups: list[list[dict[str, Any]]], manifest: Mapping[str, Any], folder: Path
-) -> None:
-    """Have the optimizers, whose groups are `groups`, cover what the model unfroze while it trained."""
-    current_names = {name for optimizer_groups in groups for group in optimizer_groups for name in group["names"]}
-    stored_names = [
-        name
-        for optimizer_groups in manifest["optimizers"]
-        for group in optimizer_groups["groups"]
-        for name in group["names"]
-    ]
-    unfrozen = [name for name in stored_names if name not in current_names]
-    if not run.unfreeze(unfrozen):
-        raise IncompatibleCheckpointError(
-            f"{folder}: {unfrozen[0]} was unfrozen while it trained, which only one process can follow; go on with --plan dp=1"
-        )
+        reason = f"does not fit what it describes ({type(error).__name__}: {error})"
+        raise damaged(folder / MANIFEST_FILE, reason) from error
 
 
 def _allocate_buffers(run: RunState, checkpoint: StoredCheckpoint) -> None:
-    """Allocate buffers that the model declares as None and fills while it trains."""
+    """Allocate buffers that the model registers as None and sets during training."""
     modules = dict(run.model.named_modules())
     for name, entry in checkpoint.entries.items():
         path, _, key = name.removeprefix("model/").rpartition(".")
         buffers = modules[path]._buffers if name.startswith("model/") and path in modules else {}
         if key in buffers and buffers[key] is None:
             buffers[key] = torch.empty(entry.shape, dtype=entry.dtype, device=run.device)
-
-
-def _require_stored(targets: Mapping[str, Any], checkpoint: StoredCheckpoint) -> None:
-    missing = sorted(set(targets) - set(checkpoint.entries))
-    if missing:
-        # Its files are as they were written: they are another model's.
-        raise IncompatibleCheckpointError(
-            f"{checkpoint.folder}: lacks {len(missing)} tensors of the model, the first is {missing[0]}; start anew in another folder"
-        )
-
-
-def _require_compatible(
-    run: RunState, manifest: dict[str, Any], groups: list[list[dict[str, Any]]], folder: Path
-) -> None:
-    if manifest["model"] != run.fingerprint:
-        current_shapes, stored_shapes = run.full_shapes, manifest["parameters"]
-        name = next(
-            (
-                parameter
-                for parameter in [*current_shapes, *stored_shapes]
-                if current_shapes.get(parameter) != stored_shapes.get(parameter)
-            ),
-            "a dtype",
-        )
-        raise IncompatibleCheckpointError(
-            f"{folder}: made by another model: {name} is {stored_shapes.get(name, 'absent')} there and {current_shapes.get(name, 'absent')} here; "
-            "give --fresh to start anew in another folder"
-        )
-    _require_same_servers(run, manifest, folder)
-    require_matching_groups(
-        run, [stored_optimizer["groups"] for stored_optimizer in manifest["optimizers"]], groups, folder
-    )
-    if len(manifest["schedules"]) != len(run.schedules) and not run.replaces_schedules:
-        raise IncompatibleCheckpointError(
-            f"{folder}: made with {len(manifest['schedules'])} schedules, the job now has {len(run.schedules)} (lr_schedule= gives one "
-            "per optimizer): learning rates would not go on as they were; put it back, or start anew in another folder with "
-            "weights= from this one"
-        )
-    _require_same_data(run, manifest, folder)
-
-
-def _require_same_servers(run: RunState, manifest: dict[str, Any], folder: Path) -> None:
-    """What servers train has its state with them, in files that ranks do not read; and the other way round."""
-    stored_names = (manifest.get("served") or {}).get("trained", [])
-    current_names = sorted(run.backend.server_trained)
-    if stored_names == current_names:
-        return
-    moved_name = next(
-        name for name in (*stored_names, *current_names) if (name in stored_names) != (name in current_names)
-    )
-    old_trainer, new_trainer = (
-        ("a parameter server", "the ranks") if moved_name in stored_names else ("the ranks", "a parameter server")
-    )
-    raise IncompatibleCheckpointError(
-        f"{folder}: {moved_name} was trained by {old_trainer} there, and by {new_trainer} under this plan: the optimizer's state cannot pass; go on under a plan as "
-        "it was (exchange=, dense=, rows=), or export the weights and start anew with weights= from them"
-    )
-
-
-def _require_same_data(run: RunState, manifest: dict[str, Any], folder: Path) -> None:
-    """A step number is a place in one order of one data set: in another, samples would be repeated and left out."""
-    remedy = "put it back, or start anew in another folder with weights= from this one"
-    for name, current in (("batch", run.job.batch_size), ("seed", run.job.seed), ("samples", run.sample_count)):
-        if manifest[name] != current:
-            raise IncompatibleCheckpointError(
-                f"{folder}: made with {name}={manifest[name]}, the job now has {current}: the order of samples would differ; {remedy}"
-            )
-    order, content = manifest["order"], manifest["content"]
-    if order != run.sample_order:
-        raise IncompatibleCheckpointError(
-            f"{folder}: its samples were {order}, the job's are {run.sample_order}: the order would differ (files, lanes=, window=, bucket= of "
-            f"packed data decide it, and echelon's version for very large sets); {remedy}"
-        )
-    if content != run.data_fingerprint:
-        raise IncompatibleCheckpointError(
-            f"{folder}: made with packed data that held {content or 'no such text'}, the job's holds {run.data_fingerprint or 'none'} "
-            f"(a hash of columns and checksums): other samples; {remedy}"
-        )
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_checkpoint_error(error: BaseException, folder: Path) -> CheckpointError:
@@ -352,6 +220,6 @@ def _to_checkpoint_error(error: BaseException, folder: Path) -> CheckpointError:
     if os.strerror(errno.ENOSPC) in text or getattr(error, "errno", None) == errno.ENOSPC:
         free = shutil.disk_usage(folder.parent).free if folder.parent.exists() else 0
         return CheckpointError(
-            f"{folder}: the disk is full ({free / 2**20:,.0f} MiB free): not saved, nothing else was touched; free some space or use another --out"
+            f"{folder}: the disk is full ({free / 2**20:,.0f} MiB free): not saved, nothing else was changed; free some space or use another --out"
         )
     return CheckpointError(f"{folder}: not saved ({type(error).__name__}: {text[:300]})")

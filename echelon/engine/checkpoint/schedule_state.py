@@ -1,7 +1,7 @@
-"""All that schedules keep, for JSON: what `state_dict()` returns, or the attributes of one that has none.
+"""State of learning rate schedules as JSON: `state_dict()`, or the attributes of a schedule that has none.
 
-What a schedule keeps for each parameter group goes with the groups, by parameter name; the rest is one tree. Schedules may hold
-schedules (SequentialLR by their states, others as objects). Functions in them are the job's own, made again by it.
+Values per parameter group are stored with the groups, by parameter name; the rest is one tree. Schedules may contain schedules (SequentialLR
+their state dicts, others the objects). Functions in them are not stored: the job makes them again.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from torch.optim import Optimizer
 from echelon.engine.checkpoint.json_values import UnstorableValue, decode, decode_inline, encode, encode_inline
 from echelon.errors import JobError
 
-#: What torch's schedules keep for each group.
+#: Attributes of torch's schedules with one value per group.
 _GROUP_KEYS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
-#: Code is the job's own: it is not stored, and the live one stays.
+#: Code is not stored: the live one stays.
 _CODE_TYPES = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, types.ModuleType, Optimizer,
 )  # fmt: skip
-#: Marks a held object that has a state dict of its own.
+#: Marks the state dict of an object that a schedule holds.
 OBJECT_STATE_KEY = "state of an object"
 
 
 def takes_metric(schedule: Any) -> bool:
-    """Whether its `step` needs the value of a metric, as ReduceLROnPlateau's does."""
-    return len(_required_step_arguments(schedule)) == 1 and _required_step_arguments(schedule)[0].startswith(
-        ("metric", "loss", "value", "val")
-    )
+    """Whether `step` needs the value of a metric, as ReduceLROnPlateau's does."""
+    arguments = _required_step_arguments(schedule)
+    return len(arguments) == 1 and arguments[0].startswith(("metric", "loss", "val"))
 
 
 def require_steppable(schedule: Any) -> None:
-    """Refuse a schedule that cannot be stepped here."""
+    """Refuse a schedule that a run cannot step."""
     name = type(schedule).__name__
     if not hasattr(schedule, "step"):
         raise JobError(f"lr_schedule= gives {name}, which has no step(); return a torch LRScheduler")
     if _required_step_arguments(schedule) and not takes_metric(schedule):
         raise JobError(
             f"lr_schedule= gives {name}, whose step() needs {', '.join(_required_step_arguments(schedule))}: schedules are stepped once per optimizer step, "
-            "without arguments, and those of a metric (ReduceLROnPlateau) with the evaluation's loss; return a torch LRScheduler"
+            "without arguments, or with the evaluation loss if they take a metric (ReduceLROnPlateau); return a torch LRScheduler"
         )
 
 
@@ -63,18 +62,18 @@ def _required_step_arguments(schedule: Any) -> list[str]:
 
 
 def read_state(schedule: Any) -> dict[str, Any]:
-    """What it keeps, opened: held objects that have a state dict as that."""
+    """A schedule's state; objects that it holds as their state dicts."""
     if hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
         state = schedule.state_dict()
     elif hasattr(schedule, "__dict__"):
         state = {key: value for key, value in vars(schedule).items() if not isinstance(value, _CODE_TYPES)}
     else:
         raise JobError(
-            f"lr_schedule= gives {type(schedule).__name__}, which has neither state_dict() and load_state_dict() nor attributes: where it "
-            "stands could not be saved; give it both methods"
+            f"lr_schedule= gives {type(schedule).__name__}, which has neither state_dict() and load_state_dict() nor attributes, so its "
+            "progress cannot be saved; add both methods"
         )
     if not isinstance(state, dict):
-        raise JobError(f"lr_schedule= gives {type(schedule).__name__}, whose state_dict() is no dict; return one")
+        raise JobError(f"lr_schedule= gives {type(schedule).__name__}, whose state_dict() is not a dict; return one")
     return {key: _expand_objects(value) for key, value in state.items() if not isinstance(value, _CODE_TYPES)}
 
 
@@ -94,25 +93,25 @@ def _expand_objects(value: Any) -> Any:
 
 
 def collect_group_values(schedule: Any) -> dict[str, list[Any]]:
-    """What it keeps for each group, for JSON: `base_lrs`, `_schedulers/0/base_lrs`."""
+    """Values per parameter group, as JSON: `base_lrs`, `_schedulers/0/base_lrs`."""
     return _group_values(read_state(schedule), "")
 
 
 def collect_common_state(schedule: Any) -> dict[str, Any]:
-    """The rest, for JSON."""
+    """The rest of the state, as JSON."""
     try:
         encoded = encode(_without_group_values(read_state(schedule)), "", encode_inline)
     except UnstorableValue as error:
         raise JobError(
-            f"lr_schedule= gives {type(schedule).__name__}, which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint does not hold it, and a "
-            "resumed run would go on without it; keep numbers, strings and containers of these, or leave it out in state_dict()"
+            f"lr_schedule= gives {type(schedule).__name__}, which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint cannot hold it, and a "
+            "resumed run would lose it; keep numbers, strings and containers of these, or leave it out of state_dict()"
         ) from error
     assert isinstance(encoded, dict)
     return encoded
 
 
 def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Restore what `collect_common_state` and `collect_group_values` gave; `stored_groups`: the latter's part of each live group."""
+    """Restore `collect_common_state` and `collect_group_values`; `stored_groups`: of the latter, the values of each live group."""
     state = _merge_states(read_state(schedule), decode(dict(encoded), decode_inline), stored_groups, "")
     _load_state(schedule, state)
 
@@ -128,7 +127,7 @@ def _load_state(schedule: Any, state: dict[str, Any]) -> None:
 
 
 def _collapse_objects(value: Any, live: Any) -> Any:
-    """With held objects in place of their states, which they have taken up."""
+    """Load held objects' states into them, and put the objects in place."""
     if isinstance(value, dict) and value.keys() == {OBJECT_STATE_KEY}:
         if value[OBJECT_STATE_KEY]:
             _load_state(live, value[OBJECT_STATE_KEY])
@@ -141,7 +140,7 @@ def _collapse_objects(value: Any, live: Any) -> Any:
 
 
 def _nested_states(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The states of the schedules that a schedule holds."""
+    """States of the schedules inside a schedule."""
     for key, value in state.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) and "last_epoch" in item for item in value):
             yield key, value
@@ -171,7 +170,7 @@ def _without_group_values(state: Mapping[str, Any]) -> dict[str, Any]:
 def _merge_states(
     live: Mapping[str, Any], stored: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]], path: str
 ) -> dict[str, Any]:
-    """A live schedule's state with what was stored in its place."""
+    """A live schedule's state, updated with the stored one."""
     merged = {key: value for key, value in stored.items() if key not in dict(_nested_states(live))}
     for key, states in _nested_states(live):
         stored_states = stored.get(key)

@@ -1,57 +1,54 @@
-"""Refuse state that a checkpoint could not hold, before the first step rather than at the first save.
+"""Refuse state that a checkpoint could not hold before the first step, not at the first save.
 
-Schedules and models show what they keep at once. Optimizers make their state while they step: those that are not torch's own are tried
-for two steps on tiny parameters, and the state is restored into a second one and compared. Where that cannot be tried, and for what
-depends on the plan, the live state is looked at after the first step.
+Schedules and models show their state at once. Optimizers create theirs while they step: those that are not torch's own are stepped twice on
+tiny parameters, and their state is restored into a second optimizer and compared. Where that is not possible, and for what depends on the plan,
+the live state is checked after the first step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint_files.tensor_storage import tensor_bytes
+from echelon.checkpoint_files.tensor_format import tensor_bytes
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
-from echelon.engine.checkpoint.json_values import UnstorableValue, decode, encode
+from echelon.engine.checkpoint.json_values import TensorRecorder, UnstorableValue, decode, encode
 from echelon.engine.checkpoint.param_group_state import gather_optimizer_groups
 from echelon.engine.run_state import RunState
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer_class import make_trial_optimizers
+from echelon.trials.random_state import preserve_random_states
 from echelon.trials.trial_context import preserve_job_state
 
-#: Numbers along each side of the parameters that optimizers are tried on, and how many of them at most.
+#: Largest size of each dim of the trial parameters, and their largest number.
 _MAX_TRIAL_SIDE, _MAX_TRIAL_PARAMETERS = 4, 64
 _TRIAL_STEPS = 2
 
 
 def require_storable(run: RunState) -> bool:
-    """Refuse a job whose state could not be saved; returns whether `require_storable_state` must look again after the first step. Every
+    """Refuse a job whose state could not be saved; returns whether `require_storable_state` must check again after the first step. Every
     rank must call it."""
     _, extra_state = model_extra_state.split_model_state(run)
     model_extra_state.collect_extra_state(run, extra_state)
     gather_optimizer_groups(run)
     with run.ranks.raise_on_all_ranks():
-        common = [schedule_state.collect_common_state(each) for each in run.schedules]
-    if any(each != common for each in run.axes["pp"].all_gather_object(common)):
+        common = [schedule_state.collect_common_state(schedule) for schedule in run.schedules]
+    if any(state != common for state in run.axes["pp"].all_gather_object(common)):
         raise JobError(
-            "lr_schedule= keeps other state on one pipeline stage than on another: a checkpoint holds one; make it of the optimizer's settings "
+            "lr_schedule= keeps different state on different pipeline stages, and a checkpoint holds one; derive it from the optimizer's settings "
             "alone, or use pp=1"
         )
     if run.plan.asynchronous and run.job.eval_data is None and any(map(schedule_state.takes_metric, run.schedules)):
         raise JobError(
-            "lr_schedule= is stepped with the loss, of which each rank has its own under this plan; give eval_data=, or another schedule"
+            "lr_schedule= is stepped with the loss, which differs between ranks under this asynchronous plan; give eval_data=, or another schedule"
         )
-    custom_optimizers = [optimizer for optimizer in run.optimizers if not _is_torch_optimizer(optimizer)]
-    if not custom_optimizers:
+    if all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in run.optimizers):
         return False
     with run.ranks.raise_on_all_ranks():
         require_storable_optimizers(run.job, dict(run.model.named_parameters()))
@@ -63,22 +60,19 @@ def require_storable_state(run: RunState) -> None:
     optimizer_state.collect(run)
 
 
-def _is_torch_optimizer(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def require_storable_optimizers(job: Job, parameters: Mapping[str, Tensor]) -> None:
-    """Step the job's optimizers on tiny parameters; refuse them where what they then keep is not what another has after loading it."""
+    """Step the job's optimizers on tiny parameters; refuse them if a second one does not have the same state after loading it."""
     trial_parameters = dict(
         [(name, value) for name, value in parameters.items() if value.requires_grad][:_MAX_TRIAL_PARAMETERS]
     )
-    with _isolated_rng(), preserve_job_state(job):
+    with preserve_random_states(), warnings.catch_warnings(), preserve_job_state(job):
+        warnings.simplefilter("ignore")
         try:
             stepped = _step_trial_optimizers(job, trial_parameters)
             fresh = _make_trial_optimizers(job, trial_parameters)
         except JobError:
             raise
-        except Exception:  # it wants other shapes, values or devices: the live state is looked at after the first step
+        except Exception:  # it requires other shapes, values or devices: the live state is checked after the first step
             return
         if len(stepped) != len(fresh):
             return
@@ -111,14 +105,14 @@ def _make_trial_optimizers(job: Job, parameters: Mapping[str, Tensor]) -> list[O
 
 
 def _require_restorable(saved: Optimizer, fresh: Optimizer) -> None:
-    parameter_count = sum(len(group["params"]) for group in saved.param_groups)
-    state = optimizer_state.read_state_dict(saved)
-    tensors: dict[str, Tensor] = {}
+    recorder, restored = TensorRecorder(), TensorRecorder()
     try:
-        encoded = _encode_state(state, tensors)
+        encoded = _encode_state(saved, recorder)
     except UnstorableValue as error:
         raise optimizer_state.make_unstorable_error(saved, error) from error
-    parts = optimizer_state.split_state_dict(decode(encoded, lambda path: tensors[path].clone()), parameter_count)
+    parameter_count = sum(len(group["params"]) for group in saved.param_groups)
+    state = decode(encoded, lambda ref: recorder.tensors[ref[0]].clone())
+    parts = optimizer_state.split_state_dict(state, parameter_count)
     settings = [
         {key: setting for key, setting in group.items() if key not in ("params", "param_names")}
         for group in saved.param_groups
@@ -127,84 +121,48 @@ def _require_restorable(saved: Optimizer, fresh: Optimizer) -> None:
         optimizer_state.restore(fresh, fresh.state_dict(), parts.state, parts.shared, parts.extra, settings)
     except Exception as error:
         raise JobError(
-            f"optimizer= is {type(saved).__name__}, whose load_state_dict() fails on what its state_dict() gave "
+            f"optimizer= is {type(saved).__name__}, whose load_state_dict() fails on what its state_dict() returned "
             f"({type(error).__name__}: {error}): a run could not be resumed; repair it, or use another optimizer"
         ) from error
-    restored_tensors: dict[str, Tensor] = {}
-    reencoded = _encode_state(optimizer_state.read_state_dict(fresh), restored_tensors)
-    difference = _first_difference(encoded, reencoded, "") or next(
+    difference = _first_difference(encoded, _encode_state(fresh, restored)) or next(
         (
-            tensor_path
-            for tensor_path in tensors
-            if not _is_bitwise_equal(tensors[tensor_path], restored_tensors.get(tensor_path))
+            path
+            for path, tensor in recorder.tensors.items()
+            if not _is_bitwise_equal(tensor, restored.tensors.get(path))
         ),
         None,
     )
     if difference is not None:
         raise JobError(
-            f"optimizer= is {type(saved).__name__}, whose load_state_dict() does not give back what state_dict() saved ({difference}): a resumed run "
-            "would go on without it; load it there, or keep it in optimizer.state"
+            f"optimizer= is {type(saved).__name__}, whose load_state_dict() does not restore what state_dict() returned ({difference}): a resumed "
+            "run would lose it; load it there, or keep it in optimizer.state"
         )
 
 
-def _encode_state(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    def store_tensor(path: str, value: Tensor) -> str:
-        tensors[path] = value.detach().clone()
-        return path
-
-    # Restoring puts parameters first, wherever shared entries were.
+def _encode_state(optimizer: Optimizer, recorder: TensorRecorder) -> Any:
+    state = optimizer_state.read_state_dict(optimizer)
+    # Restoring puts the parameters' entries first, wherever shared ones were.
     if isinstance(entries := state.get("state"), dict):
-        state = {**state, "state": dict(sorted(entries.items(), key=lambda pair: type(pair[0]) is not int))}
-    live = {
-        key: [{k: v for k, v in group.items() if not callable(v)} for group in value]
-        if key == "param_groups" and isinstance(value, list)
-        else value
-        for key, value in state.items()
-    }
-    return encode(live, "0", store_tensor)
+        state = {**state, "state": dict(sorted(entries.items(), key=lambda entry: type(entry[0]) is not int))}
+    if isinstance(groups := state.get("param_groups"), list):
+        without_code = [{key: value for key, value in group.items() if not callable(value)} for group in groups]
+        state = {**state, "param_groups": without_code}
+    return encode(state, "0", recorder)
 
 
-def _first_difference(one: Any, other: Any, path: str) -> str | None:
-    """Where two encoded values differ first."""
+def _first_difference(one: Any, other: Any, path: str = "") -> str | None:
+    """The path of the first difference between two encoded values."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return next(
-            (
-                difference
-                for key in one
-                if (difference := _first_difference(one[key], other[key], f"{path}/{key}" if path else str(key)))
-            ),
-            None,
-        )
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return next(
-            (
-                difference
-                for index, (item, other_item) in pairs
-                if (difference := _first_difference(item, other_item, f"{path}/{index}"))
-            ),
-            None,
-        )
-    return None if one == other and type(one) is type(other) else path or "all of it"
+        pairs = {str(key): (one[key], other[key]) for key in one}
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = {str(index): pair for index, pair in enumerate(zip(one, other, strict=True))}
+    else:
+        return None if one == other and type(one) is type(other) else path or "all of it"
+    differences = (_first_difference(*pair, f"{path}/{key}" if path else key) for key, pair in pairs.items())
+    return next(filter(None, differences), None)
 
 
 def _is_bitwise_equal(one: Tensor, other: Tensor | None) -> bool:
-    return (
-        other is not None
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and bytes(tensor_bytes(one)) == bytes(tensor_bytes(other))
-    )
-
-
-@contextlib.contextmanager
-def _isolated_rng() -> Iterator[None]:
-    """The trial draws no random numbers of the training's, and its warnings are not the user's."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bytes(tensor_bytes(one)) == bytes(tensor_bytes(other))

@@ -216,7 +216,7 @@ class _CallOrder:
                 self._noted_forwards.append(module.forward)
             else:
                 self._hooks.append(module.register_forward_pre_hook(_hook_first_argument(note)))
-        units = [] if run.rank_model.sharding is None else run.rank_model.sharding.units()
+        units = [] if run.rank_model.sharding is None else run.rank_model.sharding.units
         paths = {id(module): path for path, module in modules.items()}
         for unit in units:
             hook = self._make_gather_hook(self._register(paths.get(id(unit), "")))

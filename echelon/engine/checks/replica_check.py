@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.buffers.slots import has_numbers
-from echelon.engine.checkpoint.group_settings import read_group_settings
 from echelon.engine.data_setup import find_generators
 from echelon.engine.full_state import full_tensor_optimizer_of, optimizer_tensors
+from echelon.engine.group_settings import read_group_settings
 from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState

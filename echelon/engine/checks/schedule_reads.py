@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.parallel.shard_layout import TPShard
-from echelon.engine.parallel.whole_tensor_optimizer import FullTensorOptimizer
 from echelon.errors import DivergenceError
 from echelon.plan.plan import Plan
 

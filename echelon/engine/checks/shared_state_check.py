@@ -11,22 +11,17 @@ Not seen: attributes of imported modules (`import state; state.mean`), and state
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
 from echelon.engine.checkpoint.function_state import FunctionState
+from echelon.engine.checkpoint.reachable_state import iterate_user_objects
 from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
 from echelon.trials.reachable import find_reachable, get_slots
 
-#: Attributes of torch's optimizers and schedules that lead to parameters.
-_PARAMETER_ATTRIBUTES = ("optimizer", "param_groups", "state", "defaults")
 #: Names by which code reads attributes without naming them.
 _DYNAMIC_READS = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"}
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -97,23 +92,6 @@ class SharedStateCheck:
                 if is_read or slot.key == "cell_contents":
                     locations.add((id(slot.owner), slot.key))
         return self._functions.digest_shared({id(node) for node in nodes}, locations)
-
-
-def iterate_user_objects(candidate: Any, seen_ids: set[int]) -> Iterator[Any]:
-    """An object of the user's, and what torch's own schedules and optimizers hold: functions, hooks, other schedules."""
-    if id(candidate) in seen_ids:
-        return
-    seen_ids.add(id(candidate))
-    if isinstance(candidate, LRScheduler | Optimizer):
-        yield candidate
-        for key, item in vars(candidate).items():
-            if key not in _PARAMETER_ATTRIBUTES:
-                yield from iterate_user_objects(item, seen_ids)
-    elif isinstance(candidate, list | tuple | dict):
-        for item in candidate.values() if isinstance(candidate, dict) else candidate:
-            yield from iterate_user_objects(item, seen_ids)
-    elif callable(candidate) or hasattr(candidate, "__dict__"):
-        yield candidate
 
 
 @cache

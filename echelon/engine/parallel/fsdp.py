@@ -1,11 +1,11 @@
-"""ZeRO stages 1 to 3 on torch's fully_shard.
+"""ZeRO stages 1 to 3 with torch's fully_shard (FSDP2).
 
-All three shard parameters at rest. They differ in how long the gathered copies live:
+All three shard parameters, gradients and optimizer state between steps. They differ in how long gathered copies live:
 
-    stage  parameters gathered        gradients between micro-batches
-    1      for the whole step         full, exchanged once
-    2      for the whole step         sharded, exchanged every micro-batch
-    3      for one unit at a time     sharded, exchanged every micro-batch (full with keep_gradients)
+    zero  parameters are gathered    gradients between micro-batches
+    1     for the whole step         full, reduce-scattered once
+    2     for the whole step         sharded, reduce-scattered every micro-batch
+    3     for one unit at a time     sharded, reduce-scattered every micro-batch (full with keep_gradients)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.dtensor_reads import patch_host_reads
-from echelon.engine.parallel.max_norm_sync import max_norm_weights
+from echelon.engine.parallel.data_parallel import max_norm_weights
 from echelon.engine.parallel.module_tensors import materialize_module
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import TPShard
@@ -39,69 +39,39 @@ _PROVED_STEPS = 3
 
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered as one, inner ones first; the model itself, which takes the rest, is not among them."""
+    """The modules that are gathered as one, inner ones first, without the root."""
     modules = dict(model.named_modules(remove_duplicate=False))  # TorchScript has no get_submodule
     return [modules[path] for path in find_fsdp_units(list_modules(model))]
 
 
-def _fsdp_param_groups(module: Any) -> list[Any]:
-    """What fully_shard gathers together for a module. Private names, as there is no public way in."""
+def is_sharded(unit: Any) -> bool:
+    """Whether the next call of a unit gathers its parameters."""
+    return any(group.is_sharded for group in _param_groups(unit))
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """What fully_shard gathers together. Private names: torch has no public ones."""
     state = module._get_fsdp_state()
-    return [
-        param_group
-        for param_group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        if param_group
-    ]
-
-
-def _zero_fill_unused(fsdp_modules: Sequence[FSDPModule], used_ids: set[int]) -> None:
-    """Give zeros to parameters that this rank's samples did not reach, and note in `used_ids` those that they did.
-
-    fully_shard leaves such parameters out of the message: where ranks reach different ones their messages differ in length,
-    which ends in a crash or, worse, in sums of the wrong numbers.
-    """
-    for module in fsdp_modules:
-        for param_group in _fsdp_param_groups(module):
-            param_group.post_backward = _wrap_post_backward(param_group, param_group.post_backward, used_ids)
-
-
-def _wrap_post_backward(
-    param_group: Any, post_backward: Callable[..., None], used_ids: set[int]
-) -> Callable[..., None]:
-    def zero_fill_then_reduce(*args: Any) -> None:
-        for fsdp_param in param_group.fsdp_params:
-            full_parameter = getattr(fsdp_param, "_unsharded_param", None)
-            if full_parameter is None or not full_parameter.requires_grad:
-                continue
-            if full_parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
-                used_ids.add(id(fsdp_param.sharded_param))
-            elif param_group.reduce_grads:
-                full_parameter.grad = torch.zeros_like(full_parameter)
-        post_backward(*args)
-
-    return zero_fill_then_reduce
+    return [group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group]
 
 
 def _find_unshardable(module: nn.Module) -> set[nn.Parameter]:
-    """What fully_shard takes none of: single numbers (a temperature), none at all, complex ones, dtypes other than most of `module` is; and what forward
-    itself changes."""
-    plain_parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+    """Parameters that fully_shard cannot shard: scalars, empty or complex ones, minority dtypes, and those that forward writes to."""
+    plain = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
     elements_by_dtype: Counter[torch.dtype] = Counter()
-    for parameter in plain_parameters:
+    for parameter in plain:
         elements_by_dtype[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
     main_dtype = elements_by_dtype.most_common(1)[0][0] if elements_by_dtype else torch.float32
-    return {
-        parameter
-        for parameter in plain_parameters
-        if not parameter.dim()
-        or not parameter.numel()
-        or parameter.is_complex()
-        or (parameter.requires_grad and parameter.dtype != main_dtype)
-    } | set(max_norm_weights(module))
+
+    def is_unshardable(parameter: nn.Parameter) -> bool:
+        is_minority = parameter.requires_grad and parameter.dtype != main_dtype
+        return not parameter.dim() or not parameter.numel() or parameter.is_complex() or is_minority
+
+    return {*filter(is_unshardable, plain), *max_norm_weights(module)}
 
 
 class ZeroSharding:
-    """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
+    """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; between steps parameters are DTensors."""
 
     def __init__(
         self,
@@ -112,118 +82,119 @@ class ZeroSharding:
         tp_shards: Mapping[str, TPShard],
         pipeline: Pipeline | None = None,
     ) -> None:
-        mesh = data_parallel.device_mesh()
         self._plan, self._data_parallel = plan, data_parallel
         self._unpatch_host_reads = patch_host_reads()
-        #: The model's own parameters, which sharded ones take the place of: nobody should hold them after that.
+        #: The model's original parameters, which sharded ones replace: nothing should hold them afterwards.
         self._replaced_parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                # On a GPU it moves the weights into one piece of memory, and what is gathered later would not reach them.
+                # On a GPU it packs the weights into one buffer, which later gathers would not reach.
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
-        if pipeline is not None:
-            self._shard_stages(model, plan, ranks, tp_shards, pipeline)
-        for path in (
-            [*([] if plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""] if pipeline is None else ()
-        ):
-            # Values arrive and are cut unit by unit: the whole model is never on one device.
-            unit = model.get_submodule(path)
-            materialize_module(model, path, ranks, tp_shards)
-            # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
-            ignored_parameters = _find_unshardable(unit)
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=plan.zero == 3 and unit is not model,
-                ignored_params=ignored_parameters,
-            )
-        # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
+        if pipeline is None:
+            self._shard_units(model, ranks, tp_shards)
+        else:
+            self._shard_stages(model, ranks, tp_shards, pipeline)
+        # It warns of a gather that a unit's output, changed in place, would skip; the root stays gathered until its backward.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
         self._warning_filter = warnings.filters[0]
-        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in self._fsdp_modules:
-            # Losses are weighted by samples before backward, so that gradients are summed, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        #: The modules whose parameters are gathered as one when they are called.
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self.units:
+            # Losses are weighted by samples before backward: gradients are summed, not averaged.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
         self._sharded_parameters = [parameter for parameter in trained if isinstance(parameter, DTensor)]
-        #: What cannot be sharded and is whole on every rank: its gradients are exchanged apart.
+        #: Full on every rank; their gradients are all-reduced separately.
         self.unsharded_parameters = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        self._fsdp_params = [
-            fsdp_param
-            for module in self._fsdp_modules
-            for param_group in _fsdp_param_groups(module)
-            for fsdp_param in param_group.fsdp_params
-        ]
-        #: Of what is gathered, how often forward wrote to it, and of how many steps that is known.
+        groups = [group for unit in self.units for group in _param_groups(unit)]
+        self._fsdp_params = [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
+        #: How often forward wrote to each gathered parameter in the last step, and the number of steps checked.
         self._write_counts: list[int] = []
         self._checked_steps = 0
+        #: Ids of the parameters that this rank's samples reached.
         self._used_ids: set[int] = set()
-        _zero_fill_unused(self._fsdp_modules, self._used_ids)
+        for group in groups:
+            group.post_backward = self._zero_fill_before(group, group.post_backward)
         present_ids = {id(parameter) for parameter in model.parameters()}
-        self._replaced_parameters = [
-            (name, ref) for name, ref in self._replaced_parameters if id(ref()) not in present_ids
-        ]
+        self._replaced_parameters = [item for item in self._replaced_parameters if id(item[1]()) not in present_ids]
+
+    def _shard_units(self, model: nn.Module, ranks: WorldCommunicator, tp_shards: Mapping[str, TPShard]) -> None:
+        for path in [*([] if self._plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""]:
+            # Values arrive and are sharded unit by unit: no device ever holds the full model.
+            unit = model.get_submodule(path)
+            materialize_module(model, path, ranks, tp_shards)
+            # The root's own parameters are last in forward and first in backward: freed, they would be gathered again at once.
+            self._fully_shard(unit, _find_unshardable(unit), reshard=self._plan.zero == 3 and unit is not model)
 
     def _shard_stages(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        ranks: WorldCommunicator,
-        tp_shards: Mapping[str, TPShard],
-        pipeline: Pipeline,
+        self, model: nn.Module, ranks: WorldCommunicator, tp_shards: Mapping[str, TPShard], pipeline: Pipeline
     ) -> None:
-        """Under a pipeline each unit of this rank's stages is sharded by itself; what is not one unit's alone is left whole."""
-        other_stage_names = {
-            name for name, holding_ranks in pipeline.holding_ranks.items() if pipeline.rank not in holding_ranks
-        }
-        materialize_module(model, "", ranks, tp_shards, other_stage_names)
+        """Shard each unit of this rank's pipeline stages; parameters that several units share stay full."""
+        holding_ranks = pipeline.holding_ranks.items()
+        materialize_module(
+            model, "", ranks, tp_shards, {name for name, holders in holding_ranks if pipeline.rank not in holders}
+        )
         parameters = dict(model.named_parameters())
         shared = {parameters[name] for name in pipeline.shared_parameters()}
         for path in pipeline.unit_paths:
             unit = model.get_submodule(path)
-            ignored_parameters = _find_unshardable(unit) | shared
-            if any(parameter not in ignored_parameters for parameter in unit.parameters()):
-                fully_shard(
-                    unit,
-                    mesh=self._data_parallel.device_mesh(),
-                    reshard_after_forward=plan.zero == 3,
-                    ignored_params=ignored_parameters,
-                )
+            ignored = _find_unshardable(unit) | shared
+            if any(parameter not in ignored for parameter in unit.parameters()):
+                self._fully_shard(unit, ignored, reshard=self._plan.zero == 3)
 
-    def units(self) -> list[nn.Module]:
-        """The modules whose parameters are gathered as one, each when it is called."""
-        return [module for module in self._fsdp_modules if isinstance(module, nn.Module)]
+    def _fully_shard(self, unit: nn.Module, ignored: set[nn.Parameter], *, reshard: bool) -> None:
+        mesh = self._data_parallel.device_mesh()
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+
+    def _zero_fill_before(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Before a group's reduction, give zero gradients to parameters that this rank's samples did not reach.
+
+        fully_shard leaves those out of its message. Where ranks reach different ones, message lengths differ: a crash, or sums of wrong numbers.
+        """
+
+        def zero_fill_then_reduce(*args: Any) -> None:
+            for fsdp_param in group.fsdp_params:
+                full_parameter = getattr(fsdp_param, "_unsharded_param", None)
+                if full_parameter is None or not full_parameter.requires_grad:
+                    continue
+                if full_parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+                    self._used_ids.add(id(fsdp_param.sharded_param))
+                elif group.reduce_grads:
+                    full_parameter.grad = torch.zeros_like(full_parameter)
+            post_backward(*args)
+
+        return zero_fill_then_reduce
 
     def prepare_micro_batch(self, *, is_last: bool) -> None:
         """Before the forward of a micro-batch; `is_last` of the step."""
         keep_full_gradients = self._plan.zero == 1 or self._plan.data.keep_gradients
-        for module in self._fsdp_modules:
-            module.set_requires_gradient_sync(is_last or not keep_full_gradients, recurse=False)
-            module.set_reshard_after_backward(is_last or self._plan.zero == 3, recurse=False)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(is_last or not keep_full_gradients, recurse=False)
+            unit.set_reshard_after_backward(is_last or self._plan.zero == 3, recurse=False)
 
     def reduce_kept_gradients(self) -> None:
-        """After the backward of every micro-batch of a pipeline: exchange what was kept. Private names, as in torch's own stages."""
+        """After the backward of all micro-batches of a pipeline: reduce the gradients kept so far, as torch's own stages do."""
         self.prepare_micro_batch(is_last=True)
-        for module in self._fsdp_modules:
-            for param_group in _fsdp_param_groups(module):
-                param_group.post_backward()
-            module._get_fsdp_state()._root_post_backward_final_callback()
+        for unit in self.units:
+            for group in _param_groups(unit):
+                group.post_backward()
+            unit._get_fsdp_state()._root_post_backward_final_callback()
 
     def backward(self, loss: Tensor) -> None:
-        """`start.backward()`, with words for what torch cannot do here."""
+        """`loss.backward()`, with an explanation where fully_shard cannot follow."""
         try:
             loss.backward()
         except RuntimeError as error:
             if "setStorage" not in str(error):
                 raise
             raise PlanError(
-                f"zero={self._plan.zero}: backward needed parameters that had been given back: the model differentiates its own "
-                "derivative (autograd.grad with create_graph), which torch's fully_shard does not follow; use zero=0 (tp also shares the memory)"
+                f"zero={self._plan.zero}: backward needs parameters that were freed after forward: the model differentiates its own "
+                "derivative (autograd.grad with create_graph), which torch's fully_shard does not support; use zero=0 (tp also shares the memory)"
             ) from error
 
     def finish_backward(self) -> None:
-        """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
+        """After the step's backward: parameters that no sample of any rank reached have no gradient, as on one device."""
         self._require_no_parameter_writes()
         if not self._sharded_parameters:
             return
@@ -232,71 +203,62 @@ class ZeroSharding:
         self._used_ids.clear()
         use_counts = torch.tensor(used_here, dtype=torch.float32).to(self._sharded_parameters[0].device)
         self._data_parallel.all_reduce(use_counts)
-        if not all(used_here):  # else there is nothing to learn, and an accelerator need not be waited for
-            counts = use_counts.tolist()
-            if not any(counts):
-                raise PlanError(
-                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample, so the model would not learn: it returns "
-                    f"them in an object that torch {torch.__version__} does not look into (dataclasses before 2.13); use zero=0, or "
-                    "return a dict or a tuple"
-                )
-            for parameter, count in zip(self._sharded_parameters, counts, strict=True):
-                if not count:
-                    parameter.grad = None
+        if all(used_here):
+            return  # without waiting for the device
+        counts = use_counts.tolist()
+        if not any(counts):
+            raise PlanError(
+                f"zero={self._plan.zero}: no sample reached any sharded parameter, so the model would not learn: it returns its output "
+                f"in an object that torch {torch.__version__} does not traverse (dataclasses before 2.13); use zero=0, or return a dict or a tuple"
+            )
+        for parameter, count in zip(self._sharded_parameters, counts, strict=True):
+            if not count:
+                parameter.grad = None
 
     def _require_no_parameter_writes(self) -> None:
-        """After a step: forward wrote to no gathered parameter to which it did not write in the first steps, which a proof has compared. What
-        it writes there is lost."""
-        versions = [
-            full_parameter._version
-            if (full_parameter := getattr(fsdp_param, "_unsharded_param", None)) is not None
-            else 0
-            for fsdp_param in self._fsdp_params
-        ]
+        """Refuse a forward that starts to write to gathered parameters after the steps that a proof compares: its writes are lost."""
+        full_parameters = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in self._fsdp_params]
+        versions = [0 if parameter is None else parameter._version for parameter in full_parameters]
         self._checked_steps += 1
-        if versions != self._write_counts:
-            for fsdp_param, version, old_version in zip(
-                self._fsdp_params, versions, self._write_counts or versions, strict=True
-            ):
-                if version and not old_version and self._checked_steps > _PROVED_STEPS:
-                    raise DivergenceError(
-                        f"forward writes to parameter {fsdp_param._param_fqn}, of which ranks hold shards: what it writes is lost; update it in a hook of the "
-                        f"optimizer, or use zero=0 (it did not in the first {self._checked_steps - 1} steps)",
-                        tensor=fsdp_param._param_fqn,
-                        cause="forward writes to a parameter",
-                    )
-            self._write_counts = versions
+        if versions == self._write_counts:
+            return
+        old_versions = self._write_counts or versions
+        for fsdp_param, version, old_version in zip(self._fsdp_params, versions, old_versions, strict=True):
+            if version and not old_version and self._checked_steps > _PROVED_STEPS:
+                name = fsdp_param._param_fqn
+                raise DivergenceError(
+                    f"forward writes to parameter {name}, which is sharded over ranks: the write is lost; update it in an optimizer hook, "
+                    f"or use zero=0 (it did not in the first {self._checked_steps - 1} steps)",
+                    tensor=name,
+                    cause="forward writes to a parameter",
+                )
+        self._write_counts = versions
 
     def _require_no_stray_gradients(self) -> None:
-        """After the first backward: no gradient went to a parameter that a sharded one has replaced."""
-        for name, ref in self._replaced_parameters:
-            original = ref()
+        """Refuse a model in which, after the first backward, an original parameter has the gradient of its sharded replacement."""
+        for name, reference in self._replaced_parameters:
+            original = reference()
             if original is not None and original.grad is not None:
                 raise PlanError(
-                    f"zero={self._plan.zero}: {name} would not learn: a layer computes with a parameter that it holds itself, beside its "
-                    "module (Keras models do), and only the module's is sharded; use zero=0"
+                    f"zero={self._plan.zero}: {name} would not learn: a layer computes with its own reference to the parameter (Keras models do), "
+                    "and only the module's is sharded; use zero=0"
                 )
         self._replaced_parameters.clear()
 
     def close(self) -> None:
-        """Undo what is the whole process's."""
+        """Undo what was changed in the process."""
         self._unpatch_host_reads()
-        with contextlib.suppress(ValueError):  # whoever holds warnings apart, as tests do, has dropped it already
+        with contextlib.suppress(ValueError):  # code that saves and restores warning filters has dropped it already
             warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
 
     def reshard(self) -> None:
-        """Back to sharded parameters, after a forward without a backward."""
-        for module in self._fsdp_modules:
-            module.reshard()
-
-
-def is_sharded(unit: Any) -> bool:
-    """Whether a unit's parameters are in shards now, so that its next call gathers them. Private names, as there is no public way."""
-    return any(param_group.is_sharded for param_group in _fsdp_param_groups(unit))
+        """Free gathered parameters, after a forward without a backward."""
+        for unit in self.units:
+            unit.reshard()
 
 
 def clear_sharding_caches() -> None:
-    """Let go of the process groups that torch's caches of sharded operators remember. Private: there is no public way."""
+    """Release the process groups that torch's caches of sharded operators hold. Private name: torch has no public one."""
     clear_cache = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear_cache is not None:
         clear_cache()

@@ -1,7 +1,10 @@
-"""Gradients summed over the data ranks, in buckets, while backward still runs (zero=0).
+"""All-reduce of gradients in flat buckets while backward still runs (zero=0).
 
-Written by hand because DDP rebuilds its buckets after the first step: a resumed run then sums in another order and is not
-bit-equal at three ranks or more. Here the layout follows from the parameters alone.
+    backward    grad 9  grad 8 │ grad 7  grad 6  grad 5 │ grad 4 ...
+    exchange                   └─ all-reduce bucket 0 ─┘└─ all-reduce bucket 1 ─┘
+
+Not DDP: it rebuilds its buckets after the first step, so a resumed run sums in another order and is not bit-equal on three ranks or more. Here
+the layout depends on the parameters alone.
 """
 
 from __future__ import annotations
@@ -17,30 +20,24 @@ from echelon.plan.gradient_buckets import assign_buckets
 
 
 class _GradientBucket:
-    """Consecutive gradients in one flat tensor, with one number behind each parameter's: how many ranks used it."""
+    """Consecutive gradients in one flat tensor, followed by the number of ranks that used each parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.group = tuple(parameters), group
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        self.views = [
-            _gradient_view(flat_slice, parameter)
-            for flat_slice, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
-        ]
-        self.use_counts = self.flat[-len(sizes) :]
-        self.filled: list[bool] = []
-        self.missing_count = 0
-        self.work: dist.Work | None = None
+        *slices, self.use_counts = self.flat.split([*sizes, len(sizes)])
+        self.views = [_gradient_view(item, parameter) for item, parameter in zip(slices, parameters, strict=True)]
         self.reset()
 
     def reset(self) -> None:
-        self.filled = [False] * len(self.parameters)
+        self.is_filled = [False] * len(self.parameters)
         self.missing_count = len(self.parameters)
-        self.work = None
+        self.work: dist.Work | None = None
 
     def adopt_gradient(self, index: int) -> None:
-        """Move a parameter's gradient in; from now on its `.grad` is the bucket's view, and later micro-batches add to that."""
+        """Move a gradient in: its `.grad` becomes a view of the bucket, to which later micro-batches add."""
         parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -48,22 +45,22 @@ class _GradientBucket:
             parameter.grad = view
 
     def mark_final(self, index: int) -> None:
-        """A parameter's gradient is final."""
+        """A parameter's gradient is complete."""
         if self.work is not None:
             raise TrainingError(
-                "a gradient was computed twice in one backward, after it had been exchanged (reentrant checkpointing does that): "
+                "a gradient was computed twice in one backward, after its all-reduce (reentrant checkpointing does that): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         self.adopt_gradient(index)
-        self.missing_count -= not self.filled[index]
-        self.filled[index] = True
+        self.missing_count -= not self.is_filled[index]
+        self.is_filled[index] = True
 
     def start_all_reduce(self) -> None:
         if self.missing_count:
-            for view, filled in zip(self.views, self.filled, strict=True):
-                if not filled:
+            for view, is_filled in zip(self.views, self.is_filled, strict=True):
+                if not is_filled:
                     view.zero_()
-            self.use_counts.copy_(torch.tensor(self.filled, dtype=self.flat.dtype))
+            self.use_counts.copy_(torch.tensor(self.is_filled, dtype=self.flat.dtype))
         else:
             self.use_counts.fill_(1)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
@@ -72,23 +69,23 @@ class _GradientBucket:
         assert self.work is not None
         self.work.wait()
         if self.missing_count:
-            # Another rank may have used what this one did not: its gradient counts here too. Unused everywhere stays None.
+            # A parameter unused here takes the gradient of ranks that used it; unused everywhere, it keeps None.
             for index, use_count in enumerate(self.use_counts.tolist()):
-                if not self.filled[index]:
+                if not self.is_filled[index]:
                     self.parameters[index].grad = self.views[index] if use_count else None
         self.reset()
 
 
 def _gradient_view(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient inside `flat`, laid out in memory as its parameter is: fused optimizer kernels take that for granted, and
-    train something else in silence where it is not so (`channels_last` weights)."""
+    """A gradient inside `flat`, with its parameter's memory layout: fused optimizer kernels assume it, and silently compute something else
+    where it differs (`channels_last` weights)."""
     if _is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view_as(parameter)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order."""
+    """Whether its elements fill one stretch of memory, in any order."""
     expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -99,7 +96,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class GradientAllReduce:
-    """Sums gradients over the ranks of a group. `sync_next_backward` before the backward whose gradients are final, `wait` after it."""
+    """Sums gradients over a group: `sync_next_backward` before the backward that completes them, `wait` after it."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None
@@ -113,10 +110,11 @@ class GradientAllReduce:
         ]
         self._sync_enabled = False
         self._next_bucket = 0
-        self._hooks = []
-        for bucket in self._buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            for bucket in self._buckets
+            for index, parameter in enumerate(bucket.parameters)
+        ]
 
     def _make_hook(self, bucket: _GradientBucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
@@ -136,21 +134,21 @@ class GradientAllReduce:
             self._next_bucket += 1
 
     def sync_next_backward(self) -> None:
-        """The next backward completes the gradients: exchange each as soon as it is ready."""
+        """The next backward completes the gradients: reduce each bucket as soon as it is full."""
         self._sync_enabled, self._next_bucket = True, 0
 
     def wait(self) -> None:
-        """Wait until every gradient is the sum over ranks."""
+        """Return when every gradient is the sum over ranks."""
         self._sync_enabled = False
         for bucket in self._buckets[self._next_bucket :]:
             for index, parameter in enumerate(bucket.parameters):
-                if not bucket.filled[index] and parameter.grad is not None:
-                    bucket.mark_final(index)  # used in an earlier micro-batch but not in the last
+                if not bucket.is_filled[index] and parameter.grad is not None:
+                    bucket.mark_final(index)  # used in an earlier micro-batch, but not in the last
             bucket.start_all_reduce()
         for bucket in self._buckets:
             bucket.wait()
 
     def close(self) -> None:
-        """Detach from the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention with some of its heads on each rank of the tensor axis.
+"""nn.MultiheadAttention with some of its heads on each tensor-parallel rank.
 
-torch's own function wants all heads' widths to add up to the input's, so the attention itself is written out here: as its
-documentation has it, with every mask and with the weights where they are asked for.
+torch's function requires the heads' widths to add up to the input's, so the attention is written out here as its documentation
+specifies it, with every mask and with the weights on request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.plan.placement import compute_shard_sizes
 
 
 def make_attention_forward(module: Any, tp: TPCommunicator) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The module's forward, with this rank's heads."""
+    """The module's forward on this rank's heads."""
     heads_per_rank = compute_shard_sizes(module.num_heads, tp.size)
     first_head, local_heads = sum(heads_per_rank[: tp.rank]), heads_per_rank[tp.rank]
 
@@ -26,7 +26,7 @@ def make_attention_forward(module: Any, tp: TPCommunicator) -> Callable[..., tup
         return x.unflatten(-1, (local_heads, module.head_dim)).transpose(1, 2)
 
     def merge_masks(query: Tensor, padding_mask: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Both masks as one that is added to the scores: samples x heads x queries x keys."""
+        """Both masks as one additive mask: samples x heads x queries x keys."""
         merged_mask: Tensor | None = None
         if attention_mask is not None:
             attention_mask = tp.copy_to_region(_to_additive_mask(attention_mask, query.dtype))
@@ -92,7 +92,7 @@ def make_attention_forward(module: Any, tp: TPCommunicator) -> Callable[..., tup
 
 
 def _local_projections(module: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """(weight, bias) of q, k and v: this rank's rows of each."""
+    """(weight, bias) of q, k and v: this rank's rows."""
     packed_weight = module.in_proj_weight
     weights = (
         (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -104,5 +104,5 @@ def _local_projections(module: Any) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """True: not to be seen."""
+    """Boolean masks hide where True."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf")) if mask.dtype is torch.bool else mask

@@ -1,11 +1,20 @@
-"""The pipeline axis: this rank's stages of a model, and micro-batches through all of them, on torch's own stages and schedules."""
+"""Pipeline parallelism: this rank's stages of the model, on torch's own stages and schedules.
+
+    units       embed  block0  block1 │ block2  block3 │ block4  head  loss        the model's calls, in order (profiler/module_calls.py)
+    stages      ─────── 0 ─────────── │ ────── 1 ───── │ ──────── 2 ────────       cut at `plan.pipeline.stages`; rank = stage % pp
+    forward     micro-batch ──send──>   ──send──>        loss                      every rank reads the whole batch itself
+    backward                <──send──        <──send──   loss.backward()
+
+pipeline_stage.py runs one stage. Parameters that several stages use (tied weights, weights used between units) are held by all of these, and
+their gradients are summed (`sum_gradients`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +27,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from echelon.engine.parallel.module_tensors import named_tensors, replace_tensors
 from echelon.engine.parallel.pipeline_stage import SeedFunction, Stage
 from echelon.engine.parallel.placeholder_tensor import make_placeholder
-from echelon.engine.parallel.shard_layout import to_local
 from echelon.engine.process_groups import Communicator
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
@@ -32,18 +40,15 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": torch_schedules.ScheduleInterleaved1F1B,
     "zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
 }
-
-
-#: Before this version torch's stages want a gradient for everything that they receive.
+#: Before this version torch's stages required a gradient for every value that they received.
 _NO_GRAD_INPUTS_SINCE = "2.13"
-
-
-#: So many schedules are kept, each for micro-batches of one shape, for which it has buffers.
+#: A schedule has receive buffers for micro-batches of one shape; the oldest is dropped.
 _MAX_CACHED_SCHEDULES = 8
+_ALTERNATIVE = "use pp=1 (dp with zero=3 also shares the memory)"
 
 
 class Pipeline:
-    """This rank's stages among all of them."""
+    """The stages of this rank."""
 
     def __init__(
         self,
@@ -54,57 +59,56 @@ class Pipeline:
         pp: Communicator,
         shape_inference_context: ContextFactory = nullcontext,
     ) -> None:
-        """`forward(model, batch)` computes the loss; `example` is a batch of it. `shape_inference_context`: within it shapes are found."""
+        """`forward(model, batch)` computes the loss of a batch such as `example`; to infer shapes it is called in `shape_inference_context`."""
         self._model, self._forward, self._plan, self._pp = model, forward, plan, pp
-        #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
+        self.rank = pp.rank
+        #: gloo sends no GPU memory: values then pass between stages through the host.
         self._transfer_device = torch.device("cpu") if pp.via_host else pp.device
         self._fake_model = FakeModel(model, pp.device, shape_inference_context)
         self._unit_calls = unit_calls = self._fake_model.trace_calls(forward, example)
         stage_bounds = _find_stage_bounds(plan, unit_calls, pp.size)
         self._stage_count = len(stage_bounds) - 1
-        self.rank = pp.rank
-        #: Tensor, by each of its names -> the ranks of the axis that hold it; one that no unit holds is held by all.
+        #: Tensor, by each of its names -> the pipeline ranks that hold it: all of them where no unit does.
         self.holding_ranks = _find_holding_ranks(model, unit_calls, stage_bounds, pp.size)
         self._glue_weights = set[str]().union(*(call.glue_parameters for call in unit_calls))
-        self._stage_indices = range(pp.rank, self._stage_count, pp.size)
-        self._stages = [
-            Stage(model, self._fake_model, unit_calls, stage_bounds[stage_index], stage_bounds[stage_index + 1])
-            for stage_index in self._stage_indices
-        ]
+        self._stages = {
+            index: Stage(model, self._fake_model, unit_calls, stage_bounds[index], stage_bounds[index + 1])
+            for index in range(pp.rank, self._stage_count, pp.size)
+        }
         #: The units that this rank computes.
         self.unit_paths = list(
             dict.fromkeys(
-                unit_call.path
-                for local_stage in self._stages
-                for unit_call in unit_calls[local_stage.first_call : local_stage.end_call]
-                if unit_call.path
+                call.path
+                for stage in self._stages.values()
+                for call in unit_calls[stage.first_call : stage.end_call]
+                if call.path
             )
         )
-        #: Whether the loss is computed here.
-        self.computes_loss = any(stage.is_last for stage in self._stages)
+        #: Whether this rank computes the loss.
+        self.computes_loss = any(stage.is_last for stage in self._stages.values())
         self._micro_batches: Sequence[Any] = ()
         self._loss_function: Callable[[Any, int], Tensor] | None = None
         self._seed: SeedFunction | None = None
         self._schedules: dict[Any, Any] = {}
 
     def require_evaluable(self, forward: ForwardFunction, example: Any) -> None:
-        """Refuse a model that calls other units in evaluation, before it has trained for hours."""
+        """Refuse, before training starts, a model that calls other units in evaluation."""
         paths = list(dict.fromkeys(call.path for call in self._unit_calls if call.path))
         try:
-            evaluation_outputs = self._fake_model.compute_outputs(
+            outputs = self._fake_model.compute_outputs(
                 forward, example, paths, training=False, unit_calls=self._unit_calls
             )
-        except Exception:  # a metric that looks at values, which are not there: told of when it is its turn
+        except Exception:  # a metric reads values, which fake tensors lack: the first evaluation will tell
             return
-        if len(evaluation_outputs) != len(self._unit_calls):
+        if len(outputs) != len(self._unit_calls):
             raise PlanError(
-                f"pp={self._pp.size}: the model calls {len(self._unit_calls) - 1} units in training and {len(evaluation_outputs) - 1} in evaluation, so that its "
-                "stages cannot evaluate it; leave eval_data= out and evaluate what `echelon export` writes, or use pp=1 (dp with zero=3 also "
-                "shares the memory)"
+                f"pp={self._pp.size}: the model calls {len(self._unit_calls) - 1} units in training and {len(outputs) - 1} in evaluation, so its "
+                "stages cannot evaluate it; drop eval_data= and evaluate the result of `echelon export`, or "
+                + _ALTERNATIVE
             )
 
     def drop_other_stages(self) -> None:
-        """Free what only other ranks' stages need: placeholders keep its names and shapes."""
+        """Free tensors that only other ranks' stages use; placeholders keep their names and shapes."""
 
         def drop(name: str, tensor: Tensor) -> Tensor | None:
             return None if self.rank in self.holding_ranks[name] else make_placeholder(tensor)
@@ -112,12 +116,9 @@ class Pipeline:
         replace_tensors(self._model, drop)
 
     def shared_parameters(self) -> list[str]:
-        """Parameters (by first name) that no unit has for itself: tied over stages, or used between units."""
-        return [
-            name
-            for name, _ in self._model.named_parameters()
-            if len(self.holding_ranks[name]) > 1 or name in self._glue_weights
-        ]
+        """Parameters, by first name, that do not belong to a single unit: tied over stages, or used between units."""
+        names = [name for name, _ in self._model.named_parameters()]
+        return [name for name in names if len(self.holding_ranks[name]) > 1 or name in self._glue_weights]
 
     def run(
         self,
@@ -126,67 +127,58 @@ class Pipeline:
         seed: SeedFunction,
         data_parallel: Communicator | None = None,
     ) -> None:
-        """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
-        `seed(index, *place)` is told where random numbers will be drawn.
+        """Forward and backward of every micro-batch. On the last stage backward starts from `loss(output, index)`; `seed(index, *place)` seeds
+        the random numbers of a place in forward.
 
-        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `data_parallel`: ranks
-        with whom parameters are exchanged meanwhile, which must therefore go through in the same order.
+        torch's stages receive into preallocated buffers: consecutive micro-batches of one shape run together. `data_parallel`: replicas that
+        exchange parameters meanwhile, and must therefore split their micro-batches alike.
         """
-        batch_shapes = [compute_shape_key(micro_batch) for micro_batch in micro_batches]
-        shape_changes = torch.tensor([after != before for before, after in pairwise(batch_shapes)], dtype=torch.int32)
+        shapes = [compute_shape_key(micro_batch) for micro_batch in micro_batches]
+        shape_changes = torch.tensor([after != before for before, after in pairwise(shapes)], dtype=torch.int32)
         if data_parallel is not None:
             data_parallel.all_reduce(shape_changes)
-        run_bounds = [
-            0,
-            *(index + 1 for index, has_changed in enumerate(shape_changes.tolist()) if has_changed),
-            len(micro_batches),
-        ]
-        for first, last in pairwise(run_bounds):
+        changed = [index + 1 for index, has_changed in enumerate(shape_changes.tolist()) if has_changed]
+        for first, last in pairwise([0, *changed, len(micro_batches)]):
             self._micro_batches = micro_batches[first:last]
             self._loss_function = lambda output, index, first=first: loss(output, first + index)
-            self._seed = lambda index, *seed_key, first=first: seed(first + index, *seed_key)
+            self._seed = lambda index, *place, first=first: seed(first + index, *place)
             self._run_same_shape()
         self._micro_batches, self._loss_function, self._seed = (), None, None
 
     def _run_same_shape(self) -> None:
-        micro_batch_count = len(self._micro_batches)
-        schedule = self._get_schedule(micro_batch_count)
-        indices = torch.arange(micro_batch_count)
-        stage_inputs = (
-            (torch.zeros(micro_batch_count, device=self._transfer_device),) if 0 in self._stage_indices else ()
-        )
+        count = len(self._micro_batches)
+        indices = torch.arange(count)
+        stage_inputs = (torch.zeros(count, device=self._transfer_device),) if 0 in self._stages else ()
         loss_arguments = {"target": indices, "losses": []} if self.computes_loss else {}
         try:
-            schedule.step(*stage_inputs, index=indices, **loss_arguments, return_outputs=False)
+            self._get_schedule(count).step(*stage_inputs, index=indices, **loss_arguments, return_outputs=False)
         except RuntimeError as error:
             cause = _root_cause(error)
             if cause is error or "failed to run" not in str(error):
                 raise
-            raise cause from None  # torch's stages put theirs around what the model's code said
+            raise cause from None  # the model's own error, which torch's stages wrap
 
     def forward(self, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> tuple[Tensor, ...]:
-        """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
+        """The output of `forward(model, batch)` on the rank of the last stage, () on the others. Without gradients."""
         output: tuple[Tensor, ...] = ()
-        for stage_index, stage in zip(self._stage_indices, self._stages, strict=True):
+        group, size = self._pp.process_group, self._pp.size
+        for index, stage in self._stages.items():
             incoming, _ = stage.boundary_meta_tensors(batch, forward)
             received = [torch.empty(meta.shape, dtype=meta.dtype, device=self._transfer_device) for meta in incoming]
             for tensor in received:
-                dist.recv(tensor, group_src=(stage_index - 1) % self._pp.size, group=self._pp.process_group)
-            stage_inputs = (tensor.to(self._pp.device) for tensor in received)
-            stage_outputs = stage(*stage_inputs, batch=batch, forward=forward, seed=seed)
+                dist.recv(tensor, group_src=(index - 1) % size, group=group)
+            outputs = stage(
+                *(tensor.to(self._pp.device) for tensor in received), batch=batch, forward=forward, seed=seed
+            )
             if stage.is_last:
-                output = stage_outputs
+                output = outputs
                 continue
-            for tensor in stage_outputs:
-                dist.send(
-                    tensor.contiguous().to(self._transfer_device),
-                    group_dst=(stage_index + 1) % self._pp.size,
-                    group=self._pp.process_group,
-                )
+            for tensor in outputs:
+                dist.send(tensor.contiguous().to(self._transfer_device), group_dst=(index + 1) % size, group=group)
         return output
 
     def _get_schedule(self, micro_batch_count: int) -> Any:
-        """The schedule for so many micro-batches of this shape."""
+        """The schedule for this many micro-batches of the present shape."""
         key = micro_batch_count, compute_shape_key(self._micro_batches[0])
         if key not in self._schedules:
             if len(self._schedules) == _MAX_CACHED_SCHEDULES:
@@ -194,33 +186,30 @@ class Pipeline:
             schedule_class = _SCHEDULES[self._plan.pipeline.schedule]
             is_multi_stage = issubclass(schedule_class, PipelineScheduleMulti)
             if micro_batch_count < self._stage_count or (is_multi_stage and micro_batch_count % self._pp.size):
-                # Too few to fill the pipe in that order (the short end of an epoch): all forwards, then all backwards.
+                # Too few to fill the pipeline in that order (the end of an epoch): all forwards, then all backwards.
                 schedule_class = torch_schedules.ScheduleLoopedBFS if is_multi_stage else torch_schedules.ScheduleGPipe
-            torch_stages = [
-                self._make_torch_stage(stage_index, stage)
-                for stage_index, stage in zip(self._stage_indices, self._stages, strict=True)
-            ]
+            stages = [self._make_torch_stage(index, stage) for index, stage in self._stages.items()]
             self._schedules[key] = schedule_class(
-                torch_stages if is_multi_stage else torch_stages[0],
+                stages if is_multi_stage else stages[0],
                 micro_batch_count,
                 loss_fn=self._compute_loss,
                 scale_grads=False,
             )
         return self._schedules[key]
 
-    def _make_torch_stage(self, stage_index: int, stage: Stage) -> PipelineStage:
+    def _make_torch_stage(self, index: int, stage: Stage) -> PipelineStage:
         incoming, outgoing = stage.boundary_meta_tensors(self._micro_batches[0], self._forward)
         if torch.__version__ < _NO_GRAD_INPUTS_SINCE and not all(meta.requires_grad for meta in incoming):
             raise PlanError(
-                f"pp={self._pp.size}: values without a gradient (whole numbers, a mask) pass between stages, which torch "
-                f"{torch.__version__} cannot carry; use torch {_NO_GRAD_INPUTS_SINCE}, or pp=1 (dp with zero=3 also shares the memory)"
+                f"pp={self._pp.size}: values without a gradient pass between stages (integers, a mask), which torch {torch.__version__} does not "
+                f"support; use torch {_NO_GRAD_INPUTS_SINCE}, or {_ALTERNATIVE.removeprefix('use ')}"
             )
         return PipelineStage(
             _IndexedStage(stage, self),
-            stage_index,
+            index,
             self._stage_count,
             self._transfer_device,
-            input_args=incoming if stage_index else (torch.zeros(1, device="meta"),),
+            input_args=incoming if index else (torch.zeros(1, device="meta"),),
             output_args=outgoing,
             group=self._pp.device_mesh().get_group(),
         )
@@ -237,54 +226,47 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 class _IndexedStage(nn.Module):
-    """A stage that takes its micro-batch by number: every rank reads the batch itself."""
+    """A stage that takes its micro-batch by index: every rank reads the batch itself."""
 
     def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
         super().__init__()
-        # Not as a submodule: torch would give up its gathered parameters whenever a schedule for another shape is made, on the
-        # ranks that happen to make one.
+        # No submodule: whenever a rank makes a schedule for another shape, torch would free the stage's gathered parameters there.
         self._stage_and_pipeline = (stage, pipeline)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         stage, pipeline = self._stage_and_pipeline
-        device, transfer_device = pipeline._pp.device, pipeline._transfer_device
-        stage_inputs = [tensor.to(device) for tensor in received] if stage.first_call else []
-        micro_batch_index = int(index)
+        stage_inputs = [tensor.to(pipeline._pp.device) for tensor in received] if stage.first_call else []
         assert pipeline._seed is not None
-        seed = partial(pipeline._seed, micro_batch_index)
-        out = stage(
-            *stage_inputs, batch=pipeline._micro_batches[micro_batch_index], forward=pipeline._forward, seed=seed
-        )
-        return out if stage.is_last else tuple(tensor.to(transfer_device) for tensor in out)
+        batch, seed = pipeline._micro_batches[int(index)], partial(pipeline._seed, int(index))
+        out = stage(*stage_inputs, batch=batch, forward=pipeline._forward, seed=seed)
+        return out if stage.is_last else tuple(tensor.to(pipeline._transfer_device) for tensor in out)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What a split backward computes gradients for."""
+        """Those that a split backward computes gradients for."""
         return (parameter for parameter in self._stage_and_pipeline[0].parameters(recurse) if not parameter.is_meta)
 
 
 def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int) -> list[int]:
-    """Where stages begin, and the end."""
+    """The first call of every stage, and the end."""
     if not unit_calls:
-        raise PlanError(f"pp={pp_size}: {NO_STAGES_REASON}; use pp=1 (dp with zero=3 also shares the memory)")
-    bounds = [0, *plan.pipeline.stages, len(unit_calls)]
-    if not plan.pipeline.stages or (len(bounds) - 1) % pp_size:
+        raise PlanError(f"pp={pp_size}: {NO_STAGES_REASON}; {_ALTERNATIVE}")
+    stages, unit_count = plan.pipeline.stages, len(unit_calls) - 1
+    bounds = [0, *stages, len(unit_calls)]
+    if not stages or (len(bounds) - 1) % pp_size:
         raise PlanError(
-            f"pp={pp_size}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {pp_size - 1} places where a stage "
-            f"begins (stages=), of {len(unit_calls) - 1} units"
+            f"pp={pp_size}: the plan has {len(bounds) - 1} stages; complete it (echelon plan FILE), or name {pp_size - 1} of its {unit_count} units at "
+            "which a stage begins (stages=)"
         )
-    if sorted(set(bounds)) != bounds or len(unit_calls) - 1 <= bounds[-2]:
-        raise PlanError(
-            f"stages={list(plan.pipeline.stages)}: places among {len(unit_calls) - 1} units, in order, at least one unit each"
-        )
+    if sorted(set(bounds)) != bounds or unit_count <= bounds[-2]:
+        raise PlanError(f"stages={list(stages)}: must be increasing, and give each stage one of the {unit_count} units")
     stage_of_call = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
     for path in {call.path for call in unit_calls if call.changes_buffers}:
-        path_stages = sorted(
-            {stage for stage, call in zip(stage_of_call, unit_calls, strict=True) if call.path == path}
-        )
+        calls = zip(stage_of_call, unit_calls, strict=True)
+        path_stages = sorted({stage for stage, call in calls if call.path == path})
         if len(path_stages) > 1:
             raise PlanError(
-                f"stages={list(plan.pipeline.stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, which would "
-                "each count their own; have the plan completed (echelon plan FILE), or use pp=1"
+                f"stages={list(stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, each of "
+                "which would count only its own; complete the plan (echelon plan FILE), or use pp=1"
             )
     return bounds
 
@@ -292,40 +274,15 @@ def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int)
 def _find_holding_ranks(
     model: nn.Module, unit_calls: Sequence[UnitCall], stage_bounds: Sequence[int], pp_size: int
 ) -> Mapping[str, frozenset[int]]:
+    tensors = dict(named_tensors(model, remove_duplicate=False))
     ranks_by_id: dict[int, set[int]] = {}
     for stage, (first, last) in enumerate(pairwise(stage_bounds)):
         for path in {call.path for call in unit_calls[first:last] if call.path}:
-            module = model.get_submodule(path)
-            for tensor in (*module.parameters(), *module.buffers()):
+            for _, tensor in named_tensors(model.get_submodule(path)):
                 ranks_by_id.setdefault(id(tensor), set()).add(stage % pp_size)
-    tensors_by_name = dict(named_tensors(model, remove_duplicate=False))
+    # Between units every stage that comes this far computes, also with weights of units.
     for call_index, call in enumerate(unit_calls):
-        for (
-            name
-        ) in call.glue_parameters:  # of units that are called as well: each stage that comes so far computes with them
-            ranks_by_id.setdefault(id(tensors_by_name[name]), set()).update(
-                stage % pp_size for stage, last in enumerate(stage_bounds[1:]) if last > call_index
-            )
-    return {name: frozenset(ranks_by_id.get(id(tensor), range(pp_size))) for name, tensor in tensors_by_name.items()}
-
-
-@torch.no_grad()
-def sum_gradients(parameters: Sequence[nn.Parameter], communicator: Communicator) -> None:
-    """Sum the gradients of parameters of which each rank has a share; one that no rank used keeps none."""
-    for _, same_dtype in groupby(
-        sorted(parameters, key=lambda parameter: str(parameter.dtype)), key=lambda parameter: parameter.dtype
-    ):
-        dtype_parameters = list(same_dtype)
-        unused = [index for index, parameter in enumerate(dtype_parameters) if parameter.grad is None]
-        is_used = torch.ones(len(dtype_parameters))
-        for index in unused:
-            is_used[index], dtype_parameters[index].grad = 0.0, torch.zeros_like(dtype_parameters[index])
-        grads = [to_local(parameter.grad) for parameter in dtype_parameters]  # type: ignore[arg-type]
-        flat = communicator.all_reduce(torch.cat([*(grad.reshape(-1) for grad in grads), is_used.to(grads[0])]))
-        *summed_grads, use_counts = flat.split([*(grad.numel() for grad in grads), len(dtype_parameters)])
-        for grad, summed_grad in zip(grads, summed_grads, strict=True):
-            grad.copy_(summed_grad.view_as(grad))
-        if unused:  # else there is nothing to learn, and an accelerator need not be waited for
-            counts = use_counts.tolist()
-            for index in unused:
-                dtype_parameters[index].grad = dtype_parameters[index].grad if counts[index] else None
+        reached = {stage % pp_size for stage, last in enumerate(stage_bounds[1:]) if last > call_index}
+        for name in call.glue_parameters:
+            ranks_by_id.setdefault(id(tensors[name]), set()).update(reached)
+    return {name: frozenset(ranks_by_id.get(id(tensor), range(pp_size))) for name, tensor in tensors.items()}

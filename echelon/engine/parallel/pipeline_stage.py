@@ -1,14 +1,13 @@
-"""A pipeline stage: the model's own forward, of which only some units are computed.
+"""A pipeline stage: the model's own forward, of which this stage computes some units.
 
-Nothing is traced into a graph and no code is replaced. Every stage runs the model's forward as it is written; a unit of another
-stage is not computed: what it would return is either received from the stage before, or absent. An absent value is a fake tensor: it has a
-shape and no numbers, whatever is computed from it is absent too, and asking for its value is an error. So masks, positions and
-other things that follow from the batch are there on every stage without being sent, and a short batch, evaluation mode or a dict
-of outputs need no care.
+Nothing is traced and no code is replaced. Every stage runs the model's forward as written, and skips the units of other stages: what such a
+unit would return is received from the stage before, or is a fake tensor (a shape without values). Whatever is computed from a fake tensor is
+fake too, and reading its value is an error. So masks, positions and everything else that follows from the batch exist on every stage without
+being sent, and short batches, evaluation mode and outputs of any structure need no special case.
 
-Random numbers follow from their place in forward (the micro-batch, the visits so far, the draws since the last one), not from what was
-drawn before: a stage skips what others compute, and what several stages compute for themselves (noise that is added first and is the
-target in the end) must be one.
+Random numbers depend on their place in forward (the micro-batch, the unit calls so far, the draws since the last one), not on what was drawn
+before: stages skip each other's draws, and what several stages draw for themselves (noise that is added first and is the target at the end)
+must be equal.
 """
 
 from __future__ import annotations
@@ -29,24 +28,19 @@ from echelon.profiler.module_calls import UnitCall, UnitOutput, find_crossing_va
 from echelon.tree import tree_flatten, tree_unflatten
 from echelon.trials.determinism import RANDOM_FUNCTIONS
 
-#: Makes random numbers begin anew, for a place in forward.
+#: Seeds the random generators for a place in forward.
 SeedFunction = Callable[..., None]
 
 
 class _StageFinished(BaseException):
-    """This stage's last unit is computed: the rest of forward is other stages' work. Not an Exception: models may catch those."""
+    """Ends forward after this stage's last unit. Not an Exception: models may catch those."""
 
 
 class Stage(nn.Module):
-    """Visits `first_call` to `end_call` (exclusive) of a model. `stage(*received, batch=...)` gives what later stages read, or the loss."""
+    """Unit calls `first_call` to `end_call` (exclusive) of a model. Returns what later stages read, or the loss."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        fake_model: FakeModel,
-        unit_calls: list[UnitCall],
-        first_call: int,
-        end_call: int,
+        self, model: nn.Module, fake_model: FakeModel, unit_calls: list[UnitCall], first_call: int, end_call: int
     ) -> None:
         super().__init__()
         self.model = model
@@ -54,16 +48,16 @@ class Stage(nn.Module):
         self.first_call, self.end_call = first_call, end_call
         self._unit_paths = list(dict.fromkeys(call.path for call in unit_calls if call.path))
         self.incoming = find_crossing_values(unit_calls, first_call)
-        #: Whether it gives the loss.
+        #: Whether it returns the loss.
         self.is_last = end_call == len(unit_calls)
-        #: What the stages after this one read.
+        #: What later stages read.
         self.outgoing = [] if self.is_last else find_crossing_values(unit_calls, end_call)
 
     def forward(self, *received: Tensor, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> Any:
-        """The outgoing values, in order; on the last stage what `forward` gives. `seed(*place)` is told the place in forward."""
+        """The outgoing values, in order; on the last stage the result of `forward`. `seed(*place)` seeds a place in forward."""
         values: dict[UnitOutput, Tensor] = dict(zip(self.incoming, received, strict=True))
-        # A value that was received is given away as a copy, and one that will be sent is kept as a copy: what stands between units may
-        # change values in place, and does so on every stage that needs them.
+        # Received values are passed on, and values to send are kept, as copies: code between units may change them in place, and runs on
+        # every stage that needs them.
         stage_forward = _StageForward(self, values, self._fake_outputs(batch, forward), _GlueSeeder(seed))
         with (
             stage_forward.capture_outputs(),
@@ -89,7 +83,7 @@ class Stage(nn.Module):
     def boundary_meta_tensors(
         self, batch: Any, forward: ForwardFunction
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What comes in and goes out for a batch of this shape, as tensors on the meta device."""
+        """Meta tensors of what comes in and goes out, for a batch of this shape."""
         fake_outputs = self._fake_outputs(batch, forward)
 
         def to_meta(values: Sequence[UnitOutput]) -> tuple[Tensor, ...]:
@@ -109,7 +103,7 @@ class Stage(nn.Module):
 
 
 class _GlueSeeder(TorchFunctionMode):
-    """Between units: each draw has a seed of its own, as a stage on which its size is absent draws nothing."""
+    """Seeds every draw between units: a stage that does not know its size draws nothing."""
 
     def __init__(self, seed: SeedFunction) -> None:
         super().__init__()
@@ -125,11 +119,11 @@ class _GlueSeeder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def run_unit(self, compute: Callable[[], Any]) -> Any:
-        """What a unit gives, which draws in its own way."""
+        """Run a unit, which draws with its own seed."""
         self._seed(self._finished_calls, -1)
         is_active_mode = (
             _get_current_function_mode() is self
-        )  # else the model has put one of its own upon it (`with torch.device`)
+        )  # not where the model entered another one (`with torch.device`)
         if is_active_mode:
             self.__exit__(None, None, None)
         self._is_between_units = False
@@ -141,13 +135,13 @@ class _GlueSeeder(TorchFunctionMode):
                 self.__enter__()
 
     def finish_call(self) -> None:
-        """A visit is over, here or on another stage."""
+        """Count a unit call, computed here or on another stage."""
         self._finished_calls, self._draws_since_call = self._finished_calls + 1, 0
-        self._seed(self._finished_calls, 0)  # for what does not ask torch: Python's and NumPy's
+        self._seed(self._finished_calls, 0)  # for Python's and NumPy's generators
 
 
 class _StageForward:
-    """One forward of a stage: which visit comes next, and what is known of the values so far."""
+    """One forward of a stage: the next unit call, and the values known so far."""
 
     def __init__(
         self, stage: Stage, values: dict[UnitOutput, Tensor], fake_outputs: list[CallOutput], seeder: _GlueSeeder
@@ -155,12 +149,12 @@ class _StageForward:
         self._stage, self._values, self._fake_outputs, self.seeder = stage, values, fake_outputs, seeder
         self._values_to_send = set(stage.outgoing)
         self._next_call = 0
-        #: The visit that was just computed, until its hooks have run.
+        #: The call that was just computed, until its hooks have run.
         self._computed_call: int | None = None
 
     @contextmanager
     def capture_outputs(self) -> Iterator[None]:
-        """Look at what this stage's units return after every other hook on them (fully_shard has some)."""
+        """Read the outputs of this stage's units after all other hooks on them (fully_shard's)."""
         stage = self._stage
         paths = {call.path for call in stage._unit_calls[stage.first_call : stage.end_call] if call.path}
         hooks = [
@@ -181,7 +175,7 @@ class _StageForward:
         if planned_path != path:
             raise DivergenceError(
                 f"pp: the model called {path} where {planned_path or 'the loss'} was planned: its calls change while it trains (layer drop, layers "
-                "that join later, samples that decide), so that it cannot be cut into stages; use pp=1 (dp with zero=3 also shares the memory)"
+                "added later, data-dependent branches), so it cannot be split into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
         if not stage.first_call <= call_index < stage.end_call:
             self.seeder.finish_call()
@@ -189,7 +183,7 @@ class _StageForward:
         fake_leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
         if fake_leaves:
             raise TrainingError(
-                f"pp: {path} reads a value that no stage sends ({tuple(fake_leaves[0].shape)}): a bug in echelon, please report"
+                f"pp: {path} reads a value of shape {tuple(fake_leaves[0].shape)} that no stage sends: a bug in echelon, please report it"
             )
         out = self.seeder.run_unit(lambda: forward(*args, **kwargs))
         self.seeder.finish_call()
@@ -199,7 +193,7 @@ class _StageForward:
     def _capture_output(self, path: str, _: nn.Module, __: Any, out: Any) -> None:
         call_index, stage = self._computed_call, self._stage
         if call_index is None or stage._unit_calls[call_index].path != path:
-            return  # part of another unit
+            return  # an inner module
         self._computed_call = None
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         for tensor_index, leaf in enumerate(leaves):
@@ -209,11 +203,11 @@ class _StageForward:
             raise _StageFinished
 
     def _output_of_other_stage(self, call_index: int) -> Any:
-        """What a visit of another stage returned: received, or absent."""
+        """What a call of another stage returned: received, or fake."""
         fake_output = self._fake_outputs[call_index]
         leaves = list(fake_output.leaves)
         for tensor_index, leaf_index in enumerate(fake_output.tensor_indices):
             received = self._values.get((call_index, tensor_index))
-            # An absent one takes no part in backward: models may change it in place, which a leaf of a graph does not allow.
+            # Fakes are detached: models may change them in place, which a leaf of a graph does not allow.
             leaves[leaf_index] = leaves[leaf_index].detach() if received is None else received.clone()
         return tree_unflatten(leaves, fake_output.spec)

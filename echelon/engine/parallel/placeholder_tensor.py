@@ -1,6 +1,6 @@
-"""Tensors of other ranks' stages: names and shapes without numbers, which nobody can compute with unseen.
+"""Placeholders for tensors of other ranks' stages: name and shape without values, and an error for whoever computes with them.
 
-torch's kernels on the CPU take a meta tensor beside real ones and return memory that nobody wrote (2.13: F.linear, matmul). These raise.
+A meta tensor is not enough: torch's CPU kernels accept one next to real tensors and return uninitialized memory (2.13: F.linear, matmul).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.errors import PlanError
 
 
 def make_placeholder(tensor: Tensor) -> Tensor:
-    """`tensor` without its numbers; a parameter stays one."""
+    """A placeholder for `tensor`: a parameter for a parameter."""
     with torch.no_grad():
         empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
@@ -28,11 +28,11 @@ def _run_on_placeholders(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     with torch._C.DisableTorchFunctionSubclass():
         if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves((args, kwargs))):
             raise PlanError(
-                "pp: forward computes with a weight or buffer of a module that another stage holds, and how it gets at it was not seen when "
-                "the model was cut; read it by calling its module, or use pp=1 (dp with zero=3 also shares the memory)"
+                "pp: forward computes with a weight or buffer of a module that another stage holds, in a way that was not seen when the model "
+                "was split into stages; read it by calling its module, or use pp=1 (dp with zero=3 also shares the memory)"
             )
         out = func(*args, **(kwargs or {}))
-        # `.T` and the like are absent as well.
+        # Views (`.T`) are placeholders too.
         return out.as_subclass(_PlaceholderBuffer) if type(out) is Tensor and out.is_meta else out
 
 

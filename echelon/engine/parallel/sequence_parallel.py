@@ -1,10 +1,10 @@
-"""Sequence parallelism: between the modules that tp cuts each rank has a part of the sequence, so that norms, dropouts and residuals keep
-less for backward.
+"""Sequence parallelism: between tensor-parallel modules each rank holds part of the sequence, so norms, dropouts and residuals save less
+for backward.
 
-    hidden states ──sliced──> norm ──whole──> columns ... row ──scattered──> residual ──> norm ... ──gathered──> what follows
+    hidden ──slice──> norm ──all-gather──> columns ... row ──reduce-scatter──> residual ──> norm ... ──gather──> rest of the model
 
-A sum over the ranks, which a row needs anyway, is a scattered sum and a gather: the same bytes on the way. Parameters that meet a part of
-the sequence have a part of their gradient, which `add_up` adds up.
+The all-reduce that a row-parallel module needs anyway becomes a reduce-scatter and an all-gather: the same bytes. Parameters applied to a part
+of the sequence get a part of their gradient, which `sum_gradients` adds up.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from echelon.plan.sequence_segment import SequenceSegment
 
 
 class SequenceParallelCommunicator(TPCommunicator):
-    """The tensor group inside a segment: rows give each rank its part of the sequence."""
+    """The tensor group inside a segment: row-parallel modules return this rank's part of the sequence."""
 
     def __init__(self, tp: TPCommunicator, segment: SequenceSegment) -> None:
         super().__init__(tp)
         self._dim, self._draws_random = segment.dim, segment.uses_rng
-        # Of the sequence that was cut last. What is computed again in backward is of the same batch, so of the same length.
+        # Of the last sequence. Recomputation in backward sees the same batch, so the same length.
         self._shard_sizes: list[int] = []
         self._last_gather: tuple[Any, tuple[int, bool], Tensor, int] | None = None
 
     def enter_segment(self, hidden: Tensor) -> Tensor:
-        """Hidden states into the segment."""
+        """Take this rank's part of the hidden states that enter the segment."""
         self._shard_sizes = compute_shard_sizes(hidden.shape[self._dim], self.size)
         return self.slice_sequence(hidden)
 
     def slice_sequence(self, hidden: Tensor) -> Tensor:
-        """This rank's part of what every rank has."""
+        """This rank's part of replicated hidden states."""
         return self.with_rank_rng(self.slice_to_region(hidden, self._dim, self._shard_sizes))
 
     def with_rank_rng(self, x: Tensor) -> Tensor:
-        """`x`, from where on each rank draws its own random numbers."""
+        """Return `x`; from here on each rank draws its own random numbers."""
         if self._draws_random:
             self.rng.use_rank_rng(x.device)
         return x
 
     def with_shared_rng(self, x: Tensor) -> Tensor:
-        """`x`, from where on all ranks draw the same."""
+        """Return `x`; from here on all ranks draw the same."""
         if self._draws_random:
             self.rng.use_shared_rng(x.device)
         return x
 
     def leave_segment(self, hidden: Tensor) -> Tensor:
-        """Hidden states out of it."""
+        """The full hidden states, for what follows the segment."""
         self._last_gather = self._last_copy = None
         return self.gather_from_region(self.with_shared_rng(hidden), self._dim, self._shard_sizes)
 
     def gather_sequence(self, x: Tensor) -> Tensor:
-        """A part as the whole, for a module that needs that. Arguments that are one tensor stay one."""
+        """The full sequence, for a module that needs it. Arguments that share a tensor still do."""
         cache_key = x._version, torch.is_grad_enabled()
         if self._last_gather is not None and self._last_gather[0] is x and self._last_gather[1] == cache_key:
             return self._last_gather[2]
@@ -68,7 +68,7 @@ class SequenceParallelCommunicator(TPCommunicator):
         return gathered
 
     def copy_to_region(self, x: Tensor) -> Tensor:
-        """A whole that was just put together: its columns' gradients add up where they are dealt out again, in one message."""
+        """For a sequence that was just gathered: one reduce-scatter in backward sums its readers' gradients and splits them."""
         last_gather = self._last_gather
         if last_gather is None or last_gather[2] is not x or last_gather[3] != x._version:
             return super().copy_to_region(x)
@@ -78,33 +78,33 @@ class SequenceParallelCommunicator(TPCommunicator):
         return self._last_copy[2]
 
     def reduce_row_output(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """What a row gives, this rank's part of it."""
+        """Sum a row-parallel module's partial outputs; keep this rank's part of the sequence."""
         return self.with_rank_rng(self.reduce_scatter(x, self._dim if dim is None else dim, self._shard_sizes))
 
 
 def make_segment_communicators(
     segments: Iterable[SequenceSegment], tp: TPCommunicator
 ) -> dict[SequenceSegment, SequenceParallelCommunicator]:
-    """The axis as each segment sees it."""
+    """The tensor group as each segment sees it."""
     return {segment: SequenceParallelCommunicator(tp, segment) for segment in segments}
 
 
 def contains_module(segment: SequenceSegment, path: str) -> bool:
-    """Whether a module belongs to one of the segment's blocks."""
+    """Whether a module is in one of the segment's blocks."""
     return any(path == unit or path.startswith(unit + ".") for unit in segment.blocks)
 
 
 def install_sequence_parallel(
     model: nn.Module, segment: SequenceSegment, segment_tp: SequenceParallelCommunicator
 ) -> None:
-    """Make the segment's blocks work on parts, and the modules in them that cannot on the whole."""
+    """Run the segment's blocks on parts of the sequence, except modules that need all of it."""
     for gather in segment.gathers:
         module = model.get_submodule(gather.path)
         _transform_inputs(module, gather.arguments, segment_tp.gather_sequence)
         if gather.returns_sequence:
             _transform_output(module, segment_tp.slice_sequence)
     for unit in segment.blocks:
-        # Each block begins and ends with the common numbers: so it is found when it is computed again.
+        # Each block begins and ends with the shared generator, which recomputation restores.
         module = model.get_submodule(unit)
         _transform_inputs(
             module,
@@ -117,7 +117,7 @@ def install_sequence_parallel(
 
 
 def _transform_inputs(module: Any, argument_names: tuple[str, ...], transform: Callable[[Tensor], Tensor]) -> None:
-    """Change what a module is given."""
+    """Pass `transform(argument)` to a module."""
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def _transform_inputs(module: Any, argument_names: tuple[str, ...], transform: C
 
 
 def _transform_output(module: Any, transform: Callable[[Tensor], Tensor]) -> None:
-    """Change what a module gives: that is hidden states, or begins with them."""
+    """Return `transform(hidden states)` from a module, whose output is or begins with them."""
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Random numbers over the tensor axis: its ranks draw the same for what they all compute, and each its own for its part of something.
+"""Random numbers under tensor parallelism: equal on all ranks for replicated activations, independent for shards.
 
-All ranks of the axis have one seed per step, so that a dropout on what is whole everywhere has one mask. Between a column and its row, and
-on parts of a sequence, one mask for all parts would repeat itself over the ranks. There each rank goes on with a seed of its own, which
-follows from the common numbers: nothing has to be saved for a run that is resumed, or for a block that is computed again.
+All ranks of the group start a step with one seed, so a dropout on replicated activations has the same mask everywhere. Between a
+column-parallel module and its row-parallel one, and on parts of a sequence, one mask would repeat on every rank: there each rank continues with
+its own seed. It derives from the shared generator, so nothing has to be saved to resume a run or to recompute a block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RNGTracker:
-    """Where this rank takes its random numbers from."""
+    """Switches this rank between the shared generator and its own."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -22,20 +22,20 @@ class RNGTracker:
         self._shared_state: Tensor | None = None
 
     def use_rank_rng(self, device: torch.device) -> None:
-        """From here on this rank draws by itself."""
+        """Draw independently from here on."""
         generator = _default_generator(device)
         if generator.initial_seed() == self._rank_seed:
             return
-        shared_number = int(torch.empty((), dtype=torch.int64).random_())  # the host's, which no device has to wait for
+        shared_number = int(torch.empty((), dtype=torch.int64).random_())  # on the host: no device synchronization
         self._shared_state = generator.get_state()
         seed_text = f"{shared_number} {self._rank}".encode()
         self._rank_seed = int.from_bytes(hashlib.blake2b(seed_text, digest_size=8).digest(), "big") >> 1
         generator.manual_seed(self._rank_seed)
 
     def use_shared_rng(self, device: torch.device) -> None:
-        """From here on all ranks draw the same again."""
+        """Draw the same on all ranks from here on."""
         generator = _default_generator(device)
-        # Not by a note of our own: what is computed again in backward may stop half-way, and the generator is put back then.
+        # Ask the generator: a recomputation in backward may stop halfway, and torch then restores the generator.
         if generator.initial_seed() == self._rank_seed:
             assert self._shared_state is not None
             generator.set_state(self._shared_state)

@@ -1,18 +1,19 @@
-"""What objects keep besides what `state_dict()` returns: attributes of objects, functions and classes, closures, mutable defaults, globals.
+"""State that objects keep outside of `state_dict()`: attributes of objects, functions and classes, closures, mutable defaults, globals.
 
-At the start everything that is reached gets a name (reach.py). A checkpoint holds what changed since: of an object the attributes that have other
-values now, of a container its items, of a tensor, an array or a generator its content. A value that had a name at the start is stored as that
-name, so that two attributes that shared an object share it again; any other value is stored itself.
+Everything that is reachable at the start gets a name (trials/reachable.py). A checkpoint stores what has changed since: of an object the
+attributes with new values, of a container its items, of a tensor, an array or a generator its content. A value that had a name at the start
+is stored as that name, so attributes that shared an object share it again; any other value is stored itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from echelon.checkpoint_files.tensor_storage import dtype_to_name, tensor_bytes
+from echelon.checkpoint_files.tensor_format import dtype_to_name, tensor_bytes
 from echelon.engine.checkpoint.json_values import LoadTensor, StoreTensor, UnstorableValue, decode, encode
 from echelon.trials.iterator_replay import ReplayableIterator
 from echelon.trials.reachable import (
@@ -47,9 +50,11 @@ from echelon.trials.snapshot import (
 
 #: Larger arrays are not written into the manifest.
 _MAX_ARRAY_BYTES = 2**24
-#: Begins the reason for a tensor of which each rank has a part.
+#: The reason for a tensor that is spread over ranks starts with this.
 SHARDED_TENSOR_REASON = "a tensor that is sharded"
-#: The label of what a container, a tensor, an array or a generator holds.
+#: Attributes of torch's optimizers and schedules that lead to parameters.
+_PARAMETER_ATTRIBUTES = ("optimizer", "param_groups", "state", "defaults")
+#: The label of an object's content, where it has one.
 _CONTENT_LABEL = ""
 
 #: {"object": name}, {"value": encoded} or {"items": [[key, reference], ...]}.
@@ -58,49 +63,47 @@ StateChanges = dict[str, dict[str, ValueReference]]
 
 
 class ReachableState:
-    """Saves and restores what is reached from some roots."""
+    """Saves and restores the state that is reachable from some roots."""
 
-    #: Tensors with more bytes are not saved.
+    #: Larger tensors are not saved.
     max_tensor_bytes: float = math.inf
 
     def __init__(
         self, roots: Mapping[str, Any], *, excluded_ids: Collection[int], registered_ids: Collection[int] = ()
     ) -> None:
-        """`excluded_ids`: ids of objects that others save. `registered_ids`: ids of modules whose `state_dict()` others save."""
+        """`excluded_ids`: objects saved elsewhere. `registered_ids`: modules whose `state_dict()` is saved elsewhere."""
         self._excluded_ids, self._registered_ids = excluded_ids, registered_ids
-        #: By name; held here, so that their ids stay theirs.
+        #: By name; referenced here, so their ids stay valid.
         self._objects = find_reachable_replayable(roots, excluded_ids=excluded_ids)
         self._names_by_id = {id(value): name for name, value in self._objects.items()}
         self._initial_digests = {name: self._digest_slots(value) for name, value in self._objects.items()}
 
     def object_ids(self) -> set[int]:
-        """Those of the objects that it saves."""
+        """The ids of the objects that are saved here."""
         return set(self._names_by_id)
 
     def ids_and_slots(self) -> tuple[set[int], set[tuple[int, str]]]:
-        """The ids of its objects, and where they keep values (id of the holder, key)."""
+        """The ids of the objects, and of the slots in them (id of the owner, key)."""
         slots = [slot for value in self._objects.values() for slot in get_slots(value).values()]
         return self.object_ids(), {(id(slot.owner), slot.key) for slot in slots}
 
     def changed_objects(self) -> list[str]:
-        """The names of the objects that differ from the start."""
+        """The names of the objects that have changed."""
         return [
             name for name, value in self._objects.items() if self._digest_slots(value) != self._initial_digests[name]
         ]
 
     def changed_slots(self) -> list[str]:
-        """The names of what in them does."""
-        slot_digests = [
-            (name, label, digest)
+        """The names of the slots and contents that have changed."""
+        return [
+            name + label
             for name in self.changed_objects()
             for label, digest in self._digest_slots(self._objects[name]).items()
-        ]
-        return [
-            name + label for name, label, digest in slot_digests if digest != self._initial_digests[name].get(label)
+            if digest != self._initial_digests[name].get(label)
         ]
 
     def digest_shared(self, object_ids: Collection[int], slot_keys: Collection[tuple[int, str]]) -> dict[str, bytes]:
-        """Digests by name: of the objects with one of these ids, and of the values in these places (id of the holder, key)."""
+        """Digests by name of the objects with these ids, and of the values in these slots (id of the owner, key)."""
         digests: dict[str, bytes] = {}
         for name, value in self._objects.items():
             if id(value) in object_ids and has_mutable_content(value):
@@ -113,13 +116,11 @@ class ReachableState:
     def collect_changes(
         self, store_tensor: StoreTensor, only_names: Collection[str] | None = None
     ) -> tuple[StateChanges, list[str]]:
-        """What changed since the start (of those in `only_names`), with what `store_tensor` makes of each tensor; and why, for each change that cannot be
-        stored."""
+        """The changes since the start (of `only_names`), with `store_tensor(...)` for each tensor, and why others cannot be stored."""
         changes: StateChanges = defaultdict(dict)
         unstorable: list[str] = []
-        for name, value in (
-            self._objects.items() if only_names is None else [(name, self._objects[name]) for name in only_names]
-        ):
+        for name in self._objects if only_names is None else only_names:
+            value = self._objects[name]
             for label, digest in self._digest_slots(value).items():
                 if digest == self._initial_digests[name].get(label):
                     continue
@@ -129,12 +130,12 @@ class ReachableState:
                     )
                 except _SavedElsewhere:
                     continue
-                except Exception as error:  # torch's own for sparse and other special tensors
+                except Exception as error:  # torch's, for sparse and other special tensors
                     unstorable.append(f"{name}{label}: {error.reason if isinstance(error, UnstorableValue) else error}")
         return {name: labels for name, labels in changes.items() if labels}, unstorable
 
     def restore(self, changes: Mapping[str, Mapping[str, ValueReference]], load_tensor: LoadTensor) -> list[str]:
-        """Give back what `changes` returned; the names of what has no place here."""
+        """Restore what `collect_changes` returned; returns the names of what this job has no slot for."""
         missing = [
             f"{name}{label}" for name, labels in changes.items() for label in labels if name not in self._objects
         ]
@@ -148,7 +149,7 @@ class ReachableState:
         return missing
 
     def _digest_slots(self, value: Any) -> dict[str, bytes]:
-        """A digest of the state, by label."""
+        """Digests of an object's content and slots, by label."""
         labels = [*([_CONTENT_LABEL] if has_mutable_content(value) else []), *self._saved_slots(value)]
         return {label: self._digest_value(_slot_value(value, label), is_content=not label) for label in labels}
 
@@ -172,7 +173,7 @@ class ReachableState:
             reference = self._make_reference(
                 "", value, lambda _, tensor: digest_tensor(tensor).hex(), is_content=is_content
             )
-        except Exception:  # it cannot be stored: at least another object, or another length, is noticed
+        except Exception:  # it cannot be stored: notice at least another object, or another length
             return f"{len(value) if is_container(value) else _identity_text(value)}".encode()
         return hashlib.blake2b(json.dumps(reference, sort_keys=True).encode()).digest()
 
@@ -182,13 +183,13 @@ class ReachableState:
         if not is_content and (name := self._names_by_id.get(id(value))) is not None:
             return {"object": name}
         if self._is_saved_elsewhere(value):
-            raise _SavedElsewhere(path, "others save it")
+            raise _SavedElsewhere(path, "saved elsewhere")
         if not _is_storable(value):
-            raise UnstorableValue(path, f"{_describe_type(value)}, which a checkpoint does not hold")
+            raise UnstorableValue(path, f"{_describe_type(value)}, which a checkpoint cannot hold")
         if isinstance(value, ReplayableIterator) and not value.is_reproducible:
             raise UnstorableValue(path, f"an iterator ({type(value._source).__qualname__}) of which items were drawn")
         if is_container(value) and any(self._is_saved_elsewhere(item) for _, item in list_pairs(get_content(value))):
-            raise _SavedElsewhere(path, "it refers to what others save")
+            raise _SavedElsewhere(path, "contains what is saved elsewhere")
         if is_container(value) and len(value) > MAX_ITEMS:
             raise UnstorableValue(path, f"a {type(value).__name__} of {len(value):,} items, which is too long")
         if isinstance(value, np.ndarray) and value.nbytes > _MAX_ARRAY_BYTES:
@@ -209,7 +210,7 @@ class ReachableState:
         return {"value": encode(items, path, store_tensor)}
 
     def _is_saved_elsewhere(self, value: Any) -> bool:
-        """Whether it is saved elsewhere: sharded tensors are parameters and buffers."""
+        """Sharded tensors are: they are parameters and buffers."""
         return id(value) in self._excluded_ids or isinstance(value, DTensor)
 
     def _resolve_reference(self, reference: ValueReference, load_tensor: LoadTensor) -> Any:
@@ -223,11 +224,11 @@ class ReachableState:
 
 
 class _SavedElsewhere(UnstorableValue):
-    """What others save, or a container of that."""
+    """A value that is saved elsewhere, or a container of one."""
 
 
 def _store_dense_only(store_tensor: StoreTensor) -> StoreTensor:
-    """`store_tensor`, but for tensors that a checkpoint does not hold."""
+    """`store_tensor`, which refuses tensors that a checkpoint cannot hold."""
 
     def store_dense(path: str, tensor: Tensor) -> Any:
         dtype_to_name(tensor.dtype)
@@ -252,8 +253,8 @@ def _describe_type(value: Any) -> str:
 
 
 def _identity_text(value: Any) -> str:
-    """Shows when a value that cannot be stored is another one: its text if Python defines it (a Fraction, a Path), else its address. Reading on in a
-    file makes it another one; writing to it does not."""
+    """Tells values that cannot be stored apart: by their text if Python defines their type (a Fraction, a Path), else by address. Reading from a
+    file changes it; writing to it does not."""
     if (file_position := get_file_position(value)) is not None:
         return f"{value!r} at {file_position}"
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(value, FunctionType):
@@ -266,15 +267,27 @@ def _slot_value(value: Any, label: str) -> Any:
 
 
 def digest_tensor(tensor: Tensor, *, include_large: bool = False) -> bytes:
-    """A digest of a tensor's numbers; for a special one and, but `include_large`, for a large one, of torch's version counter."""
-    if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout is not torch.strided:
-        return f"{id(tensor)} {tensor._version}".encode()
-    if tensor.nbytes > MAX_TENSOR_BYTES and not include_large:
-        return f"{id(tensor)} {tensor._version}".encode()
-    try:
-        return (
-            hashlib.blake2b(tensor_bytes(tensor.detach()), person=b"state").digest()
-            + f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-        )
-    except Exception:  # a subclass with a layout of its own
-        return f"{id(tensor)} {tensor._version}".encode()
+    """A digest of a tensor's values; of its version counter for special tensors, and for large ones unless `include_large`."""
+    is_special = isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout is not torch.strided
+    if not is_special and (include_large or tensor.nbytes <= MAX_TENSOR_BYTES):
+        with contextlib.suppress(Exception):  # a subclass with its own layout
+            digest = hashlib.blake2b(tensor_bytes(tensor.detach()), person=b"state").digest()
+            return digest + f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return f"{id(tensor)} {tensor._version}".encode()
+
+
+def iterate_user_objects(candidate: Any, seen_ids: set[int]) -> Iterator[Any]:
+    """An object of the user's, and what torch's schedules and optimizers hold: functions, hooks, other schedules."""
+    if id(candidate) in seen_ids:
+        return
+    seen_ids.add(id(candidate))
+    if isinstance(candidate, LRScheduler | Optimizer):
+        yield candidate
+        for key, item in vars(candidate).items():
+            if key not in _PARAMETER_ATTRIBUTES:
+                yield from iterate_user_objects(item, seen_ids)
+    elif isinstance(candidate, list | tuple | dict):
+        for item in candidate.values() if isinstance(candidate, dict) else candidate:
+            yield from iterate_user_objects(item, seen_ids)
+    elif callable(candidate) or hasattr(candidate, "__dict__"):
+        yield candidate
