@@ -195,7 +195,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
         run.load(tmp_path / "here")
     (tmp_path / "here" / MANIFEST_FILE).write_text(json.dumps({"format": 2, "step": 7}))  # as versions before wrote it
     with pytest.raises(
-        IncompatibleCheckpointError, match=r"format 2, which contains pickled data .* export it with the echelon that"
+        IncompatibleCheckpointError, match=r"format 2, which contains pickled data, .* export it with the echelon that"
     ):
         run.load(tmp_path / "here")
 
