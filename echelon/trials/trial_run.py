@@ -1,14 +1,14 @@
-"""Runs of a model that can be held against each other, so that what a trial changes is all that differs.
+"""Comparable runs of a model: what a trial changes is all that differs.
 
-The model trains: a penalty or a branch that is there in training only is seen. Its modules draw nothing (still.py); around them the job
+The model trains, so that a penalty or a branch of training alone is seen. Its modules draw no random numbers (determinism.py), and the job
 draws the same each time. Each run starts from the same buffers: batch norms count, codebooks move, queues fill while a model trains.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from torch.overrides import TorchFunctionMode
 from echelon.tree import tree_leaves, tree_map
 from echelon.trials.determinism import DeterministicMode, TorchCallRewriter, randomness_disabled
 from echelon.trials.random_state import preserve_random_states, seed_all
+
+#: Computes a model's loss.
+RunStep = Callable[[], Any]
+Forward = Callable[..., Any]
 
 
 @contextmanager
@@ -31,7 +35,7 @@ def deterministic_training(model: nn.Module) -> Iterator[None]:
             randomness_disabled(model),
             training_mode(model, training=True),
             _ModuleCallRewriter() as rewriter,
-            rewriter.track_running(model),
+            module_hooks(model, lambda _: rewriter.count_running(1), lambda _: rewriter.count_running(-1)),
         ):
             yield
     finally:
@@ -39,39 +43,38 @@ def deterministic_training(model: nn.Module) -> Iterator[None]:
 
 
 class _ModuleCallRewriter(TorchCallRewriter):
-    """Holds random numbers still while a module runs, which a part of its input may reach. The loss is given real ones: weights
-    that are all alike would hide much."""
+    """Fixes random numbers while a module runs. The loss gets real ones: equal weights would hide much."""
 
     def __init__(self) -> None:
         super().__init__(DeterministicMode(fix_random=True))
         self._num_running = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (
-            super().__torch_function__(func, types, args, kwargs)
-            if self._num_running
-            else func(*args, **(kwargs or {}))
-        )
+        if self._num_running:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
-    @contextmanager
-    def track_running(self, model: nn.Module) -> Iterator[None]:
-        """Know which modules run."""
+    def count_running(self, change: int) -> None:
+        """Of the modules that run now."""
+        self._num_running += change
 
-        def enter(*_: Any) -> None:
-            self._num_running += 1
 
-        def leave(*_: Any) -> None:
-            self._num_running -= 1
+@contextmanager
+def module_hooks(model: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
+    """Inside, `before(path)` and `after(path)` run around every module's forward."""
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: _call(before, path), prepend=True))
+        hooks.append(module.register_forward_hook(lambda *_, path=path: _call(after, path), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-        hooks = []
-        for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+def _call(function: Callable[[str], Any], path: str) -> None:
+    function(path)  # a hook that returns something would replace the module's input or output
 
 
 @contextmanager
@@ -89,9 +92,7 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def copied_buffers(model: nn.Module, initial_values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Inside, the model has copies of its buffers, with the values of `initial_values` where it has them; those themselves stay as they are."""
-    original_buffers = [
-        (path, module, dict(module._buffers)) for path, module in model.named_modules() if module._buffers
-    ]
+    original_buffers = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     copies: dict[int, Tensor] = {}
     try:
         for path, module, own_buffers in original_buffers:
@@ -105,8 +106,8 @@ def copied_buffers(model: nn.Module, initial_values: Mapping[str, Tensor] | None
             module._buffers.update(own_buffers)
 
 
-def make_repeatable(model: nn.Module, run_step: Callable[[], Any]) -> Callable[[], tuple[Any, dict[str, Tensor]]]:
-    """`run_step`, which starts from the same state each time: its loss, and the buffers as it leaves them."""
+def make_repeatable(model: nn.Module, run_step: RunStep) -> Callable[[], tuple[Any, dict[str, Tensor]]]:
+    """`run_step`, started from the same state each time: its loss, and the buffers as it leaves them."""
 
     def run() -> tuple[Any, dict[str, Tensor]]:
         with copied_buffers(model):
@@ -116,61 +117,40 @@ def make_repeatable(model: nn.Module, run_step: Callable[[], Any]) -> Callable[[
     return run
 
 
-def find_random_modules(model: nn.Module, run_step: Callable[[], Any]) -> set[str]:
-    """The modules, by path, that draw random numbers while they run in training. Not while it is rehearsed: then nobody does."""
+def find_random_modules(model: nn.Module, run_step: RunStep) -> set[str]:
+    """The modules, by path, that draw random numbers in training. Not under `deterministic_training`: there none does."""
     random_paths: set[str] = set()
     rng_states: list[Tensor] = []
 
-    def push_rng_state(*_: Any) -> None:
-        rng_states.append(torch.random.get_rng_state())
+    def compare_state(path: str) -> None:
+        if not torch.equal(rng_states.pop(), torch.random.get_rng_state()):
+            random_paths.add(path)
 
-    def make_compare_hook(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if not torch.equal(rng_states.pop(), torch.random.get_rng_state()):
-                random_paths.add(path)
-
-        return hook
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(push_rng_state, prepend=True))
-        hooks.append(module.register_forward_hook(make_compare_hook(path), always_call=True))
-    try:
-        with preserve_random_states(), training_mode(model, training=True):
-            make_repeatable(model, run_step)()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        module_hooks(model, lambda _: rng_states.append(torch.random.get_rng_state()), compare_state),
+        preserve_random_states(),
+        training_mode(model, training=True),
+    ):
+        make_repeatable(model, run_step)()
     return random_paths
 
 
-def find_data_dependent_modules(model: nn.Module, run_step: Callable[[], Any]) -> set[str]:
-    """The modules, by path, that look at numbers while they run in training, or hold one that does: what they compute may be something
-    else for other numbers, which no trial has seen."""
-    running_paths: list[str] = []
-
-    def pop_path(*_: Any) -> None:
-        running_paths.pop()
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: running_paths.append(path), prepend=True))
-        hooks.append(module.register_forward_hook(pop_path, always_call=True))
-    try:
-        with (
-            preserve_random_states(),
-            training_mode(model, training=True),
-            _ValueReadRecorder(running_paths) as recorder,
-        ):
-            make_repeatable(model, run_step)()
-    finally:
-        for hook in hooks:
-            hook.remove()
+def find_data_dependent_modules(model: nn.Module, run_step: RunStep) -> set[str]:
+    """The modules, by path, that read values in training, or hold one that does: with other values, which no trial has seen, they may
+    compute something else."""
+    running: list[str] = []
+    with (
+        module_hooks(model, running.append, lambda _: running.pop()),
+        preserve_random_states(),
+        training_mode(model, training=True),
+        _ValueReadRecorder(running) as recorder,
+    ):
+        make_repeatable(model, run_step)()
     return recorder.reading_paths
 
 
 class _ValueReadRecorder(TorchFunctionMode):
-    """Notes who was running when Python asked a tensor for its numbers."""
+    """Records which modules were running when Python asked a tensor for its values."""
 
     _VALUE_READS = frozenset(
         [
@@ -198,12 +178,9 @@ class _ValueReadRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Two runs side by side
-
-
 @contextmanager
-def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module` computes something else for a while."""
+def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
+    """Inside, `module` computes `forward`."""
     original_forward = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -213,6 +190,16 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]
             del module.__dict__["forward"]
         else:
             module.forward = original_forward
+
+
+@contextmanager
+def wrapped_forwards(model: nn.Module, paths: Iterable[str], wrap: Callable[[str, Any], Forward]) -> Iterator[None]:
+    """Inside, each module computes `wrap(path, module)`."""
+    with ExitStack() as stack:
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.enter_context(replaced_forward(module, wrap(path, module)))
+        yield
 
 
 def copy_tree(tree: Any) -> Any:
@@ -231,13 +218,11 @@ def copy_tree(tree: Any) -> Any:
 
 def are_trees_close(first: Any, second: Any) -> bool:
     """Whether two trees hold the same tensors but for rounding."""
-    first_leaves, second_leaves = tree_leaves(first), tree_leaves(second)
-    return len(first_leaves) == len(second_leaves) and all(
-        isinstance(first_leaf, Tensor)
-        and isinstance(second_leaf, Tensor)
-        and are_tensors_close(first_leaf, second_leaf)
-        for first_leaf, second_leaf in zip(first_leaves, second_leaves, strict=True)
-        if isinstance(first_leaf, Tensor) or isinstance(second_leaf, Tensor)
+    leaves, others = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(others) and all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and are_tensors_close(a, b)
+        for a, b in zip(leaves, others, strict=True)
+        if isinstance(a, Tensor) or isinstance(b, Tensor)
     )
 
 
