@@ -1,9 +1,9 @@
-"""Chains: runs of repeated blocks of which each is given the very hidden states of the one before, which nobody else reads."""
+"""Chains: runs of repeated blocks, each of which gets exactly the hidden states of the one before, which nothing else reads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.plan.placement import Placement
-from echelon.plan.profile import find_fsdp_units
+from echelon.plan.profile import find_fsdp_units, is_within
 from echelon.profiler.module_calls import UnitCallTracer, intercept_unit_calls, list_unit_paths
-from echelon.tree import tree_leaves
+from echelon.tree import tree_tensors
 from echelon.trials.module_tree import list_modules
+from echelon.trials.trial_run import Forward, RunStep
 
 REDUCING_CUTS = ("row", "attention")  #: cuts after which the ranks add up
 
@@ -28,16 +29,14 @@ class BlockChain:
 
 
 class _HiddenStateTracer(UnitCallTracer):
-    """Notes as well which hidden states each unit was given and gave."""
+    """Also records the hidden states that go into and come out of each unit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden_inputs: list[tuple[str, Tensor] | None] = []
         self.hidden_outputs: list[Tensor | None] = []
 
-    def handle_call(
-        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def handle_call(self, path: str, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """For `intercept_unit_calls`."""
         self.hidden_inputs.append(next(iterate_tensor_arguments(args, kwargs), None))
         out = super().handle_call(path, forward, args, kwargs)
@@ -53,14 +52,11 @@ def iterate_tensor_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             yield name, value
 
 
-def find_block_chains(
-    model: nn.Module, run_step: Callable[[], Any], placements: Iterable[Placement]
-) -> Iterator[BlockChain]:
+def find_block_chains(model: nn.Module, run_step: RunStep, placements: Iterable[Placement]) -> Iterator[BlockChain]:
     """The chains of a model; `run_step()` computes its loss."""
     reducing_paths = [placement.path for placement in placements if placement.cut in REDUCING_CUTS]
-    blocks = {
-        unit for unit in find_fsdp_units(list_modules(model)) if _supports_sequence_shards(model, unit, reducing_paths)
-    }
+    units = find_fsdp_units(list_modules(model))
+    blocks = {unit for unit in units if _supports_sequence_shards(model, unit, reducing_paths)}
     tracer = _HiddenStateTracer()
     with intercept_unit_calls(model, list_unit_paths(model), tracer.handle_call), tracer:
         loss = run_step()
@@ -69,38 +65,25 @@ def find_block_chains(
     for call_index, call in enumerate(tracer.unit_calls):
         for source_index, output_index in call.reads:
             readers_by_call.setdefault(source_index, set()).update({call_index} if output_index == 0 else ())
-    loss_sources = tracer.find_origins([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
+    loss_sources = tracer.find_origins(tree_tensors(loss))
     chain: list[int] = []
 
     def extends_chain(call_index: int) -> bool:
-        hidden_input, previous_output = tracer.hidden_inputs[call_index], tracer.hidden_outputs[chain[-1]]
+        hidden, previous_output = tracer.hidden_inputs[call_index], tracer.hidden_outputs[chain[-1]]
         is_only_reader = readers_by_call.get(chain[-1]) == {call_index} and (chain[-1], 0) not in loss_sources
-        return (
-            hidden_input is not None
-            and hidden_input[1] is previous_output
-            and is_only_reader
-            and hidden_input[0] == hidden_argument(chain[-1])
-        )
+        is_passed_on = hidden is not None and hidden[1] is previous_output and hidden[0] == hidden_argument(chain[-1])
+        return is_only_reader and is_passed_on
 
     def hidden_argument(call_index: int) -> str:
         hidden_input = tracer.hidden_inputs[call_index]
         return hidden_input[0] if hidden_input is not None else ""
 
     def is_block_call(call_index: int) -> bool:
-        path, hidden_input, hidden_output = (
-            tracer.unit_calls[call_index].path,
-            tracer.hidden_inputs[call_index],
-            tracer.hidden_outputs[call_index],
-        )
-        return (
-            path in blocks
-            and calls[path] == 1
-            and hidden_input is not None
-            and hidden_output is not None
-            and hidden_input[1].dim() == 3
-            and hidden_input[1].is_floating_point()
-            and hidden_input[1].shape == hidden_output.shape
-        )
+        path, hidden = tracer.unit_calls[call_index].path, tracer.hidden_inputs[call_index]
+        output = tracer.hidden_outputs[call_index]
+        if path not in blocks or calls[path] != 1 or hidden is None or output is None:
+            return False
+        return hidden[1].dim() == 3 and hidden[1].is_floating_point() and hidden[1].shape == output.shape
 
     for call_index in range(len(tracer.unit_calls) + 1):
         can_join = call_index < len(tracer.unit_calls) and is_block_call(call_index)
@@ -114,4 +97,4 @@ def find_block_chains(
 def _supports_sequence_shards(model: nn.Module, block: str, reducing_paths: Iterable[str]) -> bool:
     """Whether a block has something to add up, and no norm that would take its statistics over a part."""
     has_batch_norm = any(isinstance(submodule, _NormBase) for submodule in model.get_submodule(block).modules())
-    return not has_batch_norm and any(path.startswith(block + ".") for path in reducing_paths)
+    return not has_batch_norm and any(is_within(path, block) for path in reducing_paths)

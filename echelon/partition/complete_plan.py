@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.errors import EchelonError, PlanError, UnsplittableModelError
@@ -25,13 +25,14 @@ from echelon.plan.profile import Profile, find_fsdp_units, model_fingerprint
 from echelon.plan.stages import NO_STAGES_REASON, find_stages, stage_count
 from echelon.profiler.pipeline_units import find_pipeline_units
 from echelon.profiler.sample_coupling import first_line
-from echelon.tree import tree_map
+from echelon.tree import map_tensors
 from echelon.trials.example_batch import ExampleBatches
 from echelon.trials.isolation import IsolatedJob
 from echelon.trials.module_tree import list_modules
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.shape_model import build_fake_model, make_model
 from echelon.trials.trial_context import trial_context
+from echelon.trials.trial_run import RunStep
 
 SearchResult = TypeVar("SearchResult")
 
@@ -86,10 +87,9 @@ def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
 
 def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: str = "") -> UnsplittableModelError:
     """That `axis` finds nothing to cut, and what to use instead."""
-    remedy = (
-        f"use {smaller_degree}{', or ' if smaller_degree else ''}dp={plan.ranks} zero=3, which also shares the memory"
-    )
-    problem = Problem(path=axis, value=getattr(plan.mesh, axis), rule=rule, remedy=remedy, nothing_to_cut=True)
+    either = f"{smaller_degree}, or " if smaller_degree else ""
+    remedy = f"use {either}dp={plan.ranks} zero=3, which also shares the memory"
+    problem = Problem.of(plan, axis, rule, remedy, nothing_to_cut=True)
     return UnsplittableModelError(str(problem), [problem])
 
 
@@ -128,27 +128,23 @@ def _with_placements(plan: Plan, job: Job) -> Plan:
     if not cuts.placements:
         reason = next(iter(cuts.replicated.values()), "it has no parameters")
         raise _nothing_to_cut_error(plan, "tp", f"nothing of the model can be cut ({reason})")
-    module_paths = {
-        name.rpartition(".")[0] for name, _ in _build_fake_model(job).named_parameters(remove_duplicate=False)
-    }
-    missing_paths = {placement.path for placement in cuts.placements} - module_paths
-    if missing_paths:
-        raise _nothing_to_cut_error(
-            plan, "tp", f"{min(missing_paths)} is created in forward, so it does not exist yet when the model is cut"
-        )
+    names = [name for name, _ in _build_fake_model(job).named_parameters(remove_duplicate=False)]
+    missing = {placement.path for placement in cuts.placements} - {name.rpartition(".")[0] for name in names}
+    if missing:
+        rule = f"{min(missing)} is created in forward, so it does not exist yet when the model is cut"
+        raise _nothing_to_cut_error(plan, "tp", rule)
     uncut = tuple(ReplicatedModule(path=path, reason=reason) for path, reason in cuts.replicated.items())
     return plan.replace(placements=cuts.placements, replicated=uncut)
 
 
 def _with_segments(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
-    sequence_cut = _search_model(
-        job, lambda model, run_step: find_segments(model, run_step, plan.mesh.tp, plan.tensor.placements)
-    )
+    tp, placements = plan.mesh.tp, plan.tensor.placements
+    sequence_cut = _search_model(job, lambda model, run_step: find_segments(model, run_step, tp, placements))
     if not sequence_cut.segments:
-        problem = Problem(
-            path="sequence", value=True, rule=f"no blocks of the model work on a part of the sequence ({sequence_cut.reason})",
-            remedy="put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well",
+        problem = Problem.of(
+            plan, "sequence", f"no blocks of the model work on a part of the sequence ({sequence_cut.reason})",
+            "put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well",
             plan_changes=(("sequence", False),),
         )  # fmt: skip
         raise PlanError(f"sequence: {problem.rule}; {problem.remedy}", [problem])
@@ -161,7 +157,7 @@ def find_job_cuts(job: Job, tp_size: int) -> TensorCuts:
     return _search_model(job, lambda model, run_step: find_tensor_cuts(model, run_step, tp_size))
 
 
-def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], SearchResult]) -> SearchResult:
+def _search_model(job: Job, search: Callable[[nn.Module, RunStep], SearchResult]) -> SearchResult:
     """What `search(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
     with preserve_random_states():
         try:
@@ -173,25 +169,22 @@ def _search_model(job: Job, search: Callable[[nn.Module, Callable[[], Any]], Sea
 
 
 def _search_in_dtype(
-    job: Job, search: Callable[[nn.Module, Callable[[], Any]], SearchResult], dtype: torch.dtype | None
+    job: Job, search: Callable[[nn.Module, RunStep], SearchResult], dtype: torch.dtype | None
 ) -> SearchResult:
     torch.manual_seed(job.seed)
     original_model = make_model(job)
     model, batch = original_model, ExampleBatches(job).batch(2)
     if dtype is not None:
-        model, batch = cast_model(model, dtype), _batch_to_float64(batch)
+        model, batch = (
+            cast_model(model, dtype),
+            map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch),
+        )
     return search(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
 
 
 def _gather_logits(placement: Placement) -> Placement:
     """What passes between stages is whole."""
     return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
-
-
-def _batch_to_float64(batch: Any) -> Any:
-    return tree_map(
-        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
-    )
 
 
 def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
@@ -210,7 +203,7 @@ def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
         raise _nothing_to_cut_error(plan, "pp", NO_STAGES_REASON)
     if len(unit_calls) < num_stages:
         remedy = f"pp={len(unit_calls)} or less" if num_stages == pp else "schedule=1f1b, which has one stage per rank"
-        rule = f"{num_stages} stages, and the model has {len(unit_calls)} units that forward calls one after another"
+        rule = f"{num_stages} stages, and the model has {len(unit_calls)} units that forward calls in sequence"
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree=remedy)
     stages = find_stages(plan, unit_calls)
     if stages is None:

@@ -1,21 +1,19 @@
-"""Where each rank can have a part of the sequence only (plan/sequence_segment.py), found by trying.
+"""Where sequence parallelism works (plan/sequence_segment.py), found by trying.
 
-A chain is a run of repeated blocks of which each is given the very hidden states of the one before, and nobody else reads those. The
-model runs once as it is, with its gradients. Then it runs as one rank would: a chain gets that rank's part of the hidden states, modules
-that need the whole sequence are given what they were given before (of which exactly this rank's part must have reached them), rows give
-this rank's part of what they gave. Every block's hidden states and their gradients must be this rank's part of what they were, and every
-buffer what it was.
+A chain is a run of repeated blocks, each of which gets exactly the hidden states of the one before, which nothing else reads. The model
+runs once as it is, with its gradients. Then it runs as one rank would: a chain gets that rank's shard of the hidden states, modules that
+need the full sequence get what they got before (of which exactly this rank's shard must have reached them), rows return this rank's shard
+of what they returned. Every block's hidden states and their gradients must be this rank's shard of the reference, and every buffer equal.
 
-Gradients of parameters tell where they are used: they are the whole on each rank, or add up over the ranks.
+The gradients of parameters show where those are used: they are complete on each rank, or add up over the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +23,12 @@ from echelon.partition.reference_pass import ReferencePass, TrialMismatchError, 
 from echelon.partition.sequence_trial import RankTrial, module_kind
 from echelon.partition.trial_values import iterate_parameter_values
 from echelon.plan.placement import Placement
-from echelon.plan.profile import find_fsdp_units
+from echelon.plan.profile import find_fsdp_units, is_within
 from echelon.plan.sequence_segment import SequenceGather, SequenceSegment
 from echelon.profiler.sample_coupling import first_line
 from echelon.trials.module_tree import list_modules
 from echelon.trials.trial_run import (
+    RunStep,
     are_tensors_close,
     are_trees_close,
     deterministic_training,
@@ -52,38 +51,29 @@ class SequenceSegments:
 
 
 def find_segments(
-    model: nn.Module, run_step: Callable[[], Any], tp_size: int, placements: Sequence[Placement]
+    model: nn.Module, run_step: RunStep, tp_size: int, placements: Sequence[Placement]
 ) -> SequenceSegments:
     """The segments of `model` (real numbers), cut by `placements` over `tp_size` ranks; `run_step()` computes its loss."""
-    draw_sizes, data_dependent = (
-        record_draw_sizes(model, run_step, find_fsdp_units(list_modules(model))),
-        find_data_dependent_modules(model, run_step),
-    )
+    draw_sizes = record_draw_sizes(model, run_step, find_fsdp_units(list_modules(model)))
+    data_dependent = find_data_dependent_modules(model, run_step)
     with deterministic_training(model):
         return _find_in_chains(model, make_repeatable(model, run_step), tp_size, placements, draw_sizes, data_dependent)
 
 
 def _find_in_chains(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     tp_size: int,
     placements: Sequence[Placement],
     draw_sizes: Mapping[str, list[int]],
     data_dependent: Container[str],
 ) -> SequenceSegments:
-    block_chains = list(find_block_chains(model, run_step, placements))
-    reason = (
-        ""
-        if block_chains
-        else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
-    )
+    reason = "it has no repeated blocks that pass on hidden states of samples, positions and channels"
     segments: list[SequenceSegment] = []
-    for chain in block_chains:
+    for chain in list(find_block_chains(model, run_step, placements)):
         try:
             if any(unit in data_dependent for unit in chain.units):
-                raise TrialMismatchError(
-                    "it looks at numbers, and for others it may compute what no part of a sequence can"
-                )
+                raise TrialMismatchError("it reads values, and with others it may compute what needs the full sequence")
             segment, segment_placements = _try_chain(model, run_step, tp_size, placements, chain, draw_sizes)
             segments.append(segment)
             placements = segment_placements
@@ -94,7 +84,7 @@ def _find_in_chains(
 
 def _try_chain(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     tp_size: int,
     placements: Sequence[Placement],
     chain: BlockChain,
@@ -120,21 +110,18 @@ def _try_chain(
             continue
         accepted = trial, *trial.find_segment()
         with training_mode(model, training=False):
-            evaluation_trial = (
-                _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
-                if _has_evaluation_loss(run_step)
-                else None
-            )
-            if evaluation_trial is not None and evaluation_trial.find_segment() != accepted[1:]:
-                raise TrialMismatchError(
-                    "it works on a part of the sequence in training, and otherwise when it is evaluated"
-                )
+            if _has_evaluation_loss(run_step):
+                evaluated = _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
+                if evaluated.find_segment() != accepted[1:]:
+                    raise TrialMismatchError(
+                        "it works on a part of the sequence otherwise in evaluation than in training"
+                    )
     if accepted is None:
         raise TrialMismatchError("its loss is not a number")
     return accepted[1:]
 
 
-def _has_evaluation_loss(run_step: Callable[[], Any]) -> bool:
+def _has_evaluation_loss(run_step: RunStep) -> bool:
     """Whether the model has a loss when it does not train."""
     try:
         loss, _ = run_step()
@@ -147,24 +134,17 @@ class _ChainTrial:
     def __init__(
         self,
         model: nn.Module,
-        run_step: Callable[[], Any],
+        run_step: RunStep,
         tp_size: int,
         placements: Sequence[Placement],
         chain: BlockChain,
         draw_sizes: Mapping[str, list[int]],
     ) -> None:
-        self.model, self.run_step, self.tp_size, self.placements, self.chain = (
-            model,
-            run_step,
-            tp_size,
-            placements,
-            chain,
-        )
-        chain_placements = [
-            entry for entry in placements if any(entry.path.startswith(unit + ".") for unit in chain.units)
-        ]
-        self.rows = [entry.path for entry in chain_placements if entry.cut in REDUCING_CUTS]
-        self.columns = [entry.path for entry in chain_placements if entry.cut in _FULL_INPUT_CUTS]
+        self.model, self.run_step, self.tp_size = model, run_step, tp_size
+        self.placements, self.chain = placements, chain
+        inside = [entry for entry in placements if self._is_in_chain(entry.path)]
+        self.rows = [entry.path for entry in inside if entry.cut in REDUCING_CUTS]
+        self.columns = [entry.path for entry in inside if entry.cut in _FULL_INPUT_CUTS]
         #: Modules without a part in a pair.
         self.unpaired_modules = [
             path
@@ -177,14 +157,10 @@ class _ChainTrial:
         self.sequence_dim = 0 if self.reference.mixes_positions(0) and not self.reference.mixes_positions(1) else 1
         self.sequence_length = self.reference.hidden_states(chain.units[0]).shape[self.sequence_dim]
         if self.sequence_length < 2 * tp_size:
-            raise TrialMismatchError(
-                f"samples of {self.sequence_length} positions are too short to try it with {tp_size} ranks"
-            )
+            raise TrialMismatchError(f"samples of {self.sequence_length} positions are too short for {tp_size} ranks")
         sizes = [size for unit in chain.units for size in draw_sizes[unit]]
         if any(size % self.sequence_length for size in sizes):
-            raise TrialMismatchError(
-                "it draws random numbers for samples as a whole, of which each part would draw its own"
-            )
+            raise TrialMismatchError("it draws random numbers per sample, of which each shard would draw its own")
         self.draws_random = bool(sizes)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.gather_choices = self._list_gather_choices()
@@ -197,35 +173,25 @@ class _ChainTrial:
         gathers = self._find_gathers()
         rank_gradients = [self._run_rank(rank, with_gradients=True).parameter_gradients for rank in range(self.tp_size)]
         placements = {entry.path: entry for entry in self.placements}
-        placements_by_parameter = {
-            f"{entry.path}.{tensor_slice.name}": entry for entry in self.placements for tensor_slice in entry.slices
-        }
+        placement_of = {f"{entry.path}.{part.name}": entry for entry in self.placements for part in entry.slices}
         partial_parameters: list[str] = []
         for name in self.parameters:
-            placement = placements_by_parameter.get(name)
+            placement = placement_of.get(name)
             if placement is not None and placement.cut in ("column", "between", "row", "attention"):
                 continue
             reducing_rows = {name.removesuffix(".bias"), name.removesuffix(".out_proj.bias")} & set(self.rows)
-            if reducing_rows or self._is_partial_gradient(name, [entry.get(name) for entry in rank_gradients]):
+            if reducing_rows or self._is_partial_gradient(name, [grads.get(name) for grads in rank_gradients]):
                 partial_parameters.append(name)
                 if placement is not None:
                     placements[placement.path] = _as_stored(placement, self.reference.block_of(name))
-        gather_records = tuple(
-            SequenceGather(
-                path=path,
-                arguments=tuple(sorted(arguments)),
-                returns_sequence=module_kind(path) in self.regathered_kinds,
-            )
-            for path, arguments in gathers.items()
-        )
         segment = SequenceSegment(
-            blocks=self.chain.units,
-            argument=self.chain.argument,
-            dim=self.sequence_dim,
-            gathers=gather_records,
-            uses_rng=self.draws_random,
+            blocks=self.chain.units, argument=self.chain.argument, dim=self.sequence_dim, uses_rng=self.draws_random,
             partial_gradients=tuple(partial_parameters),
-        )
+            gathers=tuple(
+                SequenceGather(path=path, arguments=tuple(sorted(names)), returns_sequence=module_kind(path) in self.regathered_kinds)
+                for path, names in gathers.items()
+            ),
+        )  # fmt: skip
         return segment, tuple(placements.values())
 
     def check_at_values(self, first_trial: _ChainTrial, segment: SequenceSegment, rank: int) -> None:
@@ -245,43 +211,26 @@ class _ChainTrial:
                 return False  # nothing learns there
             raise TrialMismatchError(f"the gradient of {name} is another one on a part of the sequence")
         gradients = [torch.zeros_like(full_gradient) if gradient is None else gradient for gradient in rank_gradients]
-        largest_magnitude = max(
-            (
-                float(reference_gradient.abs().max())
-                for reference_gradient in self.reference.parameter_gradients.values()
-                if reference_gradient.numel()
-            ),
-            default=0.0,
-        )
-        if self._is_in_chain(name) and are_tensors_close(
-            torch.stack(gradients).sum(0), full_gradient, largest_magnitude
-        ):
+        references = self.reference.parameter_gradients.values()
+        scale = max((float(gradient.abs().max()) for gradient in references if gradient.numel()), default=0.0)
+        if self._is_in_chain(name) and are_tensors_close(torch.stack(gradients).sum(0), full_gradient, scale):
             return True
-        if all(are_tensors_close(gradient, full_gradient, largest_magnitude) for gradient in gradients):
+        if all(are_tensors_close(gradient, full_gradient, scale) for gradient in gradients):
             return False
         raise TrialMismatchError(f"the gradient of {name} does not add up from those on parts of the sequence")
 
     def _is_in_chain(self, name: str) -> bool:
-        return any(name.startswith(unit + ".") for unit in self.chain.units)
+        return any(is_within(name, unit) for unit in self.chain.units)
 
     def _list_gather_choices(self) -> dict[str, list[list[str]]]:
         choices: dict[str, list[list[str]]] = {}
-        call_order = [
-            module_path for module_path in self.reference.inputs if module_path in {*self.rows, *self.columns}
-        ]  # as they were called
         columns: list[str] = []
-        for module_path in call_order:
-            columns += [module_path] if module_path in self.columns else []
-            if module_path in self.rows:
-                common_ancestors = set.intersection(
-                    *(set(self.reference.enclosing_modules(candidate)) for candidate in columns or [module_path])
-                )
-                ancestors = sorted(
-                    (candidate for candidate in common_ancestors if candidate in self.reference.inputs),
-                    key=len,
-                    reverse=True,
-                )
-                choices[module_path] = [columns, *([candidate] for candidate in ancestors)]
+        for path in self.reference.inputs:  # in the order of the calls
+            columns += [path] if path in self.columns else []
+            if path in self.rows:
+                enclosing = [set(self.reference.enclosing_modules(column)) for column in columns or [path]]
+                ancestors = sorted(set.intersection(*enclosing) & self.reference.inputs.keys(), key=len, reverse=True)
+                choices[path] = [columns, *([ancestor] for ancestor in ancestors)]
                 columns = []
         return choices
 
@@ -299,11 +248,8 @@ class _ChainTrial:
                     self.regathered_kinds.add(module_kind(error.module))
                     continue
                 row_kind = module_kind(error.row)
-                num_choices = max(
-                    (len(choices) for row, choices in self.gather_choices.items() if module_kind(row) == row_kind),
-                    default=0,
-                )
-                if not error.row or self.choice_index[row_kind] + 1 >= num_choices:
+                num_choices = [len(c) for row, c in self.gather_choices.items() if module_kind(row) == row_kind]
+                if not error.row or self.choice_index[row_kind] + 1 >= max(num_choices, default=0):
                     raise
                 self.choice_index[row_kind] += 1
 
@@ -318,42 +264,28 @@ class _ChainTrial:
             except TrialMismatchError:
                 raise
             except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
-                location = f"{trial.pending_row}: " if trial.pending_row else ""
-                raise TrialMismatchError(
-                    f"{location}{type(error).__name__} on a part of the sequence: {first_line(error)}",
-                    row=trial.pending_row,
-                ) from error
+                row = trial.pending_row
+                problem = f"{type(error).__name__} on a part of the sequence: {first_line(error)}"
+                raise TrialMismatchError(f"{row}: {problem}" if row else problem, row=row) from error
             if not are_tensors_close(total.detach(), torch.tensor(self.reference.loss_value, dtype=total.dtype)):
-                raise TrialMismatchError("the loss is another one")
-            changed_buffer = next(
-                (
-                    name
-                    for name, reference_value in self.reference.buffers.items()
-                    if not are_trees_close(buffers.get(name), reference_value)
-                ),
-                None,
-            )
-            if changed_buffer is not None:
-                buffer_module = changed_buffer.rpartition(".")[0]
-                raise TrialMismatchError(
-                    f"{changed_buffer} is another one",
-                    module=buffer_module if buffer_module in self.unpaired_modules else "",
-                )
+                raise TrialMismatchError("the loss differs")
+            for name, value in self.reference.buffers.items():
+                if not are_trees_close(buffers.get(name), value):
+                    module = name.rpartition(".")[0]
+                    raise TrialMismatchError(
+                        f"{name} differs", module=module if module in self.unpaired_modules else ""
+                    )
             if with_gradients:
                 gradients = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
-                trial.parameter_gradients = {
-                    parameter_name: gradient
-                    for parameter_name, gradient in zip(self.parameters, gradients, strict=True)
-                    if gradient is not None
-                }
+                named = zip(self.parameters, gradients, strict=True)
+                trial.parameter_gradients = {name: gradient for name, gradient in named if gradient is not None}
                 if trial.wrong_gradient_paths:
-                    raise TrialMismatchError(
-                        f"the gradient of what goes into {trial.wrong_gradient_paths[0] or self.chain.units[0]} is another one"
-                    )
+                    path = trial.wrong_gradient_paths[0] or self.chain.units[0]
+                    raise TrialMismatchError(f"the gradient of the input of {path} differs")
         return trial
 
 
 def _as_stored(placement: Placement, unit: str) -> Placement:
-    """Ranks that have different parts of a sequence cannot share the outputs of a layer: its weight is put together instead, for as long
-    as the block runs. Not only while the layer does: which positions call it may be another matter on each rank."""
+    """Ranks that hold different parts of a sequence cannot share a layer's outputs: its weight is gathered instead, while the block runs.
+    Not only while the layer runs: which positions call it may differ between ranks."""
     return replace(placement, cut="stored", gathered_in=unit)

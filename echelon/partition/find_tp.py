@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,8 +21,10 @@ from echelon.partition.tp_layers import CONVOLUTIONS, TRANSPOSED, count_outputs,
 from echelon.partition.tp_pairs import PairAnalysis, find_pairs
 from echelon.partition.tp_trial import ColumnRowPair
 from echelon.plan.placement import Cut, Placement, TensorSlice, compute_shard_sizes, cuts_by_parameter
-from echelon.tree import tree_leaves
+from echelon.tree import tree_tensors
 from echelon.trials.trial_run import (
+    Forward,
+    RunStep,
     are_trees_close,
     deterministic_training,
     make_repeatable,
@@ -30,6 +33,8 @@ from echelon.trials.trial_run import (
 )
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+#: A cut, or why there is none.
+CutOrReason = tuple[Placement | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class TensorCuts:
     stored_share: float  #: of the parameters' bytes that are cut at rest only
 
 
-def find_tensor_cuts(model: nn.Module, run_step: Callable[[], Any], tp_size: int) -> TensorCuts:
+def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> TensorCuts:
     """The cuts of `model` (real numbers) over `tp_size` ranks; `run_step()` computes its loss."""
     analysis = find_pairs(model, run_step, tp_size, find_hinted_pairs(model))
     pairs = list(_drop_overlapping_pairs(analysis.pairs))
@@ -62,27 +67,17 @@ def find_tensor_cuts(model: nn.Module, run_step: Callable[[], Any], tp_size: int
             replicated[path] = reason
     _align_tied_parameters(model, placements, replicated, pairs, analysis)
     with deterministic_training(model):
-        stored_reasons = _find_stored_cuts(
-            model, make_repeatable(model, run_step), tp_size, placements, replicated, attention_outputs
-        )
-    total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        repeatable = make_repeatable(model, run_step)
+        stored_reasons = _find_stored_cuts(model, repeatable, tp_size, placements, replicated, attention_outputs)
+    total_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def share(*cuts: str) -> float:
-        return (
-            _count_cut_bytes(model, (placement for placement in placements.values() if placement.cut in cuts))
-            / total_bytes
-        )
+        return _count_cut_bytes(model, (item for item in placements.values() if item.cut in cuts)) / total_bytes
 
     paired_share = share("column", "between", "row", "attention")
     stored_share = share("stored")
-    return TensorCuts(
-        tuple(placements.values()),
-        replicated,
-        stored_reasons,
-        paired_share + stored_share + share("gather", "logits", "vocabulary"),
-        paired_share,
-        stored_share,
-    )
+    cut_share = paired_share + stored_share + share("gather", "logits", "vocabulary")
+    return TensorCuts(tuple(placements.values()), replicated, stored_reasons, cut_share, paired_share, stored_share)
 
 
 def _drop_overlapping_pairs(pairs: Iterable[ColumnRowPair]) -> Iterable[ColumnRowPair]:
@@ -105,25 +100,16 @@ def _pair_placements(model: nn.Module, pair: ColumnRowPair) -> Iterable[Placemen
         "source": "hint" if candidate.is_hinted else "pair",
     }
     for path in candidate.columns:
-        yield Placement(
-            path=path,
-            cut="column",
-            slices=_output_slices(model.get_submodule(path), layout.fused_sizes),
-            **common_fields,
-        )
+        slices = _output_slices(model.get_submodule(path), layout.fused_sizes)
+        yield Placement(path=path, cut="column", slices=slices, **common_fields)
     for path in candidate.between:
         yield Placement(path=path, cut="between", slices=_channel_slices(model.get_submodule(path)), **common_fields)
     divided_attributes = tuple(f"{path}.{name}" if path else name for path, name in layout.divided_attributes)
     dim = 0 if is_hf_conv1d(model.get_submodule(candidate.row)) else 1
     yield Placement(
-        path=candidate.row,
-        cut="row",
-        slices=(TensorSlice("weight", dim),),
-        divided_attributes=divided_attributes,
-        view_module=layout.refitted_module,
-        partial_gradients=pair.partial_parameters,
-        **common_fields,
-    )
+        path=candidate.row, cut="row", slices=(TensorSlice("weight", dim),), divided_attributes=divided_attributes,
+        view_module=layout.refitted_module, partial_gradients=pair.partial_parameters, **common_fields,
+    )  # fmt: skip
 
 
 def _output_slices(module: Any, fused_sizes: tuple[int, ...] = ()) -> tuple[TensorSlice, ...]:
@@ -148,9 +134,7 @@ def _stored_slices(module: nn.Module, tp_size: int) -> tuple[TensorSlice, ...]:
     )
 
 
-def _find_single_cut(
-    module: nn.Module, path: str, analysis: PairAnalysis, tp_size: int
-) -> tuple[Placement | None, str]:
+def _find_single_cut(module: nn.Module, path: str, analysis: PairAnalysis, tp_size: int) -> CutOrReason:
     """The cut that needs no partner, or why there is none."""
     if path not in analysis.called_modules:
         problem = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
@@ -175,7 +159,7 @@ def _find_single_cut(
     return _cut_convolution(module, path, tp_size)  # type: ignore[arg-type]
 
 
-def _cut_attention(module: nn.MultiheadAttention, path: str, tp_size: int) -> tuple[Placement | None, str]:
+def _cut_attention(module: nn.MultiheadAttention, path: str, tp_size: int) -> CutOrReason:
     num_heads = module.num_heads
     if module.bias_k is not None or module.add_zero_attn:
         return None, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"
@@ -188,18 +172,14 @@ def _cut_attention(module: nn.MultiheadAttention, path: str, tp_size: int) -> tu
         *(TensorSlice(name, 0) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")),
         TensorSlice("out_proj.weight", 1),
     )
-    present_slices = tuple(tensor_slice for tensor_slice in slices if attrgetter(tensor_slice.name)(module) is not None)
-    if (
-        "forward" in vars(module)
-        or {tensor_slice.name for tensor_slice in present_slices} - dict(module.named_parameters()).keys()
-    ):
+    present = tuple(part for part in slices if attrgetter(part.name)(module) is not None)
+    if "forward" in vars(module) or {part.name for part in present} - dict(module.named_parameters()).keys():
         return None, "this MultiheadAttention computes otherwise, or not with weights of its own"
-    return Placement(
-        path=path, cut="attention", slices=present_slices, unit=module.embed_dim // num_heads, source="known"
-    ), ""
+    unit = module.embed_dim // num_heads
+    return Placement(path=path, cut="attention", slices=present, unit=unit, source="known"), ""
 
 
-def _cut_embedding(module: Any, path: str, tp_size: int) -> tuple[Placement | None, str]:
+def _cut_embedding(module: Any, path: str, tp_size: int) -> CutOrReason:
     if module.max_norm is not None or module.scale_grad_by_freq:
         return None, "an embedding with max_norm or scale_grad_by_freq is not cut by rows"
     if type(module) is nn.EmbeddingBag and (module.mode != "sum" or module.padding_idx is not None):
@@ -207,7 +187,7 @@ def _cut_embedding(module: Any, path: str, tp_size: int) -> tuple[Placement | No
     return _cut_outputs(path, "vocabulary", (TensorSlice("weight", 0),), module.num_embeddings, tp_size)
 
 
-def _cut_convolution(module: _ConvNd, path: str, tp_size: int) -> tuple[Placement | None, str]:
+def _cut_convolution(module: _ConvNd, path: str, tp_size: int) -> CutOrReason:
     if module.groups == 1:
         return _cut_outputs(path, "gather", _output_slices(module), module.out_channels, tp_size)
     if not compute_shard_sizes(module.groups, tp_size)[-1] or (module.transposed and module.groups % tp_size):
@@ -216,9 +196,7 @@ def _cut_convolution(module: _ConvNd, path: str, tp_size: int) -> tuple[Placemen
     return Placement(path=path, cut="gather", slices=_output_slices(module), unit=unit, source="known"), ""
 
 
-def _cut_outputs(
-    path: str, cut: Cut, slices: tuple[TensorSlice, ...], size: int, tp_size: int
-) -> tuple[Placement | None, str]:
+def _cut_outputs(path: str, cut: Cut, slices: tuple[TensorSlice, ...], size: int, tp_size: int) -> CutOrReason:
     if not compute_shard_sizes(size, tp_size)[-1]:
         return None, f"{size} outputs are too few for {tp_size} ranks; use tp={size} or less"
     return Placement(path=path, cut=cut, slices=slices), ""
@@ -240,57 +218,35 @@ def _align_tied_parameters(
                 users.setdefault(id(value), []).append((path, name))
     tied_uses = [tied_users for tied_users in users.values() if len(tied_users) > 1]
     # Giving one up may leave another without its partner: until nothing changes.
-    while conflicting_uses := next(
-        (
-            tied_users
-            for tied_users in tied_uses
-            if len(
-                {
-                    _parameter_cut(placements.get(module_path), parameter_name)
-                    for module_path, parameter_name in tied_users
-                }
-            )
-            > 1
-        ),
-        None,
-    ):
+
+    def cuts_differ(uses: list[tuple[str, str]]) -> bool:
+        return len({_parameter_cut(placements.get(path), name) for path, name in uses}) > 1
+
+    while conflicting_uses := next(filter(cuts_differ, tied_uses), None):
         tied_paths = [path for path, _ in conflicting_uses]
-        partners = {
-            path for pair in pairs if set(pair.candidate.paths) & set(tied_paths) for path in pair.candidate.paths
-        }
-        for path in (*tied_paths, *sorted(partners)):
+        paths_of_pairs = [pair.candidate.paths for pair in pairs if {*pair.candidate.paths} & {*tied_paths}]
+        for path in (*tied_paths, *sorted({path for paths in paths_of_pairs for path in paths})):
             if placements.pop(path, None) is not None:
                 replicated[path] = f"{' and '.join(tied_paths)} share a parameter and cannot be cut alike"
 
 
 def _parameter_cut(placement: Placement | None, name: str) -> object:
     """How a parameter is cut in one of the modules that hold it."""
-    if placement is None:
-        return None
-    return next(
-        (
-            (tensor_slice.dim, tensor_slice.fused_sizes, placement.unit)
-            for tensor_slice in placement.slices
-            if tensor_slice.name == name
-        ),
-        None,
-    )
-
-
-# What is cut at rest only
+    part = next((part for part in placement.slices if part.name == name), None) if placement is not None else None
+    return (part.dim, part.fused_sizes, placement.unit) if placement is not None and part is not None else None
 
 
 def _find_stored_cuts(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     tp_size: int,
     placements: dict[str, Placement],
     replicated: dict[str, str],
     attention_outputs: set[str],
 ) -> dict[str, str]:
-    """What has no cut of its own is stored cut and put together while a module runs outside of which nobody reads it.
+    """Store what has no cut of its own as shards, gathered while a module runs outside of which nothing reads it.
 
-    Found by trying: elsewhere it is not a number, and neither the loss nor a buffer must notice.
+    Found by trying: elsewhere it is NaN, which must reach neither the loss nor a buffer.
     """
     tied_parameters, storable_paths = _find_tied_parameters(model), []
     for path in [*replicated, *sorted(attention_outputs)]:
@@ -309,22 +265,12 @@ def _find_stored_cuts(
     expected = {True: _run_detached(run_step)}
     with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
         expected[False] = _run_detached(run_step)
-    if storable_paths and _is_read_only_within(
-        model, run_step, {path: path for path in storable_paths}, tp_size, expected
-    ):
-        gather_scopes: dict[str, str | None] = {path: path for path in storable_paths}
-    else:
-        gather_scopes = {
-            path: next(
-                (
-                    enclosing_path
-                    for enclosing_path in _iterate_enclosing_paths(path)
-                    if _is_read_only_within(model, run_step, {path: enclosing_path}, tp_size, expected)
-                ),
-                None,
-            )
-            for path in storable_paths
-        }
+    is_read_within = partial(_is_read_only_within, model, run_step, tp_size, expected)
+    gather_scopes: dict[str, str | None] = {path: path for path in storable_paths}
+    if storable_paths and not is_read_within({path: path for path in storable_paths}):
+        for path in storable_paths:
+            scopes = _iterate_enclosing_paths(path)
+            gather_scopes[path] = next((scope for scope in scopes if is_read_within({path: scope})), None)
     reasons: dict[str, str] = {}
     for path, gather_scope in gather_scopes.items():
         if gather_scope is None:
@@ -352,19 +298,19 @@ def _find_tied_parameters(model: nn.Module) -> set[int]:
     return tied
 
 
-def _run_detached(run_step: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_detached(run_step: RunStep) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step, and the buffers that it leaves."""
     loss, buffers = run_step()
-    (first_tensor, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+    first_tensor = tree_tensors(loss)[0]
     return first_tensor.detach(), buffers
 
 
 def _is_read_only_within(
     model: nn.Module,
-    run_step: Callable[[], Any],
-    gather_scopes: Mapping[str, str],
+    run_step: RunStep,
     tp_size: int,
     expected: Mapping[bool, Any],
+    gather_scopes: Mapping[str, str],
 ) -> bool:
     """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
 
@@ -372,43 +318,33 @@ def _is_read_only_within(
     """
     called: set[str] = set()
 
-    def make_gathering_forward(path: str, gather_scope: str) -> Callable[..., Any]:
+    def make_gathering_forward(path: str, gather_scope: str) -> Forward:
         module, original_forward = model.get_submodule(path), model.get_submodule(gather_scope).forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             called.add(path)
-            with _swapped_parameters(module, gathered_parameters[path]):
+            with _swapped_parameters(module, copies[path]):
                 return original_forward(*args, **kwargs)
 
         return forward
 
-    original_parameters = {
-        path: {
-            tensor_slice.name: model.get_submodule(path).get_parameter(tensor_slice.name)
-            for tensor_slice in _stored_slices(model.get_submodule(path), tp_size)
-        }
-        for path in gather_scopes
+    modules = {path: model.get_submodule(path) for path in gather_scopes}
+    originals = {
+        path: {part.name: module.get_parameter(part.name) for part in _stored_slices(module, tp_size)}
+        for path, module in modules.items()
     }
-    gathered_parameters = {
-        path: {
-            name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in named_parameters.items()
-        }
-        for path, named_parameters in original_parameters.items()
+    copies = {
+        path: {name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in named.items()}
+        for path, named in originals.items()
     }
     with ExitStack() as stack, torch.no_grad():
-        for path in gather_scopes:
-            stack.enter_context(
-                _swapped_parameters(
-                    model.get_submodule(path), _make_sharded_placeholders(model.get_submodule(path), tp_size)
-                )
-            )
-        for path, gather_scope in gather_scopes.items():
-            stack.enter_context(
-                replaced_forward(model.get_submodule(gather_scope), make_gathering_forward(path, gather_scope))
-            )
+        for module in modules.values():
+            stack.enter_context(_swapped_parameters(module, _make_sharded_placeholders(module, tp_size)))
+        for path, scope in gather_scopes.items():
+            stack.enter_context(replaced_forward(model.get_submodule(scope), make_gathering_forward(path, scope)))
         try:
-            for named_parameters in original_parameters.values():
-                for value in named_parameters.values():
+            for named in originals.values():
+                for value in named.values():
                     value.fill_(math.nan)
             for training, expected_result in expected.items():
                 with torch.enable_grad(), training_mode(model, training=training), _WeightNormSizeCheck():
@@ -418,9 +354,9 @@ def _is_read_only_within(
         except Exception:  # code that looks at values may refuse those
             return False
         finally:
-            for path, named_parameters in original_parameters.items():
-                for name, value in named_parameters.items():
-                    value.copy_(gathered_parameters[path][name])
+            for path, named in originals.items():
+                for name, value in named.items():
+                    value.copy_(copies[path][name])
 
 
 class _WeightNormSizeCheck(TorchFunctionMode):
@@ -436,14 +372,11 @@ class _WeightNormSizeCheck(TorchFunctionMode):
 
 def _make_sharded_placeholders(module: nn.Module, tp_size: int) -> dict[str, nn.Parameter]:
     """What is there at rest, in size."""
-    shapes = {
-        tensor_slice.name: tensor_slice.largest_shard_shape(module.get_parameter(tensor_slice.name).shape, tp_size, 1)
-        for tensor_slice in _stored_slices(module, tp_size)
-    }
+    values = {part: module.get_parameter(part.name) for part in _stored_slices(module, tp_size)}
+    shapes = {part: part.largest_shard_shape(value.shape, tp_size, 1) for part, value in values.items()}
     return {
-        name: nn.Parameter(value.new_full(shapes[name], math.nan), value.requires_grad)
-        for name, value in module.named_parameters(recurse=False)
-        if name in shapes
+        part.name: nn.Parameter(value.new_full(shapes[part], math.nan), value.requires_grad)
+        for part, value in values.items()
     }
 
 
@@ -461,7 +394,5 @@ def _swapped_parameters(module: nn.Module, values: dict[str, nn.Parameter]) -> I
 
 def _count_cut_bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
     names = cuts_by_parameter(placements)
-    cut_parameters_by_id = {
-        id(value): value for name, value in model.named_parameters(remove_duplicate=False) if name in names
-    }
-    return float(sum(value.numel() * value.element_size() for value in cut_parameters_by_id.values()))
+    named = model.named_parameters(remove_duplicate=False)
+    return float(sum({id(value): value.nbytes for name, value in named if name in names}.values()))

@@ -2,7 +2,7 @@
 
     {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
 
-A hint only proposes: it is tried as any other pair, and what it says of single layers (to gather) is done without it.
+A hint only proposes: it is tried like any other pair; what it says of single layers (to gather) needs no hint.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from echelon.partition.tp_layouts import Candidate
 
 def find_hinted_pairs(model: nn.Module) -> Iterator[Candidate]:
     """The pairs that the model's own plan names: of one parent, its columns into its row."""
-    styles_by_path = {
-        path: style for path, style in _read_tp_styles(model).items() if is_matmul_layer(model.get_submodule(path))
-    }
-    for row, style in styles_by_path.items():
-        if style == "rowwise":
-            parent = row.rpartition(".")[0]
-            columns = [
-                path
-                for path, column_style in styles_by_path.items()
-                if column_style == "colwise" and path.rpartition(".")[0] == parent
-            ]
-            if columns:
-                yield Candidate(tuple(columns), row, is_hinted=True)
+    styles = _read_tp_styles(model)
+    layers = [path for path in styles if is_matmul_layer(model.get_submodule(path))]
+    columns_by_parent: dict[str, list[str]] = {}
+    for path in layers:
+        if styles[path] == "colwise":
+            columns_by_parent.setdefault(path.rpartition(".")[0], []).append(path)
+    for row in layers:
+        columns = columns_by_parent.get(row.rpartition(".")[0])
+        if styles[row] == "rowwise" and columns:
+            yield Candidate(tuple(columns), row, is_hinted=True)
 
 
 def _read_tp_styles(model: nn.Module) -> dict[str, str]:
@@ -39,9 +36,8 @@ def _read_tp_styles(model: nn.Module) -> dict[str, str]:
     styles: dict[str, str] = {}
     paths = [path for path, _ in model.named_modules()]
     for prefix, submodule in model.named_modules():
-        plan: Any = getattr(submodule, "_tp_plan", None) or getattr(
-            getattr(submodule, "config", None), "base_model_tp_plan", None
-        )
+        config = getattr(submodule, "config", None)
+        plan: Any = getattr(submodule, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None)
         for pattern, style in plan.items() if isinstance(plan, dict) else ():
             path_pattern = re.compile(re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+"))
             styles |= {path: style for path in paths if path_pattern.fullmatch(path)}

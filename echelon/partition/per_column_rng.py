@@ -1,13 +1,13 @@
 """Whether each rank may draw its own random numbers between columns and their row: only what is drawn for each column by itself.
 
-One number for a whole sample or position is one for all columns on one device. Ranks that drew their own would have several, which is
-another model, and no comparison of numbers tells: they are held still there, and differ anyway where they are not.
+A number per sample or position serves all columns on one device. Ranks that drew their own would compute another model, which no
+comparison of values shows: trials fix random numbers, and elsewhere they differ anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echelon.partition.tp_layers import accept_input_by_name
 from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, copy_detached, running_as_rank
 from echelon.plan.placement import compute_shard_sizes
-from echelon.tree import tree_leaves
+from echelon.tree import tree_tensors
 from echelon.trials.random_state import preserve_random_states
-from echelon.trials.trial_run import copied_buffers, replaced_forward, training_mode
+from echelon.trials.trial_run import Forward, copied_buffers, replaced_forward, training_mode, wrapped_forwards
 
 
 class DrawSizeRecorder(TorchDispatchMode):
@@ -33,10 +33,10 @@ class DrawSizeRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.is_recording and torch.Tag.nondeterministic_seeded in func.tags:
-            self.sizes += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
+            self.sizes += [tensor.numel() for tensor in tree_tensors(out)[:1]]
         return out
 
-    def wrap_forward(self, wrapped_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, wrapped_forward: Callable[..., Any]) -> Forward:
         """`wrapped_forward`, in which draws are counted."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -47,17 +47,15 @@ class DrawSizeRecorder(TorchDispatchMode):
 
 
 def draws_per_column(model: nn.Module, pair: ColumnRowPair, recorded: RecordedCall) -> bool:
-    """Whether all that is drawn between the columns and the row gets fewer as the columns do. Not while it is rehearsed: then nobody
-    draws."""
+    """Whether the random numbers drawn between the columns and the row shrink with the columns."""
     layout = pair.layout
     shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
     with preserve_random_states():
         full_sizes = _record_draw_sizes(model, pair, recorded, nullcontext())
         for rank in {0, layout.tp_size - 1}:
             try:
-                rank_sizes = _record_draw_sizes(
-                    model, pair, recorded, running_as_rank(model, pair.candidate, recorded, layout, rank)
-                )
+                as_rank = running_as_rank(model, pair.candidate, recorded, layout, rank)
+                rank_sizes = _record_draw_sizes(model, pair, recorded, as_rank)
             except Exception:  # numbers that were held still did not show that it fails on a part
                 return False
             if [size * recorded.row_width for size in rank_sizes] != [size * shard_sizes[rank] for size in full_sizes]:
@@ -72,7 +70,9 @@ def _record_draw_sizes(
     recorder.is_recording = False
     args, kwargs = copy_detached((recorded.args, recorded.kwargs))
 
-    def start_recording(column_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def start_recording(_: str, module: Any) -> Forward:
+        column_forward = module.forward
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             out = column_forward(*args, **kwargs)
             recorder.is_recording = True
@@ -84,16 +84,13 @@ def _record_draw_sizes(
         recorder.is_recording = False
         return recorded.row_output.clone()
 
+    row = model.get_submodule(pair.candidate.row)
     with (
         training_mode(model, training=True),
         copied_buffers(model, recorded.buffers_before),
         rank_context,
-        ExitStack() as stack,
+        wrapped_forwards(model, pair.candidate.columns, start_recording),
+        replaced_forward(row, accept_input_by_name(row, stop_recording)),
     ):
-        for path in pair.candidate.columns:
-            column_module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(column_module, start_recording(column_module.forward)))
-        row_module = model.get_submodule(pair.candidate.row)
-        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, stop_recording)))
         recorder.wrap_forward(model.get_submodule(recorded.ancestor))(*args, **kwargs)
     return recorder.sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,9 +11,17 @@ from torch import Tensor, nn
 
 from echelon.partition.block_chains import BlockChain, iterate_tensor_arguments
 from echelon.partition.per_column_rng import DrawSizeRecorder
-from echelon.tree import tree_leaves
+from echelon.tree import tree_tensors
 from echelon.trials.random_state import preserve_random_states
-from echelon.trials.trial_run import are_tensors_close, make_repeatable, replaced_forward, training_mode
+from echelon.trials.trial_run import (
+    Forward,
+    RunStep,
+    are_tensors_close,
+    make_repeatable,
+    replaced_forward,
+    training_mode,
+    wrapped_forwards,
+)
 
 
 class TrialMismatchError(Exception):
@@ -31,7 +38,7 @@ class ReferencePass:
     def __init__(
         self,
         model: nn.Module,
-        run_step: Callable[[], Any],
+        run_step: RunStep,
         chain: BlockChain,
         paired_modules: Sequence[str],
         unpaired_modules: Sequence[str],
@@ -50,16 +57,14 @@ class ReferencePass:
         recorded_paths |= {enclosing_path for path in paired_modules for enclosing_path in self.enclosing_modules(path)}
         calls: Counter[str] = Counter()
 
-        def make_recording_forward(path: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+        def make_recording_forward(path: str, original_forward: Forward) -> Forward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls[path] += 1
-                self.inputs[path] = {
-                    name: value.detach().clone() for name, value in iterate_tensor_arguments(args, kwargs)
-                }
+                tensors = iterate_tensor_arguments(args, kwargs)
+                self.inputs[path] = {name: value.detach().clone() for name, value in tensors}
                 if path == self.chain.units[0]:
-                    args, kwargs = map_argument(
-                        args, kwargs, self.chain.argument, lambda tensor: record_output("", tensor.clone())
-                    )
+                    hidden = self.chain.argument
+                    args, kwargs = map_argument(args, kwargs, hidden, lambda tensor: record_output("", tensor.clone()))
                 return map_first_output(original_forward(*args, **kwargs), lambda tensor: record_output(path, tensor))
 
             def record_output(path: str, tensor: Tensor) -> Tensor:
@@ -72,28 +77,26 @@ class ReferencePass:
 
             return forward
 
-        with ExitStack() as stack, torch.enable_grad():
-            for path in recorded_paths:
-                module = self.model.get_submodule(path)
-                stack.enter_context(replaced_forward(module, make_recording_forward(path, module.forward)))
+        with (
+            wrapped_forwards(
+                self.model, recorded_paths, lambda path, module: make_recording_forward(path, module.forward)
+            ),
+            torch.enable_grad(),
+        ):
             loss, self.buffers = self.run_step()
             total = sum_loss(loss)
             if not total.requires_grad:
                 raise TrialMismatchError("its loss has no gradient")
-            sources = [
-                *self.parameters.values(),
-                *(tensor for tensor in watched_outputs.values() if tensor.requires_grad),
-            ]
+            differentiable = {path: tensor for path, tensor in watched_outputs.items() if tensor.requires_grad}
+            sources = [*self.parameters.values(), *differentiable.values()]
             gradients = torch.autograd.grad(total, sources, allow_unused=True)
         repeated_path = next((path for path in paired_modules if calls[path] != 1), None)
         if repeated_path is not None:
             raise TrialMismatchError(f"{repeated_path} is called {calls[repeated_path]} times")
         named_gradients = zip(self.parameters, gradients, strict=False)
         self.parameter_gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
-        differentiable_paths = [path for path, tensor in watched_outputs.items() if tensor.requires_grad]
-        self.output_gradients = dict.fromkeys(watched_outputs) | dict(
-            zip(differentiable_paths, gradients[len(self.parameters) :], strict=True)
-        )
+        output_gradients = zip(differentiable, gradients[len(self.parameters) :], strict=True)
+        self.output_gradients = dict.fromkeys(watched_outputs) | dict(output_gradients)
         self.loss_value = float(total.detach())
 
     def enclosing_modules(self, path: str) -> Iterator[str]:
@@ -128,26 +131,26 @@ class ReferencePass:
 
         with replaced_forward(module, forward):
             self.run_step()
-        perturbed_output, original_output = (
-            output.index_select(dim, even_positions) for output in (outputs[0], self.outputs[first_block])
-        )
-        return not are_tensors_close(perturbed_output, original_output)
+        perturbed_output, original = outputs[0], self.outputs[first_block]
+        kept, expected = (output.index_select(dim, even_positions) for output in (perturbed_output, original))
+        return not are_tensors_close(kept, expected)
 
 
-def record_draw_sizes(model: nn.Module, run_step: Callable[[], Any], blocks: Sequence[str]) -> dict[str, list[int]]:
-    """How many random numbers the blocks draw at a time in training. Not while it is rehearsed: then nobody does."""
+def record_draw_sizes(model: nn.Module, run_step: RunStep, blocks: Sequence[str]) -> dict[str, list[int]]:
+    """How many random numbers the blocks draw at a time in training. Not under `deterministic_training`: there none does."""
     recorders = {block: DrawSizeRecorder() for block in blocks}
-    with preserve_random_states(), training_mode(model, training=True), ExitStack() as stack:
-        for block, recorder in recorders.items():
-            module = model.get_submodule(block)
-            stack.enter_context(replaced_forward(module, recorder.wrap_forward(module.forward)))
+    with (
+        preserve_random_states(),
+        training_mode(model, training=True),
+        wrapped_forwards(model, recorders, lambda block, module: recorders[block].wrap_forward(module.forward)),
+    ):
         make_repeatable(model, run_step)()
     return {block: recorder.sizes for block, recorder in recorders.items()}
 
 
 def sum_loss(loss: Any) -> Tensor:
     """A loss as one number."""
-    (first_tensor, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+    first_tensor = tree_tensors(loss)[0]
     return first_tensor if first_tensor.dim() == 0 else first_tensor.sum()
 
 
@@ -169,13 +172,5 @@ def map_argument(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the one of that name or place changed."""
-    return (
-        tuple(
-            change(argument_value) if str(position) == argument else argument_value
-            for position, argument_value in enumerate(args)
-        ),
-        {
-            name: change(argument_value) if name == argument else argument_value
-            for name, argument_value in kwargs.items()
-        },
-    )
+    changed = tuple(change(value) if str(position) == argument else value for position, value in enumerate(args))
+    return changed, {name: change(value) if name == argument else value for name, value in kwargs.items()}

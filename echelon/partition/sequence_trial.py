@@ -1,9 +1,9 @@
-"""A model on one rank's part of the sequence, held against what it gave on the whole."""
+"""A model on one rank's shard of the sequence, compared with the full run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from echelon.partition.block_chains import iterate_tensor_arguments
 from echelon.partition.reference_pass import TrialMismatchError, get_first_output, map_argument, map_first_output
 from echelon.plan.placement import compute_shard_sizes
 from echelon.profiler.sample_coupling import first_line
-from echelon.trials.trial_run import are_tensors_close
+from echelon.trials.trial_run import Forward, are_tensors_close, are_trees_close
 
 if TYPE_CHECKING:
     from echelon.partition.find_sequence_parallel import _ChainTrial
@@ -36,7 +36,7 @@ class RankTrial:
         self.parameter_gradients: dict[str, Tensor] = {}
         self.wrong_gradient_paths: list[str] = []  #: rows whose gradients were other ones
 
-    def iterate_replaced_forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    def iterate_replaced_forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         """Modules and what they compute meanwhile, each once."""
         chain_trial, model = self.chain_trial, self.chain_trial.model
         gathering_modules = {
@@ -47,7 +47,7 @@ class RankTrial:
         recorded_others = [path for path in chain_trial.unpaired_modules if path in chain_trial.reference.outputs]
         for path in dict.fromkeys((*gathering_modules, *chain_trial.rows, *recorded_others, *chain_trial.chain.units)):
             module = model.get_submodule(path)
-            forward: Callable[..., Any] = module.forward
+            forward: Forward = module.forward
             if path in recorded_others and path not in gathering_modules:
                 forward = self._check_unpaired(path, forward)
             if path in chain_trial.rows:
@@ -60,19 +60,15 @@ class RankTrial:
 
     def local_shard(self, tensor: Tensor) -> Tensor:
         """This rank's part of `tensor`; empty where it is no sequence."""
-        has_full_sequence = (
-            tensor.dim() == 3 and tensor.shape[self.chain_trial.sequence_dim] == self.chain_trial.sequence_length
-        )
-        return (
-            tensor.narrow(self.chain_trial.sequence_dim, self.shard_start, self.shard_size)
-            if has_full_sequence
-            else tensor.new_empty(0)
-        )
+        dim = self.chain_trial.sequence_dim
+        if tensor.dim() != 3 or tensor.shape[dim] != self.chain_trial.sequence_length:
+            return tensor.new_empty(0)
+        return tensor.narrow(dim, self.shard_start, self.shard_size)
 
     def _take_shard(self, tensor: Tensor, path: str) -> Tensor:
         return _TakeShard.apply(tensor, self, path)
 
-    def _gather_inputs(self, path: str, row: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _gather_inputs(self, path: str, row: str, original_forward: Forward) -> Forward:
         reference_inputs = self.chain_trial.reference.inputs[path]
 
         def gather_input(name: str, value: Any) -> Any:
@@ -82,9 +78,7 @@ class RankTrial:
             if are_tensors_close(value, self.local_shard(reference_value)):
                 self.gathers.setdefault(path, set()).add(name)
                 return _SubstituteFullSequence.apply(value, reference_value, self)
-            raise TrialMismatchError(
-                f"what reaches {path} is no part of what reached it on the whole sequence", row=self.pending_row
-            )
+            raise TrialMismatchError(f"the input of {path} is no shard of its full input", row=self.pending_row)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.pending_row = row
@@ -93,12 +87,10 @@ class RankTrial:
 
         return forward
 
-    def _check_unpaired(self, path: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _check_unpaired(self, path: str, original_forward: Forward) -> Forward:
         """A module that works position by position gives its part of what it gave; one that does not needs the whole."""
-        reference_inputs, reference_output = (
-            self.chain_trial.reference.inputs[path],
-            self.chain_trial.reference.outputs[path],
-        )
+        reference_inputs = self.chain_trial.reference.inputs[path]
+        reference_output = self.chain_trial.reference.outputs[path]
         regathers = module_kind(path) in self.chain_trial.regathered_kinds
         gathered_forward = self._gather_inputs(path, "", original_forward)
 
@@ -117,50 +109,44 @@ class RankTrial:
             ):
                 return original_forward(*args, **kwargs)
             if regathers:
-                return map_first_output(
-                    gathered_forward(*args, **kwargs), lambda tensor: self._take_shard(tensor, path)
-                )
+                out = gathered_forward(*args, **kwargs)
+                return map_first_output(out, lambda tensor: self._take_shard(tensor, path))
             try:
                 out = original_forward(*args, **kwargs)
             except TrialMismatchError:
                 raise
             except Exception as error:
                 raise TrialMismatchError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
-            if not isinstance(get_first_output(out), Tensor) or not are_tensors_close(
-                get_first_output(out), self.local_shard(reference_output)
-            ):
-                raise TrialMismatchError(
-                    f"what {path} gives is no part of what it gave on the whole sequence", module=path
-                )
+            first = get_first_output(out)
+            if not isinstance(first, Tensor) or not are_tensors_close(first, self.local_shard(reference_output)):
+                raise TrialMismatchError(f"the output of {path} is no shard of its full output", module=path)
             return out
 
         return forward
 
-    def _check_row(self, path: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _check_row(self, path: str, original_forward: Forward) -> Forward:
         reference_inputs = self.chain_trial.reference.inputs[path]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = dict(iterate_tensor_arguments(args, kwargs))
-            if inputs.keys() != reference_inputs.keys() or not all(
-                are_tensors_close(inputs[name], reference_inputs[name]) for name in reference_inputs
-            ):
+            if inputs.keys() != reference_inputs.keys() or not are_trees_close(inputs, reference_inputs):
                 raise TrialMismatchError(
-                    f"what reaches {path} is another value where a part of the sequence comes in", row=path
+                    f"the input of {path} differs where a shard of the sequence comes in", row=path
                 )
             out = original_forward(*args, **kwargs)
             self.pending_row = ""
             if not self.local_shard(get_first_output(out)).numel():
-                raise TrialMismatchError(f"what {path} gives is no hidden states")
+                raise TrialMismatchError(f"the output of {path} is not hidden states")
             return map_first_output(out, lambda tensor: self._take_shard(tensor, path))
 
         return forward
 
-    def _check_block(self, path: str, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _check_block(self, path: str, original_forward: Forward) -> Forward:
         chain, reference_output = self.chain_trial.chain, self.chain_trial.reference.outputs[path]
 
         def check_output(tensor: Tensor) -> Tensor:
             if not are_tensors_close(tensor, self.local_shard(reference_output)):
-                raise TrialMismatchError(f"what {path} gives is no part of what it gave on the whole sequence")
+                raise TrialMismatchError(f"the output of {path} is no shard of its full output")
             return _SubstituteFullSequence.apply(tensor, reference_output, self) if path == chain.units[-1] else tensor
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +158,7 @@ class RankTrial:
 
 
 class _TakeShard(torch.autograd.Function):
-    """One rank's part; backward the gradient that the whole had, of which the part's must be a part."""
+    """One rank's shard; backward returns the full gradient, of which the shard's must be a shard."""
 
     @staticmethod
     def forward(ctx: Any, full_tensor: Tensor, rank_trial: RankTrial, path: str) -> Tensor:
@@ -184,15 +170,14 @@ class _TakeShard(torch.autograd.Function):
         reference_gradient = ctx.rank.chain_trial.reference.output_gradients.get(ctx.path)
         if reference_gradient is None:
             return grads[0].new_zeros(ctx.shape), None, None
-        if not are_tensors_close(
-            grads[0], ctx.rank.local_shard(reference_gradient), float(reference_gradient.abs().max())
-        ):
+        expected, scale = ctx.rank.local_shard(reference_gradient), float(reference_gradient.abs().max())
+        if not are_tensors_close(grads[0], expected, scale):
             ctx.rank.wrong_gradient_paths.append(ctx.path)
         return reference_gradient, None, None
 
 
 class _SubstituteFullSequence(torch.autograd.Function):
-    """The whole in place of a part; backward the part of its gradient."""
+    """The full sequence in place of a shard; backward returns the shard of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, full_tensor: Tensor, rank_trial: RankTrial) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from echelon.trials.trial_run import Forward
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -71,7 +73,7 @@ def get_matmul(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]
     return F.linear if isinstance(module, nn.Linear) or is_hf_conv1d(module) else module._conv_forward
 
 
-def accept_input_by_name(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def accept_input_by_name(module: nn.Module, forward: Callable[..., Any]) -> Forward:
     """`forward`, which takes a module's input first, for those too who give it by the name that the module's class has for it."""
     input_name = list(inspect.signature(type(module).forward).parameters)[1]
 

@@ -1,7 +1,7 @@
-"""Ways in which the columns of a pair may be dealt out to ranks. Which of them works is found out in columns.py.
+"""Ways to deal out the columns of a pair to ranks; tp_trial.py tries which of them works.
 
-A fused projection is dealt out part by part (queries, keys, values). Counts of heads and widths that the code holds in attributes are
-divided along. Where heads cannot be dealt out evenly their columns stay together.
+A fused projection is dealt out part by part (queries, keys, values). Head counts and widths that the code keeps in attributes are divided
+too. Where heads cannot be dealt out evenly, their columns stay together.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def _iterate_attribute_sets(
     model: nn.Module, candidate: Candidate, ancestor: str, row_width: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     """Sets of attributes to divide: none but those of the modules between, counts of heads, those and widths, widths alone."""
-    channel_counts = tuple(
-        (path, name) for path in candidate.between for name in get_channel_attributes(model.get_submodule(path)) or ()
-    )
+    attributes = {path: get_channel_attributes(model.get_submodule(path)) or () for path in candidate.between}
+    channel_counts = tuple((path, name) for path, names in attributes.items() for name in names)
     yield channel_counts
     module_paths = {ancestor}
     for path in candidate.paths:
@@ -84,9 +83,7 @@ def _iterate_attribute_sets(
     ]
     head_counts = [(module_path, name) for module_path, name, _ in integer_attributes if _counts_heads(name)]
     widths = {count_outputs(model.get_submodule(path)) for path in candidate.columns} | {row_width}
-    width_attributes = [
-        (module_path, name) for module_path, name, value in integer_attributes if value in widths or 3 * value in widths
-    ]
+    width_attributes = [(path, name) for path, name, value in integer_attributes if {value, 3 * value} & widths]
     if head_counts:
         yield (*channel_counts, *head_counts)
     if width_attributes:
@@ -118,9 +115,5 @@ def _list_shard_multiples(
         for name, value in _iterate_integer_attributes(model.get_submodule(path))
         if _counts_heads(name)
     }
-    return [
-        1,
-        *sorted(
-            row_width // count for count in counts if count % tp_size and count < row_width and row_width % count == 0
-        ),
-    ]
+    uneven = [count for count in counts if count % tp_size and count < row_width and row_width % count == 0]
+    return [1, *sorted(row_width // count for count in uneven)]

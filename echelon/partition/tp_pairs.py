@@ -1,9 +1,9 @@
-"""Layers that can be cut over ranks without talking in between: columns into a row, found by trying.
+"""Layers that can be cut over ranks with no communication in between: columns into a row, found by trying.
 
     up ──> activation ──> down          q, k, v ──> heads ──> out          convolution ──> batch norm ──> convolution
 
-Candidates follow from who reads whom; whether one works is tried (columns.py). Modules in between that learn something channel by channel
-(batch norm, a depthwise convolution) are cut along.
+Which module reads which gives the candidates; tp_trial.py tries them. Modules in between that work channel by channel (batch norm, a
+depthwise convolution) are cut along.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from echelon.partition.tp_layouts import Candidate
 from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, find_layout, record_calls, works_at_values
 from echelon.partition.trial_values import iterate_parameter_values
 from echelon.profiler.module_calls import UnitCall, UnitCallTracer, intercept_unit_calls
-from echelon.tree import tree_leaves
+from echelon.tree import tree_leaves, tree_tensors
 from echelon.trials.trial_run import (
+    Forward,
+    RunStep,
     deterministic_training,
     find_data_dependent_modules,
     find_random_modules,
@@ -42,19 +44,14 @@ class PairAnalysis:
 
     pairs: tuple[ColumnRowPair, ...]
     called_modules: frozenset[str]  #: modules without children, and attention, that forward calls
-    parameters_read_outside: frozenset[
-        int
-    ]  #: parameters that are also used outside the calls of what holds them, by identity
-    sizes_read_outside: frozenset[
-        int
-    ]  #: parameters whose sizes are read outside the module that holds them, by identity
-    #: Modules whose outputs a cross entropy reads, no other module does, and nobody changes in place: parts do not know their views.
+    #: Ids of parameters that are also used outside the calls of the modules that hold them, or whose sizes are read there.
+    parameters_read_outside: frozenset[int]
+    sizes_read_outside: frozenset[int]
+    #: Modules whose outputs only a cross entropy reads, and nothing changes in place: shards do not know their views.
     cross_entropy_inputs: frozenset[str]
 
 
-def find_pairs(
-    model: nn.Module, run_step: Callable[[], Any], tp_size: int, hints: Iterable[Candidate] = ()
-) -> PairAnalysis:
+def find_pairs(model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterable[Candidate] = ()) -> PairAnalysis:
     """Every pair of `model` for so many ranks; `run_step()` computes its loss on real numbers (float64 best)."""
     random_modules, data_dependent = find_random_modules(model, run_step), find_data_dependent_modules(model, run_step)
     with deterministic_training(model):
@@ -70,7 +67,7 @@ def find_pairs(
 
 def _analyze(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     tp_size: int,
     hints: Iterable[Candidate],
     random_modules: Container[str],
@@ -95,17 +92,12 @@ def _analyze(
             for parameter in model.get_submodule(path).parameters()
         )
         and not any(
-            traced_run.bypasses_row(candidate) or traced_run.modules_with_shared_buffers & {*candidate.between}
-            for traced_run in traced_runs
+            run.bypasses_row(candidate) or run.modules_with_shared_buffers & {*candidate.between} for run in traced_runs
         )
     ]
+    repeatable, has_evaluation = make_repeatable(model, run_step), len(traced_runs) > 1
     pairs, recorded_calls = _try_candidates(
-        model,
-        make_repeatable(model, run_step),
-        tp_size,
-        candidates,
-        random_modules,
-        has_evaluation=len(traced_runs) > 1,
+        model, repeatable, tp_size, candidates, random_modules, has_evaluation=has_evaluation
     )
     read_calls = {source_index for call in training_reads.unit_calls for source_index, _ in call.reads}
     analysis = PairAnalysis(
@@ -123,7 +115,7 @@ def _analyze(
 
 def _try_candidates(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     tp_size: int,
     candidates: Sequence[Candidate],
     random_modules: Container[str],
@@ -137,52 +129,34 @@ def _try_candidates(
         if first_calls and (values_name == "initial" or not pairs):
             continue  # initial values say nothing that others have not
         try:
-            recorded_runs = [
-                record_calls(
-                    model,
-                    [pair.candidate for pair in pairs.values()] if first_calls else candidates,
-                    run_step,
-                )
-            ]
+            remaining = [pair.candidate for pair in pairs.values()] if first_calls else candidates
+            recorded_runs = [record_calls(model, remaining, run_step)]
             if has_evaluation and not first_calls:
                 with training_mode(model, training=False):
                     recorded_runs.append(record_calls(model, candidates, run_step))
         except Exception:  # a model that does not take such parameters; the next are others
             continue
         if first_calls:
-            rank = (tp_size - 1) * (trial_index % 2)
-            pairs = {
-                row: pair
-                for row, pair in pairs.items()
-                if pair.candidate in recorded_runs[0]
-                and works_at_values(
-                    model,
-                    pair.candidate,
-                    recorded_runs[0][pair.candidate],
-                    pair.layout,
-                    rank,
-                    check_gradients=values_name == "trained",
-                )
-            }
+            rank, recorded, is_trained = (tp_size - 1) * (trial_index % 2), recorded_runs[0], values_name == "trained"
+            for row, pair in list(pairs.items()):
+                candidate = pair.candidate
+                if candidate not in recorded or not works_at_values(
+                    model, candidate, recorded[candidate], pair.layout, rank, check_gradients=is_trained
+                ):
+                    del pairs[row]
             continue
         first_calls = recorded_runs[0]
         for candidate in candidates:
             if candidate.row not in pairs and candidate in first_calls:
-                layout_and_partial = find_layout(
-                    model,
-                    run_step,
-                    candidate,
-                    [recorded_run[candidate] for recorded_run in recorded_runs if candidate in recorded_run],
-                    tp_size,
-                )
+                calls = [recorded_run[candidate] for recorded_run in recorded_runs if candidate in recorded_run]
+                layout_and_partial = find_layout(model, run_step, candidate, calls, tp_size)
                 if layout_and_partial is not None:
-                    pairs[candidate.row] = ColumnRowPair(
-                        candidate, *layout_and_partial, first_calls[candidate].ancestor in random_modules
-                    )
+                    draws_random = first_calls[candidate].ancestor in random_modules
+                    pairs[candidate.row] = ColumnRowPair(candidate, *layout_and_partial, draws_random)
     return pairs, first_calls
 
 
-def _trace_reads(model: nn.Module, run_step: Callable[[], Any]) -> _ReadTracer:
+def _trace_reads(model: nn.Module, run_step: RunStep) -> _ReadTracer:
     leaves = [path for path, module in model.named_modules() if _owns_parameters(module)]
     tracer = _ReadTracer(model)
 
@@ -190,13 +164,13 @@ def _trace_reads(model: nn.Module, run_step: Callable[[], Any]) -> _ReadTracer:
         with intercept_unit_calls(model, leaves, tracer.handle_call), tracer:
             return run_step()  # with gradients: some forwards take them
 
-    result_tensors = [leaf for leaf in tree_leaves(make_repeatable(model, run)()) if isinstance(leaf, Tensor)]
+    result_tensors = tree_tensors(make_repeatable(model, run)())
     tracer.result_calls = {call_index for call_index, _ in tracer.find_origins(result_tensors)}
     return tracer
 
 
 class _ReadTracer(UnitCallTracer):
-    """Notes as well which visits a cross entropy reads, modules that compute with the parameters of others, and whose buffers others read."""
+    """Also records which calls a cross entropy reads, modules that compute with other modules' parameters, and buffers read elsewhere."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_unit_tracked)
@@ -224,9 +198,8 @@ class _ReadTracer(UnitCallTracer):
         pair_modules = {*candidate.columns, *candidate.between}
         reached_calls: set[int] = set()
         for call_index, call in enumerate(self.unit_calls):
-            if call.path in pair_modules or (
-                call.path != candidate.row and any(source_index in reached_calls for source_index, _ in call.reads)
-            ):
+            reads_reached = any(source_index in reached_calls for source_index, _ in call.reads)
+            if call.path in pair_modules or (call.path != candidate.row and reads_reached):
                 reached_calls.add(call_index)
         return bool(self.result_calls & reached_calls)
 
@@ -242,26 +215,21 @@ class _ReadTracer(UnitCallTracer):
 
     def _call_tracking_writes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives; notes what it changes in place."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        tracked_inputs = [
-            (leaf, leaf._version, self.find_origins([leaf])) for leaf in inputs if self.find_origins([leaf])
-        ]
+        inputs = tree_tensors((args, kwargs))
+        tracked_inputs = [(x, x._version, self.find_origins([x])) for x in inputs if self.find_origins([x])]
         out = super().__torch_function__(func, types, args, kwargs)
         for leaf, version, origins in tracked_inputs:
             if leaf._version != version and leaf not in self._cross_entropy_results:
                 self.mutated_calls |= {call_index for call_index, _ in origins}
         if func is F.cross_entropy or any(leaf in self._cross_entropy_results for leaf in inputs):
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self._cross_entropy_results[leaf] = True
+            for tensor in tree_tensors(out):
+                self._cross_entropy_results[tensor] = True
         return out
 
-    def _call_unit_tracked(
-        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        own_tensor_ids = {id(tensor) for tensor in self._model.get_submodule(path).parameters()}
-        own_tensor_ids |= {id(tensor) for tensor in self._model.get_submodule(path).buffers()}
-        with _ForeignTensorRecorder(own_tensor_ids, self._record_foreign_reads):
+    def _call_unit_tracked(self, path: str, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        module = self._model.get_submodule(path)
+        own_ids = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        with _ForeignTensorRecorder(own_ids, self._record_foreign_reads):
             return forward(*args, **kwargs)
 
     def _record_foreign_reads(self, foreign_values: list[Any]) -> None:
@@ -272,9 +240,8 @@ class _ReadTracer(UnitCallTracer):
 
     def _record_shared_buffers(self, values: list[Any]) -> None:
         tensor_ids = {id(value) for value in values if isinstance(value, Tensor)}
-        self.modules_with_shared_buffers |= {
-            path for path, buffers, name in self._channel_buffers if id(buffers[name]) in tensor_ids
-        }
+        shared = {path for path, buffers, name in self._channel_buffers if id(buffers[name]) in tensor_ids}
+        self.modules_with_shared_buffers |= shared
 
 
 class _ForeignTensorRecorder(TorchFunctionMode):
@@ -310,15 +277,10 @@ def _iterate_candidates(
         inner_calls = {call_index, *between}
         all_called_once = all(call_counts[calls[index].path] == 1 for index in (*columns, *inner_calls))
         all_matmuls = all(is_matmul_layer(model.get_submodule(calls[index].path)) for index in columns)
-        if (
-            columns
-            and all_matmuls
-            and all_called_once
-            and all(readers_by_call[index] <= inner_calls for index in (*columns, *between))
-        ):
-            yield Candidate(
-                tuple(calls[index].path for index in columns), call.path, tuple(calls[index].path for index in between)
-            )
+        only_readers = all(readers_by_call[index] <= inner_calls for index in (*columns, *between))
+        if columns and all_matmuls and all_called_once and only_readers:
+            column_paths, between_paths = (tuple(calls[index].path for index in part) for part in (columns, between))
+            yield Candidate(column_paths, call.path, between_paths)
 
 
 def _trace_sources(model: nn.Module, calls: Sequence[UnitCall], row_index: int) -> tuple[list[int], list[int]]:

@@ -1,15 +1,15 @@
-"""Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
+"""Whether layers can be cut in pairs: runs the module that holds a pair on one rank's columns.
 
-Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
-rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were before, at several values of the
-parameters (values.py), and so must the gradients that come back. Layouts (layouts.py)
-are tried until one works; views by a width that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
+Whether the code between them works on part of the columns is not guessed from operators. What reaches the row must be exactly that rank's
+part of what reached it before, in training and in evaluation, buffers must end as before, at several parameter values (trial_values.py),
+and so must the gradients that come back. Layouts (tp_layouts.py) are tried until one works; views whose width the code took from elsewhere
+are adapted (nn/views.py), and the plan notes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,17 @@ from echelon.partition.tp_layers import (
 )
 from echelon.partition.tp_layouts import Candidate, ColumnLayout, iterate_layouts
 from echelon.plan.placement import compute_shard_sizes, shard_attribute
-from echelon.tree import tree_leaves, tree_map
+from echelon.tree import tree_map, tree_tensors
 from echelon.trials.trial_run import (
+    Forward,
+    RunStep,
     are_tensors_close,
     are_trees_close,
     copied_buffers,
     copy_tree,
     replaced_forward,
     training_mode,
+    wrapped_forwards,
 )
 
 
@@ -70,13 +73,9 @@ class RecordedCall:
         return self.row_input.shape[self.channel_dim]
 
 
-def record_calls(
-    model: nn.Module, candidates: Iterable[Candidate], run_step: Callable[[], Any]
-) -> dict[Candidate, RecordedCall]:
+def record_calls(model: nn.Module, candidates: Iterable[Candidate], run_step: RunStep) -> dict[Candidate, RecordedCall]:
     """What the candidates do in the model as it is."""
-    ancestors_by_candidate = {
-        pair_candidate: list(_iterate_common_ancestors(pair_candidate.paths)) for pair_candidate in candidates
-    }
+    ancestors_by_candidate = {pair: list(_iterate_common_ancestors(pair.paths)) for pair in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     outputs: dict[str, Any] = {}
     row_calls: dict[str, tuple[Tensor, Tensor]] = {}
@@ -88,10 +87,9 @@ def record_calls(
     def copy_buffers() -> dict[str, Tensor]:
         """Copies of those now; one that has not changed is not copied again."""
         nonlocal last_copies
+        copies = last_copies
         last_copies = {
-            name: last_copies[name]
-            if name in last_copies and torch.equal(last_copies[name], value)
-            else value.detach().clone()
+            name: copies[name] if name in copies and torch.equal(copies[name], value) else value.detach().clone()
             for name, value in model.named_buffers()
         }
         return last_copies
@@ -125,15 +123,9 @@ def record_calls(
             module: Any = model.get_submodule(candidate.row)
             channel_dim = _find_channel_dim(module)
             recorded[candidate] = RecordedCall(
-                model.training,
-                ancestor,
-                *calls[ancestor],
-                outputs[ancestor],
-                *row_calls[candidate.row],
-                channel_dim,
-                buffers_at_start[ancestor],
-                buffers_at_end[ancestor],
-            )
+                model.training, ancestor, *calls[ancestor], outputs[ancestor], *row_calls[candidate.row], channel_dim,
+                buffers_at_start[ancestor], buffers_at_end[ancestor],
+            )  # fmt: skip
     return recorded
 
 
@@ -156,15 +148,16 @@ def _iterate_common_ancestors(paths: Sequence[str]) -> Iterator[str]:
 
 def find_layout(
     model: nn.Module,
-    run_step: Callable[[], Any],
+    run_step: RunStep,
     candidate: Candidate,
     recorded_calls: Sequence[RecordedCall],
     tp_size: int,
 ) -> tuple[ColumnLayout, tuple[str, ...]] | None:
-    """The first layout that works in every run that was `recorded_calls`, the first of which was in training, and what is partial then."""
-    for layout in iterate_layouts(model, candidate, recorded_calls[0].ancestor, recorded_calls[0].row_width, tp_size):
+    """The first layout that works in every recorded run, the first of which was in training; and the partial parameters."""
+    training_run = recorded_calls[0]
+    for layout in iterate_layouts(model, candidate, training_run.ancestor, training_run.row_width, tp_size):
         if all(_layout_works(model, candidate, recorded, layout) for recorded in recorded_calls):
-            partial_parameters = _find_partial_parameters(model, run_step, candidate, recorded_calls[0])
+            partial_parameters = _find_partial_parameters(model, run_step, candidate, training_run)
             return None if partial_parameters is None else (layout, partial_parameters)
     return None
 
@@ -205,26 +198,22 @@ def works_at_values(
 def _gradients_are_sharded(
     model: nn.Module, candidate: Candidate, recorded: RecordedCall, layout: ColumnLayout, rank: int
 ) -> bool:
-    """Whether the gradients that reach a rank's columns are its part of those that reach all columns. Code may give the same values and
-    other gradients: `x + y - y.detach()`."""
-    generator = torch.Generator().manual_seed(2)
-    row_gradient = torch.randn(recorded.row_input.shape, generator=generator, dtype=recorded.row_input.dtype).to(
-        recorded.row_input.device
-    )
+    """Whether the gradients that reach a rank's columns are its part of those that reach all columns. Code may compute the same values
+    with other gradients: `x + y - y.detach()`."""
+    generator, row_input = torch.Generator().manual_seed(2), recorded.row_input
+    row_gradient = torch.randn(row_input.shape, generator=generator, dtype=row_input.dtype).to(row_input.device)
     shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
     local_gradient = row_gradient.narrow(recorded.channel_dim, sum(shard_sizes[:rank]), shard_sizes[rank])
     full_gradients = _column_gradients(model, candidate, recorded, nullcontext(), row_gradient)
-    rank_gradients = _column_gradients(
-        model, candidate, recorded, running_as_rank(model, candidate, recorded, layout, rank), local_gradient
-    )
+    as_rank = running_as_rank(model, candidate, recorded, layout, rank)
+    rank_gradients = _column_gradients(model, candidate, recorded, as_rank, local_gradient)
     if full_gradients is None or rank_gradients is None:
         return full_gradients is rank_gradients
     for path, full_gradient, rank_gradient in zip(candidate.columns, full_gradients, rank_gradients, strict=True):
         channel_dim = _find_channel_dim(model.get_submodule(path))
-        expected_gradient = _shard_columns(
-            full_gradient.movedim(channel_dim, 0), layout.fused_sizes, layout, rank
-        ).movedim(0, channel_dim)
-        if not are_tensors_close(rank_gradient, expected_gradient, float(full_gradient.abs().max())):
+        expected = _shard_columns(full_gradient.movedim(channel_dim, 0), layout.fused_sizes, layout, rank)
+        scale = float(full_gradient.abs().max())
+        if not are_tensors_close(rank_gradient, expected.movedim(0, channel_dim), scale):
             return False
     return True
 
@@ -238,40 +227,46 @@ def _column_gradients(
 ) -> list[Tensor] | None:
     """The gradients of the columns' outputs where the row's input has the gradient `row_gradient`; None: no gradient gets there."""
     column_outputs: list[Tensor] = []
-    row_inputs: list[Tensor] = []
 
-    def make_leaf_forward(column_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make_leaf_forward(_: str, module: Any) -> Forward:
+        column_forward = module.forward
+
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             column_outputs.append(column_forward(*args, **kwargs).detach().requires_grad_(True))
             return column_outputs[-1].clone()
 
         return forward
 
-    def record_row_input(row_input: Tensor) -> Tensor:
-        row_inputs.append(row_input)
-        return recorded.row_output.clone()
-
     args, kwargs = copy_detached((recorded.args, recorded.kwargs))
-    ancestor, row_module = model.get_submodule(recorded.ancestor), model.get_submodule(candidate.row)
+    ancestor = model.get_submodule(recorded.ancestor)
     with (
         training_mode(ancestor, training=True),
         copied_buffers(model, recorded.buffers_before),
         rank_context,
-        ExitStack() as stack,
+        wrapped_forwards(model, candidate.columns, make_leaf_forward),
+        _captured_row_inputs(model, candidate.row, recorded) as row_inputs,
+        torch.enable_grad(),
     ):
-        for path in candidate.columns:
-            column_module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(column_module, make_leaf_forward(column_module.forward)))
-        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)))
-        with torch.enable_grad():
-            ancestor(*args, **kwargs)
+        ancestor(*args, **kwargs)
     if not row_inputs[0].requires_grad:
         return None
     gradients = torch.autograd.grad(row_inputs[0], column_outputs, row_gradient, allow_unused=True)
-    return [
-        torch.zeros_like(column_output) if gradient is None else gradient
-        for column_output, gradient in zip(column_outputs, gradients, strict=True)
-    ]
+    pairs = zip(column_outputs, gradients, strict=True)
+    return [torch.zeros_like(output) if gradient is None else gradient for output, gradient in pairs]
+
+
+@contextmanager
+def _captured_row_inputs(model: nn.Module, row: str, recorded: RecordedCall) -> Iterator[list[Tensor]]:
+    """Inside, the row returns what it returned when it was recorded; yields the inputs that it gets."""
+    inputs: list[Tensor] = []
+
+    def forward(row_input: Tensor) -> Tensor:
+        inputs.append(row_input)
+        return recorded.row_output.clone()
+
+    module = model.get_submodule(row)
+    with replaced_forward(module, accept_input_by_name(module, forward)):
+        yield inputs
 
 
 def _find_channel_dim(module: Any) -> int:
@@ -295,11 +290,10 @@ def _row_outputs_add_up(row_module: Any, recorded: RecordedCall, layout: ColumnL
 
 
 def _find_partial_parameters(
-    model: nn.Module, run_step: Callable[[], Any], candidate: Candidate, recorded: RecordedCall
+    model: nn.Module, run_step: RunStep, candidate: Candidate, recorded: RecordedCall
 ) -> tuple[str, ...] | None:
     """Parameters that reach the row beside the columns; None where something does that cannot be added up over the ranks."""
     leaves: list[Tensor] = []
-    row_inputs: list[Tensor] = []
 
     def make_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -307,18 +301,18 @@ def _find_partial_parameters(
         leaves.append(leaf.detach().requires_grad_(True))
         return leaves[-1].clone()
 
-    def record_row_input(row_input: Tensor) -> Tensor:
-        row_inputs.append(row_input)
-        return recorded.row_output.clone()
+    def detach_output(_: str, module: Any) -> Forward:
+        forward = module.forward
+        return lambda *args, **kwargs: forward(*args, **kwargs).detach()
 
     args, kwargs = tree_map(make_leaf, copy_tree((recorded.args, recorded.kwargs)))
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with copied_buffers(model, recorded.buffers_before), ExitStack() as stack, torch.enable_grad():
-        for path in (*candidate.columns, *candidate.between):
-            module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(module, _detach_output(module.forward)))
-        row_module = model.get_submodule(candidate.row)
-        stack.enter_context(replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)))
+    with (
+        copied_buffers(model, recorded.buffers_before),
+        wrapped_forwards(model, (*candidate.columns, *candidate.between), detach_output),
+        _captured_row_inputs(model, candidate.row, recorded) as row_inputs,
+        torch.enable_grad(),
+    ):
         model.get_submodule(recorded.ancestor)(*args, **kwargs)
         if not row_inputs[0].requires_grad:
             return ()
@@ -326,29 +320,18 @@ def _find_partial_parameters(
     names = [name for name, grad in zip(trainable, grads[len(leaves) :], strict=True) if grad is not None]
     if any(grad is not None for grad in grads[: len(leaves)]) or any(trainable[name].dim() > 1 for name in names):
         return None
-    return (
-        tuple(names)
-        if _reaches_loss_only_through(model, run_step, candidate.row, [trainable[name] for name in names])
-        else None
-    )
+    parameters = [trainable[name] for name in names]
+    return tuple(names) if _reaches_loss_only_through(model, run_step, candidate.row, parameters) else None
 
 
-def _detach_output(original_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: original_forward(*args, **kwargs).detach()
-
-
-def _reaches_loss_only_through(
-    model: nn.Module, run_step: Callable[[], Any], row: str, parameters: list[nn.Parameter]
-) -> bool:
+def _reaches_loss_only_through(model: nn.Module, run_step: RunStep, row: str, parameters: list[nn.Parameter]) -> bool:
     """Whether the loss depends on parameters through a row alone."""
     module = model.get_submodule(row)
     row_forward = module.forward
-    with (
-        replaced_forward(module, accept_input_by_name(module, lambda row_input: row_forward(row_input.detach()))),
-        torch.enable_grad(),
-    ):
+    detached = accept_input_by_name(module, lambda row_input: row_forward(row_input.detach()))
+    with replaced_forward(module, detached), torch.enable_grad():
         loss, _ = run_step()
-        (total, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+        total = tree_tensors(loss)[0]
         grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
     return all(grad is None for grad in grads)
 
@@ -360,19 +343,11 @@ def _rank_matches(
     expected_input = recorded.row_input.narrow(recorded.channel_dim, sum(shard_sizes[:rank]), shard_sizes[rank])
     ancestor = model.get_submodule(recorded.ancestor)
     args, kwargs = copy_detached((recorded.args, recorded.kwargs))
-
-    row_inputs: list[Tensor] = []
-
-    def record_row_input(row_input: Tensor) -> Tensor:
-        row_inputs.append(row_input)
-        return recorded.row_output.clone()
-
-    row_module = model.get_submodule(candidate.row)
     with (
         training_mode(ancestor, training=recorded.training),
         copied_buffers(model, recorded.buffers_before),
         running_as_rank(model, candidate, recorded, layout, rank),
-        replaced_forward(row_module, accept_input_by_name(row_module, record_row_input)),
+        _captured_row_inputs(model, candidate.row, recorded) as row_inputs,
     ):
         try:
             out = ancestor(*args, **kwargs)
@@ -412,9 +387,8 @@ def _divided_attributes(model: nn.Module, layout: ColumnLayout, row_width: int, 
     original_values = [getattr(module, name) for module, name in attributes]
     try:
         for (module, name), value in zip(attributes, original_values, strict=True):
-            setattr(
-                module, name, shard_attribute(value, rank, layout.tp_size, width=row_width, unit=layout.shard_multiple)
-            )
+            unit = layout.shard_multiple
+            setattr(module, name, shard_attribute(value, rank, layout.tp_size, width=row_width, unit=unit))
         yield
     finally:
         for (module, name), value in zip(attributes, original_values, strict=True):
@@ -424,16 +398,12 @@ def _divided_attributes(model: nn.Module, layout: ColumnLayout, row_width: int, 
 @contextmanager
 def _sharded_pair(model: nn.Module, candidate: Candidate, layout: ColumnLayout, rank: int) -> Iterator[None]:
     """The columns and the modules between compute with one rank's part."""
+    between = [model.get_submodule(path) for path in candidate.between]
     tensor_slots: list[dict[str, Any]] = [
-        named_tensors
-        for path in candidate.between
-        for named_tensors in (model.get_submodule(path)._parameters, model.get_submodule(path)._buffers)
+        slots for module in between for slots in (module._parameters, module._buffers)
     ]
-    original_slots: list[Mapping[str, Any]] = [dict(named_tensors) for named_tensors in tensor_slots]
-    with ExitStack() as stack:
-        for path in candidate.columns:
-            module = model.get_submodule(path)
-            stack.enter_context(replaced_forward(module, _make_sharded_forward(module, layout, rank)))
+    original_slots = [dict(slots) for slots in tensor_slots]
+    with wrapped_forwards(model, candidate.columns, lambda _, module: _make_sharded_forward(module, layout, rank)):
         try:
             for slot in tensor_slots:
                 for name, value in slot.items():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.tree import tree_tensors
+from echelon.trials.trial_run import RunStep
 
 #: Noise, relative to a parameter's own size, and its size where the parameter is zero.
 _NOISE_SCALE, _ZERO_PARAMETER_SCALE = 0.5, 0.1
@@ -26,7 +27,7 @@ PARAMETER_VALUES = (*_SCALE_FACTORS, "trained", "initial")
 
 
 @contextmanager
-def parameter_values(model: nn.Module, name: str, run_step: Callable[[], Any]) -> Iterator[None]:
+def parameter_values(model: nn.Module, name: str, run_step: RunStep) -> Iterator[None]:
     """Inside, the model's parameters have the values of this name (one of VALUES); `run_step()` gives the loss."""
     parameters = [value for value in model.parameters() if value.is_floating_point() or value.is_complex()]
     if name == "initial":
@@ -55,7 +56,7 @@ def _perturb(parameters: Sequence[Tensor], factor: float) -> None:
         value.add_(noise.to(value.device), alpha=_NOISE_SCALE * _rms(value)).mul_(factor)
 
 
-def _train(parameters: Sequence[Tensor], run_step: Callable[[], Any]) -> None:
+def _train(parameters: Sequence[Tensor], run_step: RunStep) -> None:
     """Steps of gradient descent that are large for every parameter, however small its gradient is."""
     trained = [value for value in parameters if value.requires_grad and value.numel()]
     for _ in range(_TRAINING_STEPS):
@@ -74,7 +75,7 @@ def _rms(value: Tensor, default: float = _ZERO_PARAMETER_SCALE) -> float:
 
 
 def iterate_parameter_values(
-    model: nn.Module, run_step: Callable[[], Any], names: Sequence[str] = PARAMETER_VALUES
+    model: nn.Module, run_step: RunStep, names: Sequence[str] = PARAMETER_VALUES
 ) -> Iterator[str]:
     """The names in turn, with the model at those values. Where the model cannot be set to them they are left out."""
     for name in names:
@@ -86,7 +87,7 @@ class _TrainingStepError(Exception):
     """The model does not run at the values that a training step needs."""
 
 
-def _wrap_step_errors(run_step: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_step_errors(run_step: RunStep) -> Callable[[], Any]:
     def run() -> Any:
         try:
             return run_step()

@@ -148,7 +148,7 @@ class Peeking(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ("tp=2 recompute=block", r"recompute=block: blocks\.0\.proj is used all over the model, and blocks\.0 would be computed again"),
+        ("tp=2 recompute=block", r"recompute=block: blocks\.0\.proj is used all over the model, and blocks\.0 would be recomputed"),
         ("tp=2 recompute=selective", r"recompute=selective: blocks\.0\.proj is used all over the model"),
         ("dp=2 tp=2 zero=3", r"zero=3: blocks\.0\.proj is used all over the model, and zero=3 shards blocks\.0 by itself; add `whole`"),
     ],
