@@ -441,7 +441,7 @@ def test_a_disk_without_room_is_named_and_the_packing_goes_on_later(tmp_path: Pa
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
     (tmp_path / "set").write_text("mine")
-    with pytest.raises(DataError, match="set is a file: a packed data set is a folder"):
+    with pytest.raises(DataError, match="set is a file, and a packed data set is a folder"):
         images(tmp_path / "set")
 
 

@@ -72,10 +72,12 @@ def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
 
 def test_another_function_or_other_data_make_it_anew(tmp_path: Path) -> None:
     prepare_dataset(DATA, tmp_path / "set", counting(tmp_path))
-    with pytest.warns(UserWarning, match=r"set is made anew: transform [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
+    with pytest.warns(
+        UserWarning, match=r"set is packed again: transform [0-9a-f]{32} there, [0-9a-f]{32} here; content"
+    ):
         assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
     other = TensorDataset(torch.arange(40.0) + 1, torch.arange(40))
-    with pytest.warns(UserWarning, match=r"set is made anew: data [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
+    with pytest.warns(UserWarning, match=r"set is packed again: data [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
         assert prepare_dataset(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
 
 
@@ -116,7 +118,7 @@ def test_one_that_was_killed_while_it_cleared_the_folder_is_made_anew(
             helper.start()
         helper.join()
         assert helper.exitcode == 9
-    with pytest.warns(UserWarning, match="is made anew"):
+    with pytest.warns(UserWarning, match="is packed again"):
         assert prepare_dataset(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
 
 
@@ -303,7 +305,7 @@ def test_samples_that_come_out_differently_make_it_anew(tmp_path: Path) -> None:
     (tmp_path / "nnn.txt").write_text("1")
     assert prepare_dataset(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 4
     (tmp_path / "nnn.txt").write_text("5")
-    with pytest.warns(UserWarning, match="is made anew: content"):
+    with pytest.warns(UserWarning, match="is packed again: content"):
         assert prepare_dataset(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 8
 
 
@@ -331,5 +333,5 @@ def test_any_sample_that_changes_makes_it_anew(tmp_path: Path) -> None:
     values = list(range(1000))
     prepare_dataset(values, tmp_path / "set")
     values[333] = -1  # none of those that are looked at
-    with pytest.warns(UserWarning, match="is made anew: data"):
+    with pytest.warns(UserWarning, match="is packed again: data"):
         assert prepare_dataset(values, tmp_path / "set")[333].item() == -1

@@ -23,8 +23,8 @@ ITEM_BYTES = {
     "float32": 4, "uint64": 8, "int64": 8, "float64": 8,
 }  # fmt: skip
 _COLUMN_KINDS = ("array", "text", "bytes", "image")
-# A name from a manifest becomes a path: nothing that could leave the folder.
-_SHARD_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.arrow")
+#: Names of shards. A name from a manifest becomes a path, which must not leave the folder.
+SHARD_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.arrow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: i
     ]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"a number of {shard.file!r}")
-    if not _SHARD_FILE_NAME.fullmatch(shard.file):
+    if not SHARD_FILE_NAME.fullmatch(shard.file):
         raise ValueError(f"file name {shard.file!r}")
     if len(shard.buffers) != len(columns) or len(shard.checksums) != -(-shard.samples // block):
         raise ValueError(f"counts of {shard.file}")
