@@ -1,4 +1,4 @@
-"""Where the rows of a block lie in a shard's file, and their checksum. Writer, reader and `verify` share it."""
+"""Where the rows of a block are in a shard's file, and their checksums. Shared by writing, reading and `verify`."""
 
 from __future__ import annotations
 
@@ -9,45 +9,40 @@ import numpy as np
 
 from echelon.data.packed.manifest import Column, Shard
 
-#: Words in a row of the table whose sums are a checksum: a prime number.
+#: Words in a row of the table whose sums make a checksum: a prime number.
 _WORDS_PER_ROW = 509
 
 
 def block_checksum(
     files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int
 ) -> int | None:
-    """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside of their rows: no checksum is like it.
+    """Compute the checksum of rows `start` to `stop` over the columns in turn; None where offsets point outside of the values.
 
-    `files`: the shard's bytes, once for each column, which may be mapped apart.
+    `files`: the shard's bytes, once per column, which may be mapped separately.
     """
     crc = 0
     for file, column, buffers in zip(files, columns, shard.buffers, strict=True):
         if not column.ragged:
-            values_start = buffers[0]
-            crc = fold_crc(
-                file[values_start + start * column.item_bytes : values_start + stop * column.item_bytes], crc
-            )
-            continue
-        offsets_start, values_start, values_bytes = buffers
-        offsets = file[offsets_start + 8 * start : offsets_start + 8 * (stop + 1)]
-        row_offsets = offsets.view("<i8")
-        begin, end = int(row_offsets[0]), int(row_offsets[-1])
-        if (
-            not 0 <= begin * column.item_bytes <= end * column.item_bytes <= values_bytes
-            or (row_offsets[1:] < row_offsets[:-1]).any()
-        ):
-            return None
-        crc = _update_crc(offsets, crc)
+            begin, end, values_start = start, stop, buffers[0]
+        else:
+            offsets_start, values_start, values_bytes = buffers
+            offsets = file[offsets_start + 8 * start : offsets_start + 8 * (stop + 1)]
+            row_offsets = offsets.view("<i8")
+            begin, end = int(row_offsets[0]), int(row_offsets[-1])
+            is_ordered = not (row_offsets[1:] < row_offsets[:-1]).any()
+            if not is_ordered or not 0 <= begin * column.item_bytes <= end * column.item_bytes <= values_bytes:
+                return None
+            crc = _update_crc(offsets, crc)
         crc = fold_crc(file[values_start + begin * column.item_bytes : values_start + end * column.item_bytes], crc)
     return crc
 
 
 def fold_crc(content: np.ndarray, crc: int) -> int:
-    """CRC-32 of a table's sums: as words of 8 bytes, 509 in a row, first the sum of each row, then of each column, modulo 2^64; what
-    fills no row goes in as it is.
+    """Update a CRC-32 with sums of a table of 8-byte words, 509 per row: the sum of each row, then of each column, modulo 2^64; then
+    with the bytes that do not fill a row.
 
-    A CRC of every byte would take longer than reading. Up to three changed words always show in a row's
-    or a column's sum. No page, sector or power of two is a whole number of rows: pieces that change places come into other columns.
+    A CRC of every byte would take longer than reading. Up to three changed words always change the sum of a row or a column. No page or
+    sector is a whole number of rows: swapped ones get into other columns.
     """
     folded_bytes = len(content) // (8 * _WORDS_PER_ROW) * (8 * _WORDS_PER_ROW)
     if folded_bytes:
@@ -57,7 +52,7 @@ def fold_crc(content: np.ndarray, crc: int) -> int:
 
 
 def frame_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
-    """CRC-32 of what belongs to no column: Arrow's own words about the file."""
+    """CRC-32 of the bytes that belong to no column: Arrow's metadata."""
     crc = position = 0
     for start, stop in sorted(_column_spans(columns, shard)):
         crc = _update_crc(file[position:start], crc)
@@ -65,13 +60,8 @@ def frame_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) ->
     return _update_crc(file[position : shard.bytes], crc)
 
 
-def file_offsets_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
-    """CRC-32 of the offsets of all ragged columns in turn."""
-    return offsets_checksum(file[start:stop] for start, stop in offset_spans(columns, shard))
-
-
 def offset_spans(columns: Sequence[Column], shard: Shard) -> list[tuple[int, int]]:
-    """Where in the file the offsets of ragged columns lie, column after column."""
+    """Where the offsets of ragged columns are in the file, column after column."""
     return [
         (buffers[0], buffers[0] + 8 * (shard.samples + 1))
         for column, buffers in zip(columns, shard.buffers, strict=True)
@@ -80,7 +70,7 @@ def offset_spans(columns: Sequence[Column], shard: Shard) -> list[tuple[int, int
 
 
 def offsets_checksum(parts: Iterable[np.ndarray]) -> int:
-    """The checksum of offsets that were read."""
+    """CRC-32 of the offsets of all ragged columns in turn."""
     crc = 0
     for part in parts:
         crc = _update_crc(part, crc)
@@ -102,7 +92,7 @@ def _column_spans(columns: Sequence[Column], shard: Shard) -> Iterator[tuple[int
 
 
 def rows_per_block(row_bytes: float) -> int:
-    """Rows under one checksum: a power of two, 256 to 512 KB. Less would make a long manifest, more a slow first touch that no core's
-    own cache holds."""
+    """Choose the rows per checksum: a power of two, 256 to 512 KB. Smaller blocks would make the manifest long, larger ones the first
+    read slow, because they exceed the cache of a core."""
     rows = max(1, int(2**19 / max(row_bytes, 1)))
     return 1 << (rows.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""What a packed data set holds, for people; and whether every byte of it is as it was written."""
+"""Shows what a packed data set holds, and verifies every byte of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from echelon.data.packed.remote_store import RemoteStore, is_url
 from echelon.data.packed.shard_file import list_shard_files
 from echelon.errors import DataError
 
-#: Seconds without a byte from a store.
+#: Seconds without a byte from a store before a read fails.
 _TIMEOUT_SECONDS = 60.0
 
 
 def read_manifest(folder: str) -> Manifest:
-    """What a folder, here or on a store, says that it holds."""
+    """Read the manifest of a folder, here or on a store."""
     return (
         RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
         if is_url(folder)
@@ -30,12 +30,12 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def find_damage(folder: str, progress: ProgressCallback = lambda done, total: None) -> Iterator[str]:
-    """Each damaged part of a packed data set, in words. Reads every byte. `progress(bytes done, bytes in all)`."""
+    """Describe each damaged part of a packed data set. Reads every byte. `progress(bytes done, bytes in all)`."""
     return _find_remote_damage(folder, progress) if is_url(folder) else _find_local_damage(Path(folder), progress)
 
 
 def _find_remote_damage(url: str, progress: ProgressCallback) -> Iterator[str]:
-    """Of files on a store: each is fetched anew, and its first damage told."""
+    """Copy each file from the store, and describe its first damage."""
     manifest = read_manifest(url)
     with tempfile.TemporaryDirectory() as folder:
         cache = FileCache(Path(folder), 2 * max(shard.bytes for shard in manifest.shards))
@@ -59,8 +59,9 @@ def _find_local_damage(folder: Path, progress: ProgressCallback) -> Iterator[str
 
 
 def summarize(folder: str, samples: int) -> dict[str, Any]:
-    """Columns, counts, sizes, balance over the files, where it came from, and the first `samples` samples in words. All but the samples
-    stand in the manifest; why those cannot be read, if they cannot, is the `problem`."""
+    """Summarize columns, counts, sizes, balance over the files and provenance from the manifest, and the first `samples` samples.
+
+    `problem`: why those cannot be read, if they cannot."""
     manifest = read_manifest(folder)
     counts = [shard.samples for shard in manifest.shards]
     sizes = [shard.bytes for shard in manifest.shards]
@@ -87,7 +88,7 @@ def summarize(folder: str, samples: int) -> dict[str, Any]:
 
 
 def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str | None]:
-    """The first samples in words, and what kept any more from being read."""
+    """Format the first samples; the second value is why there are not more."""
     from echelon.data.packed.reader import Packed
 
     descriptions: list[str] = []
@@ -101,7 +102,7 @@ def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str |
 
 
 def format_sample(value: Any) -> str:
-    """A sample in one line."""
+    """Format a sample in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_sample(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""What a packed data set says of itself: its columns, its files, the checksums of their blocks, where it came from."""
+"""The manifest of a packed data set: its columns, its files, the checksums of their blocks, where the data came from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from echelon.files import atomic_write
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
 
-#: Bytes of one number of each kind that can be packed.
+#: Bytes of a number of each dtype that can be packed.
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4,
     "float32": 4, "uint64": 8, "int64": 8, "float64": 8,
@@ -29,18 +30,18 @@ SHARD_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.arrow")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One part of every sample. `ragged`: the first dimension differs from sample to sample, `shape` is that of its items."""
+    """One part of every sample. `ragged`: the first dimension differs between samples, and `shape` is that of its items."""
 
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
     ragged: bool = False
-    #: array: numbers; text, bytes: as they are; image: an encoded picture, which reading decodes.
+    #: array: numbers; text; bytes; image: encoded, decoded by reading.
     kind: str = "array"
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a row, or of one of its items where their number differs."""
+        """Bytes of a row, or of an item where the number of items differs."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -52,43 +53,43 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One file. `buffers`: for each column where its rows begin, or where its offsets begin, its values, and the values' bytes."""
+    """One file. `buffers`: for each column the offset of its rows, or those of its offsets and values and the values' bytes."""
 
     file: str
     samples: int
     bytes: int
     buffers: tuple[tuple[int, ...], ...]
-    #: Of each block of rows, over its columns in turn (blocks.py).
+    #: One per block of rows, over its columns in turn (block_layout.py).
     checksums: tuple[int, ...]
-    #: Of all bytes that belong to no column: what other programs read to find them.
+    #: Checksum of the bytes that belong to no column: Arrow's metadata.
     frame: int
-    #: Of the offsets of all ragged columns: the lengths of samples can be read without their content.
+    #: Checksum of the offsets of ragged columns: lengths are read without the content.
     offsets: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole packed data set. `sample`: how columns make up a sample. `block`: rows under one checksum."""
+    """A packed data set. `sample`: the structure of a sample over the columns. `block`: rows per checksum."""
 
     columns: tuple[Column, ...]
     sample: Any
     block: int
     shards: tuple[Shard, ...]
-    #: What it was made from, by what: text to text.
+    #: What the data was made from and by.
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
-        """Rows of all files together."""
+        """Rows of all files."""
         return sum(shard.samples for shard in self.shards)
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """Size of all files."""
         return sum(shard.bytes for shard in self.shards)
 
     def save(self, folder: Path) -> None:
-        """Write it, whole or not at all: its presence says that the packing is done."""
+        """Write the manifest atomically: its presence means that the packing is done."""
         document = _to_document(self)
         text = json.dumps({**document, "hash": hash_document(document)}, separators=(",", ":"))
         atomic_write(folder / FILE_NAME, text)
@@ -109,38 +110,34 @@ def _explain_missing(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder; `echelon pack SRC DST` makes a packed data set"
     if any(folder.glob("packing.json")):
-        return "its packing was not finished; run the same `echelon pack` again, which goes on where it stopped"
+        return "its packing was not finished; run the same `echelon pack` again, which continues where it stopped"
     return f"not a packed data set (it has no {FILE_NAME}); `echelon pack SRC DST` makes one"
 
 
 def parse_manifest(text: bytes, source_name: str) -> Manifest:
-    """The manifest in `text`; `source_name` it was found, for messages."""
+    """Parse the manifest in `text`; `source_name` names it in messages."""
     try:
         document = json.loads(text)
         stored_hash = document.pop("hash")
         if document["format"] != FORMAT:
-            raise DataError(f"{source_name} is no manifest of a packed data set: its format is {document['format']!r}")
+            raise DataError(f"{source_name} is not a packed data set's manifest: its format is {document['format']!r}")
         if document["version"] != VERSION:
             raise DataError(
-                f"{source_name} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use "
-                "the echelon that packed it"
+                f"{source_name} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use the "
+                "echelon that packed it"
             )
         if stored_hash != hash_document(document):
-            raise CorruptDataError(
-                f"{source_name} is damaged: its hash is not that of its content; {_RESTORE_MANIFEST}"
-            )
+            raise CorruptDataError(f"{source_name} is damaged: its hash is not that of its content; {_RESTORE}")
         return _parse_document(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptDataError(
-            f"{source_name} is damaged ({type(error).__name__}: {error}); {_RESTORE_MANIFEST}"
-        ) from None
+        raise CorruptDataError(f"{source_name} is damaged ({type(error).__name__}: {error}); {_RESTORE}") from None
 
 
-_RESTORE_MANIFEST = "restore it from a copy, or delete the folder and pack the data again"
+_RESTORE = "restore it from a copy, or delete the folder and pack the data again"
 #: What to do about a damaged shard.
-RESTORE_SHARD = "restore this file from a copy, or delete it and pack the data again, which makes what is missing"
+RESTORE_SHARD = "restore this file from a copy, or delete it and pack the data again, which writes what is missing"
 
 
 def _to_document(manifest: Manifest) -> dict[str, Any]:
@@ -148,18 +145,18 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def hash_document(document: Mapping[str, Any]) -> str:
-    """The hash that a manifest carries of the rest of it."""
+    """The hash that a manifest has of its other fields."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def content_identity(manifests: Sequence[Manifest]) -> str:
-    """A short text for what these data sets hold, one behind the other, wherever it came from."""
+    """A digest of what consecutive data sets hold, wherever it came from."""
     return " ".join(hash_document({**_to_document(manifest), "provenance": {}}) for manifest in manifests)
 
 
 def _parse_document(document: Mapping[str, Any]) -> Manifest:
-    """As nouns; whoever wrote the file, nothing in it may point outside of a shard or of the folder, or be of another kind than it says."""
+    """Check everything, whoever wrote the file: nothing may point outside of a shard or of the folder."""
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
         if not _is_valid_column(column):
@@ -171,65 +168,51 @@ def _parse_document(document: Mapping[str, Any]) -> Manifest:
         raise ValueError("provenance")
     shards = tuple(parse_shard(shard, columns, block) for shard in document["shards"])
     if not shards or len({shard.file for shard in shards}) < len(shards):
-        raise ValueError("no file is named, or one twice")
-    manifest = Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
-    column_names = [column.name for column in columns]
-    if (
-        not column_names
-        or len({*column_names}) < len(column_names)
-        or list_column_names(manifest.sample) != column_names
-    ):
-        raise ValueError("sample does not name the columns, each once")
-    return manifest
+        raise ValueError("it names no file, or one twice")
+    names = [column.name for column in columns]
+    if not names or len({*names}) < len(names) or list_column_names(document["sample"]) != names:
+        raise ValueError("sample does not name each column once")
+    return Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
 
 
 def _is_valid_column(column: Column) -> bool:
-    """Whether there can be such a column."""
     if type(column.name) is not str or type(column.ragged) is not bool:
         return False
     if column.dtype not in ITEM_BYTES or not all(type(size) is int and size > 0 for size in column.shape):
         return False
-    is_byte_string = column.dtype == "uint8" and column.ragged and not column.shape  # as bytes of any number
+    is_byte_string = column.dtype == "uint8" and column.ragged and not column.shape
     return column.kind == "array" or (column.kind in _COLUMN_KINDS and is_byte_string)
 
 
 def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
-    """One file, from its document."""
-    shard = Shard(
-        **{**values, "buffers": tuple(map(tuple, values["buffers"])), "checksums": tuple(values["checksums"])}
-    )
-    numbers = [
-        shard.samples,
-        shard.bytes,
-        shard.frame,
-        shard.offsets,
-        *shard.checksums,
-        *(offset for column_buffers in shard.buffers for offset in column_buffers),
-    ]
+    """Parse and check one file's entry."""
+    buffers = tuple(map(tuple, values["buffers"]))
+    shard = Shard(**{**values, "buffers": buffers, "checksums": tuple(values["checksums"])})
+    numbers = [shard.samples, shard.bytes, shard.frame, shard.offsets, *shard.checksums, *chain(*buffers)]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"a number of {shard.file!r}")
     if not SHARD_FILE_NAME.fullmatch(shard.file):
         raise ValueError(f"file name {shard.file!r}")
-    if len(shard.buffers) != len(columns) or len(shard.checksums) != -(-shard.samples // block):
+    if len(buffers) != len(columns) or len(shard.checksums) != -(-shard.samples // block):
         raise ValueError(f"counts of {shard.file}")
-    for column, buffers in zip(columns, shard.buffers, strict=True):
-        if len(buffers) != (3 if column.ragged else 1):
+    for column, column_buffers in zip(columns, buffers, strict=True):
+        if len(column_buffers) != (3 if column.ragged else 1):
             raise ValueError(f"column {column.name!r} of {shard.file}")
-        regions = [(buffers[0], shard.samples * column.item_bytes, ITEM_BYTES[column.dtype])]
+        regions = [(column_buffers[0], shard.samples * column.item_bytes, ITEM_BYTES[column.dtype])]
         if column.ragged:
-            offsets, values_start, size = buffers
-            regions = [(offsets, 8 * (shard.samples + 1), 8), (values_start, size, ITEM_BYTES[column.dtype])]
-        # Numbers that do not lie at a multiple of their size would be copied, all of them, before one is read.
+            offsets, first, size = column_buffers
+            regions = [(offsets, 8 * (shard.samples + 1), 8), (first, size, ITEM_BYTES[column.dtype])]
+        # A column of unaligned numbers would be copied as a whole before one is read.
         if any(first + size > shard.bytes or first % alignment for first, size, alignment in regions):
             raise ValueError(f"column {column.name!r} of {shard.file}")
     return shard
 
 
 def list_column_names(sample: Any) -> list[str]:
-    """The columns of a sample's structure, in order."""
+    """List the columns of a sample's structure, in order."""
     if isinstance(sample, str):
         return [sample]
     ((container, parts),) = sample.items()
     if (container, type(parts)) not in (("dict", dict), ("tuple", list), ("list", list)):
-        raise ValueError(f"a sample made of a {container}")
+        raise ValueError(f"a sample of {container!r}")
     return [name for part in (parts.values() if isinstance(parts, dict) else parts) for name in list_column_names(part)]

@@ -1,7 +1,7 @@
-"""Several files as one range of addresses, read-only, so that one gather reaches rows of all of them.
+"""Maps several files into one range of addresses, read-only, so that one gather reaches rows of all of them.
 
-NumPy and Python map one file at a time, wherever it falls. The C library lays files side by side in a range that was reserved
-for them; nothing is read before it is touched, and nothing counts as this process's own memory.
+NumPy and Python map one file at a time, at an address that they do not choose. The C library maps files side by side into a reserved
+range. Nothing is read before it is accessed, and nothing counts as this process's own memory.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ from typing import Any
 
 import numpy as np
 
-#: Addresses that may be left free: a process has about 100 TB of them.
+#: Limit of the address space left free: a process has about 100 TB.
 _MAX_GAP_BYTES = 2**42
-#: Bytes that one entry of a page table can map at once, on x86 and on ARM with small pages of 4 KB.
+#: Bytes of a huge page, on x86 and on ARM with small pages of 4 KB.
 HUGE_PAGE_BYTES = 2**21
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_HUGEPAGE = 0, 0x10, 0x4000, 14  # Linux
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedRegion:
-    """Maps `files` one behind the other; `starts` are their first bytes in `bytes`."""
+    """Maps `files` one after the other; `starts` are their first bytes in `bytes`."""
 
     def __init__(
         self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None, *, page_bytes: int = mmap.PAGESIZE
     ) -> None:
-        """`files`: path and size of each. `gaps`: addresses left free before each, in whole pages. `page_bytes`: HUGE asks the kernel to read
-        and map so much at a time, which takes less of its work, where the file system can do that."""
+        """`files`: path and size of each. `gaps`: bytes left free before each, in whole pages. `page_bytes`: HUGE_PAGE_BYTES asks the
+        kernel to read and map that much at a time, which is faster where the file system supports it."""
         sizes = [-(-size // page_bytes) * page_bytes for _, size in files]
         gap_bytes = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
         self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(gap_bytes)
         self._length = max(sum(sizes) + int(gap_bytes.sum()), page_bytes)
         self._reserved_bytes = self._length + page_bytes - mmap.PAGESIZE
-        self._first = _mmap(
-            None, self._reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._first = _mmap(None, self._reserved_bytes, _PROT_NONE, flags, -1)
         self._address = -(-self._first // page_bytes) * page_bytes
         for (path, size), start in zip(files, self.starts.tolist(), strict=True):
-            if size:
-                with path.open("rb") as file:
-                    actual_size = os.fstat(file.fileno()).st_size
-                    if actual_size != size:  # a mapping beyond the end of a file would end the process when it is read
-                        raise OSError(f"it has {actual_size:,} bytes, not {size:,}")
-                    address = _mmap(
-                        self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, file.fileno()
-                    )
-                    if page_bytes == HUGE_PAGE_BYTES:
-                        _libc().madvise(address, size, _MADV_HUGEPAGE)  # it may not: then pages are as small as ever
+            if not size:
+                continue
+            with path.open("rb") as file:
+                actual_size = os.fstat(file.fileno()).st_size
+                if actual_size != size:  # reading a mapping beyond the end of its file would kill the process
+                    raise OSError(f"it has {actual_size:,} bytes, not {size:,}")
+                flags = mmap.MAP_SHARED | _MAP_FIXED
+                address = _mmap(self._address + start, size, mmap.PROT_READ, flags, file.fileno())
+                if page_bytes == HUGE_PAGE_BYTES:
+                    _libc().madvise(address, size, _MADV_HUGEPAGE)  # if refused, pages stay small
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class MappedRegion:
 
     @property
     def bytes(self) -> np.ndarray:
-        """All of it; the region lives as long as this array or a view of it does."""
+        """The whole range; the region lives as long as this array or a view of it."""
         return np.asarray(self)
 
     def __del__(self) -> None:
@@ -72,8 +71,8 @@ class MappedRegion:
 def find_aligned_gaps(
     sizes: Sequence[int], offsets: Sequence[int], item_bytes: int, page_bytes: int = mmap.PAGESIZE
 ) -> list[int] | None:
-    """Gaps before files of `sizes` with which what lies at `offsets` of them is whole multiples of `item_bytes` bytes apart; None where
-    no gaps do that, files being mapped in whole pages, or only vast ones."""
+    """Find gaps before files of `sizes` that put their `offsets` whole multiples of `item_bytes` apart; None where none do, because files
+    are mapped in whole pages, or only vast ones."""
     common_divisor = gcd(page_bytes, item_bytes)
     inverse = pow(page_bytes // common_divisor, -1, item_bytes // common_divisor)
     gaps, position = [], 0
@@ -98,14 +97,8 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, file: i
 def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes = [address, length, number, number, number, ctypes.c_long]
+    library.munmap.argtypes = [address, length]
+    library.madvise.argtypes = [address, length, number]
     return library

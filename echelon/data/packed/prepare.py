@@ -1,4 +1,4 @@
-"""Preprocessing that is done once, stored, used again, and done anew when its function or its data change."""
+"""Preprocesses a data set once and stores the result, again when its function or its data change."""
 
 from __future__ import annotations
 
@@ -12,41 +12,28 @@ from echelon.data.packed.from_samples import SamplePackingSource, open_dataset
 from echelon.data.packed.pack import choose_shard_count, pack
 from echelon.data.packed.reader import Packed
 
-#: Files at least: so many ranks can make them together.
+#: At least this many files, so that as many ranks can make them together.
 _MIN_SHARDS = 16
 
 
 def prepare_dataset(
-    data: Any,
-    folder: str | Path,
-    transform: Callable[[Any], Any] | None = None,
-    *,
-    shards: int | None = None,
-    processes: int = 1,
-) -> Packed:
-    """`data` with `transform` applied to each sample, packed in `folder`.
+    data: Any, folder: str | Path, transform: Callable[[Any], Any] | None = None, *, shards: int | None = None, processes: int = 1
+) -> Packed:  # fmt: skip
+    """Pack `data` into `folder` with `transform` applied to each sample, unless that is done already.
 
-    Call it where a job makes its data: ranks that call it together share the work, each sample is made by one of them, and a later
-    run with the same function and the same data finds it done. What counts as the same is fingerprint.py's; some samples are looked at
-    as well. A data set in `folder` that this function did not make is left alone, with an error. `shards`: how many files (None: 16,
-    more where they would be larger than 128 MB, for a rank holds the one that it makes in memory).
+    Call it where a job makes its data: ranks that call it together share the work, and a later run with the same function and data uses
+    the result. fingerprint.py decides what counts as the same; a few samples are compared as well. A data set in `folder` that this
+    function did not make is an error. `shards`: number of files (None: 16, or more to stay below 128 MB each; a rank holds the one that it
+    makes in memory).
     """
     data = open_dataset(data)
-    # Before anything is read of them, which may change what they hold.
+    # Before anything is read, which may change what the objects hold.
     provenance = {
-        "source": type_name(data),
-        "kind": "prepared",
-        "data": fingerprint(data),
-        "transform": fingerprint(transform),
-    }
+        "source": type_name(data), "kind": "prepared", "data": fingerprint(data), "transform": fingerprint(transform)
+    }  # fmt: skip
     source = SamplePackingSource(_TransformedDataset(data, transform), provenance)
-    pack(
-        source,
-        Path(folder),
-        shards=min(shards or max(_MIN_SHARDS, choose_shard_count(source)), source.samples),
-        processes=processes,
-        overwrite="prepared",
-    )
+    shard_count = min(shards or max(_MIN_SHARDS, choose_shard_count(source)), source.samples)
+    pack(source, Path(folder), shards=shard_count, processes=processes, overwrite="prepared")
     return Packed(folder)
 
 

@@ -1,8 +1,8 @@
 """A folder of copies of remote files, of bounded size, shared by the processes of a machine.
 
-A copy is made under another name by whoever holds its lock, and renamed when it is whole and safe on the disk. Whoever reads a copy
-holds a shared lock on it, so that nobody else deletes it meanwhile. Locks are the kernel's: they go with the process, however it
-ends, and what a killed process left half written is never taken for a copy. Files of other names in the folder are not touched.
+The process that holds a copy's lock writes it under another name, and renames it once it is complete and on disk. A process that reads a
+copy holds a shared lock on it, so that nobody deletes it meanwhile. Locks end with their process, and what a killed process left half
+written is never taken for a copy. Files with other names in the folder are not touched.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from pathlib import Path
 from echelon.data.packed.file_locks import lock_file
 from echelon.errors import CacheFullError, DataError
 from echelon.files import release_lock, try_lock
-from echelon.plan.format_units import format_bytes as in_words
+from echelon.plan.format_units import format_bytes
 from echelon.world import cache_folder
 
-#: The names of copies, finished or not.
+#: Names of copies, finished or not.
 _COPY_NAME = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
-#: The names of the locks of those who make them.
+#: Names of the locks of unfinished copies.
 _LOCK_NAME = re.compile(r"[0-9a-f]{24}\.lock")
 
 
 def default_cache_folder() -> Path:
-    """Where copies are kept of data that names no folder for them."""
+    """Where copies are kept if data names no other folder."""
     return cache_folder() / "data"
 
 
 class CachedFile:
-    """A copy that this process has open, and that nobody deletes while it is read."""
+    """A copy that this process has open. Nobody deletes it while it is pinned."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path, self._lock, self._owner_pid = path, lock, os.getpid()
 
     def unpin(self) -> None:
-        """It is not read for now: others may delete it. Where it is mapped, it can be read all the same.
+        """Let others delete it. What is mapped of it can still be read.
 
-        A forked process has the same lock as its parent: this rests it for both.
+        A forked process shares the lock with its parent: this unpins it for both.
         """
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def pin(self) -> bool:
-        """Read it again; False: it was deleted."""
+        """Keep others from deleting it; False: it is deleted already."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         os.utime(self._lock)
         return not self.is_deleted
 
     @property
     def is_deleted(self) -> bool:
-        """Whether it has been deleted; its room is free only once nobody has it open."""
+        """Whether it is deleted; its space is free only once nobody has it open."""
         return _is_deleted(self._lock)
 
     def close(self) -> None:
-        """It is not needed any more."""
+        """Close it: it is not needed any more."""
         if self._lock >= 0:
             if self._owner_pid == os.getpid():
-                self.unpin()  # said, not left to the closing: a process that was forked meanwhile has it open
+                self.unpin()  # closing does not unlock it while a forked process has it open
             os.close(self._lock)
             self._lock = -1
 
@@ -71,25 +71,22 @@ class CachedFile:
 
 
 class FileCache:
-    """Copies in `folder`, of `limit` bytes together."""
+    """Copies in `folder`, of at most `limit` bytes in total."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(
-                f"{folder}: copies cannot be kept there: {error.strerror}; give cache= another folder"
-            ) from None
+            raise DataError(f"{folder}: cannot hold copies: {error.strerror}; give cache= another folder") from None
 
     def acquire(
         self, key: str, size: int, fill: Callable[[Path], None], *, space_timeout: float = 0, fill_timeout: float = 60
     ) -> CachedFile:
-        """The copy of what `key` names, of `size` bytes. Where there is none, `fill(path)` writes it; an error of it leaves no copy.
+        """Open the copy named `key`, of `size` bytes. If there is none, `fill(path)` writes it; if it raises, there is no copy.
 
-        `fill` finds a file of `size` bytes, which are taken from the room that there is, and writes over them. `space_timeout`: seconds to
-        wait for others to let go of their copies where these fill the cache. `fill_timeout`: seconds to wait for another who makes this copy and
-        does not write.
+        `fill` gets a file of `size` allocated bytes to overwrite. `space_timeout`: seconds to wait for space while other processes' copies
+        fill the cache. `fill_timeout`: seconds to wait for a process that makes this copy without writing to it.
         """
         path = self.folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.arrow"
         partial_path = path.with_name(f".{path.name}.part")
@@ -106,7 +103,7 @@ class FileCache:
                     fill(partial_path)
                     with partial_path.open("rb") as file:
                         os.fsync(file.fileno())
-                    # Held before it has its name: in a cache that is just large enough another process would delete it at once.
+                    # Pinned before it has its name: in a full cache another process would delete it at once.
                     cached_file = CachedFile(path, os.open(partial_path, os.O_RDONLY))
                     cached_file.pin()
                     partial_path.replace(path)
@@ -115,10 +112,10 @@ class FileCache:
                     partial_path.unlink(missing_ok=True)
 
     def _reserve(self, partial_path: Path, size: int, space_timeout: float) -> None:
-        """Make room for `size` bytes, and take it at once, so that two who fill do not both count on it."""
+        """Make space for `size` bytes and allocate it at once, so that two processes do not count on the same space."""
         if size > self.limit:
             raise DataError(
-                f"{self.folder}: a cache of {in_words(self.limit)} cannot hold one file of {in_words(size)}: give it more"
+                f"{self.folder}: a cache of {format_bytes(self.limit)} cannot hold a file of {format_bytes(size)}: give it more"
             )
         deadline = time.monotonic() + space_timeout
         while True:
@@ -131,18 +128,18 @@ class FileCache:
             if time.monotonic() > deadline:
                 is_disk_full = fits or free_bytes < size
                 problem = (
-                    f"its disk has {in_words(free_bytes)} left"
+                    f"its disk has {format_bytes(free_bytes)} left"
                     if is_disk_full
-                    else f"all {in_words(self.limit)} of the cache are in use"
+                    else f"all {format_bytes(self.limit)} of the cache are in use"
                 )
                 remedy = "free some, or give cache= another disk" if is_disk_full else "give it more (cache_bytes=)"
                 raise CacheFullError(
-                    f"{self.folder}: {problem}, {in_words(size)} more are needed: {remedy}, or shuffle fewer files at a time (window=)"
+                    f"{self.folder}: {problem}, {format_bytes(size)} more is needed: {remedy}, or shuffle fewer files at a time (window=)"
                 )
             time.sleep(0.05)
 
     def _try_allocate(self, partial_path: Path, size: int) -> bool:
-        """Whether the disk gave the room: a copy that was deleted takes its own until everybody has closed it."""
+        """Whether the disk has the space: a deleted copy takes up its own until everybody has closed it."""
         try:
             with partial_path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
@@ -151,12 +148,12 @@ class FileCache:
             if error.errno == errno.ENOSPC:
                 return False
             raise DataError(
-                f"{self.folder}: no copy of {in_words(size)} can be written there: {error.strerror}; give cache= another folder"
+                f"{self.folder}: cannot hold a copy of {format_bytes(size)}: {error.strerror}; give cache= another folder"
             ) from None
         return True
 
     def _evict_for(self, size: int) -> bool:
-        """Delete what was not used for longest and is not in use, until `size` more bytes fit: into the cache, and onto its disk."""
+        """Delete the least recently used copies that nobody has pinned until `size` more bytes fit into the cache and its disk."""
         copies = self._list_copies()
         total = sum(copy[1] for copy in copies)
         limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
@@ -168,24 +165,24 @@ class FileCache:
         return total + size <= limit
 
     def _list_copies(self) -> list[tuple[int, int, Path]]:
-        """When each copy was used last, its size and its path."""
+        """List when each copy was used last, its size and its path."""
         copies = []
         for path in self.folder.iterdir():
             if _COPY_NAME.fullmatch(path.name):
                 try:
                     stat = path.stat()
                 except FileNotFoundError:
-                    continue  # a filler gave up
+                    continue  # an unfinished copy was given up
                 copies.append((stat.st_mtime_ns, stat.st_size, path))
         return copies
 
     def usage(self) -> tuple[int, int]:
-        """How many copies there are, and their bytes."""
+        """The number of copies, and their bytes."""
         copies = self._list_copies()
         return len(copies), sum(size for _, size, _ in copies)
 
     def clear(self) -> tuple[int, int]:
-        """Delete the copies that nobody uses, and the locks of those who made them: how many, and how many are in use."""
+        """Delete the copies that nobody uses, and unused locks; returns how many copies were deleted, and how many are in use."""
         with lock_file(self.folder / "room.lock"):
             deletions = [self._try_delete(path) for _, _, path in self._list_copies()]
             for path in self.folder.iterdir():
@@ -194,7 +191,7 @@ class FileCache:
         return sum(deletions), len(deletions) - sum(deletions)
 
     def _try_delete(self, path: Path) -> bool:
-        """Whether nobody used it; then it is gone."""
+        """Delete a copy or lock unless it is in use; returns whether it was deleted."""
         is_partial = path.name.startswith(".")
         lock_path = self.folder / f"{path.name[1:25]}.lock" if is_partial else path
         try:
@@ -223,7 +220,7 @@ def _is_deleted(descriptor: int) -> bool:
 
 
 def _modified_ns(partial_path: Path) -> int:
-    """When a copy that is being made was last written to."""
+    """When an unfinished copy was last written to."""
     try:
         return partial_path.stat().st_mtime_ns
     except FileNotFoundError:

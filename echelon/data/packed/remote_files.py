@@ -1,4 +1,4 @@
-"""Packed files on remote stores: each is copied to the cache before its rows are read."""
+"""Rows of packed files on remote stores: each file is copied to the cache before its rows are read."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from echelon.data.packed.row_reader import LocalRowReader, RowReader, parse_leng
 from echelon.data.packed.shard_file import ShardFile, list_shard_files
 from echelon.errors import CacheFullError, CorruptDataError, MissingDataError
 
-#: A file that no batch to come is known to need stays mapped for so many batches: to open it again costs as much as thirty gathers.
+#: A file that no known batch needs stays mapped for this many batches: opening it again costs as much as thirty gathers.
 _UNUSED_BATCHES = 64
-#: Files that are copied at the same time, and so many threads.
+#: Files that are copied at the same time, each by a thread.
 _MAX_COPIES = 8
 
 
 class RemoteRowReader(RowReader):
-    """Files on stores; each is copied to the cache, whole, before its rows are read.
+    """Files on stores, each copied to the cache as a whole before its rows are read.
 
-    Copies are made by threads: those that a batch needs at the same time, those that `prefetch` names ahead of their batch. A copy is
-    checked before it gets its name, and each block again when this process first touches it: one that was damaged since is made anew.
+    Threads make the copies: those that a batch needs at the same time, those that `prefetch` announces ahead of their batch. A copy is
+    checked before it gets its name, and each block again when this process first reads it: a copy damaged since is replaced.
 
-    Between two batches only copies that a later batch is known to need are held, and only by the rows that the process read last: a
-    process that does something else, as evaluating or waiting for its workers, must not keep room from those who read.
+    Between two batches only copies that an announced batch needs are pinned, and only by the reader that the process used last: a process
+    that evaluates, or waits for its workers, must not keep space from processes that read.
     """
 
-    #: The rows that this process read last; in a forked process, those of its parent until it reads.
+    #: The reader that this process used last; in a forked process its parent's, until it reads.
     _last_reader: ClassVar[weakref.ref[RemoteRowReader] | None] = None
 
     def __init__(
@@ -57,16 +57,16 @@ class RemoteRowReader(RowReader):
         self._reset()
 
     def _reset(self) -> None:
-        """As it is before anything is read, and in a process that was just forked: threads and locks did not come along."""
+        """Start with nothing read: at first, and in a forked process, which has no threads and must not use its parent's locks."""
         self._owner_pid, self._lock = os.getpid(), threading.Lock()
-        self._open_files: dict[int, tuple[LocalRowReader, CachedFile, int]] = {}  # with the batch that used it last
+        self._open_files: dict[int, tuple[LocalRowReader, CachedFile, int]] = {}  # with the read that used it last
         self._pending_copies: dict[int, Future[None]] = {}
-        self._expected_batches: deque[tuple[int, np.ndarray]] = deque()  # batches to come, counted
-        self._needed_until: dict[int, int] = {}  # the last batch of those that `prefetch` was told of that needs a file
+        self._expected_batches: deque[tuple[int, np.ndarray]] = deque()  # announced batches, numbered
+        self._needed_until: dict[int, int] = {}  # the last announced batch that needs a file
         self._expected_count = self._current_batch = self._read_count = 0
 
     def prefetch(self, ids: np.ndarray) -> None:
-        """One batch more that is read later. Its files begin to come, as far as the cache has room, and are in nobody's way."""
+        """Announce one more batch. Copying its files starts as far as the cache has space."""
         self._expected_count += 1
         self._expected_batches.append((self._expected_count, ids))
         for file_index in np.unique(self._ends.searchsorted(ids, "right")).tolist():
@@ -75,13 +75,10 @@ class RemoteRowReader(RowReader):
                 self._start_copy(file_index)
 
     def _start_copy(self, file_index: int) -> None:
-        """Copy a file in a thread, unless it comes already or too many do."""
-        if (
-            file_index in self._pending_copies
-            or sum(not copy.done() for copy in self._pending_copies.copy().values()) >= _MAX_COPIES
-        ):
-            return
-        self._pending_copies[file_index] = _run_in_thread(lambda: self._copy_to_cache(file_index).close())
+        """Copy a file in a thread, unless it is being copied or too many are."""
+        unfinished = sum(not copy.done() for copy in self._pending_copies.copy().values())
+        if file_index not in self._pending_copies and unfinished < _MAX_COPIES:
+            self._pending_copies[file_index] = _run_in_thread(lambda: self._copy_to_cache(file_index).close())
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         file_indices = self._ends.searchsorted(ids, "right")
@@ -118,13 +115,13 @@ class RemoteRowReader(RowReader):
             return np.concatenate(list(threads.map(read_file_lengths, self._files)))
 
     def select(self, file_indices: Sequence[int]) -> RemoteRowReader:
-        """Some of the files, and no others."""
+        """A reader of some of the files."""
         return RemoteRowReader(
             [self._files[file_index] for file_index in file_indices], self._columns, self._cache, timeout=self._timeout
         )
 
     def find_problem(self, file_index: int) -> str | None:
-        """Why a file is lost, if it is. One that cannot be had just now, for want of room or time, is an error."""
+        """Why a file is lost, if it is. One that cannot be copied now, for lack of space or time, is an error."""
         try:
             with self._exclusive_read():
                 self._open_rows(file_index, [file_index])
@@ -134,7 +131,7 @@ class RemoteRowReader(RowReader):
 
     @contextmanager
     def _exclusive_read(self) -> Iterator[None]:
-        """One thread reads at a time; at the end only what is due stays held."""
+        """Let one thread read at a time; at the end only what announced batches need stays pinned."""
         if self._owner_pid != os.getpid():
             self._reset()
         last_reader = None if RemoteRowReader._last_reader is None else RemoteRowReader._last_reader()
@@ -147,16 +144,17 @@ class RemoteRowReader(RowReader):
                 yield
             finally:
                 for file_index, (_, cached_file, last_used) in list(self._open_files.items()):
-                    if self._needed_until.get(file_index, 0) <= self._current_batch:
-                        if cached_file.is_deleted or last_used + _UNUSED_BATCHES < self._read_count:
-                            self._open_files.pop(file_index)[1].close()
-                        else:
-                            cached_file.unpin()
+                    if self._needed_until.get(file_index, 0) > self._current_batch:
+                        continue
+                    if cached_file.is_deleted or last_used + _UNUSED_BATCHES < self._read_count:
+                        self._open_files.pop(file_index)[1].close()
+                    else:
+                        cached_file.unpin()
 
     def _unpin_all(self) -> None:
-        """Hold nothing until the next batch, unless one is being read just now.
+        """Pin nothing until the next batch, unless one is being read now.
 
-        Not in a forked process that has not read them itself: the locks are its parent's too, which may be reading.
+        Not in a forked process that has not read anything itself: its parent, which shares the locks, may be reading.
         """
         if self._owner_pid == os.getpid() and self._lock.acquire(blocking=False):
             for _, cached_file, _ in self._open_files.values():
@@ -164,7 +162,7 @@ class RemoteRowReader(RowReader):
             self._lock.release()
 
     def _advance_to(self, ids: np.ndarray) -> None:
-        """Which of the batches that were told of this one is; those before it were given up."""
+        """Find this batch among the announced ones; those before it were given up."""
         for position, (count, expected_ids) in enumerate(tuple(self._expected_batches)):
             if np.array_equal(expected_ids, ids):
                 self._current_batch = count
@@ -177,7 +175,7 @@ class RemoteRowReader(RowReader):
             return self._open_rows(file_index, needed).take(ids)
         except CorruptDataError:
             pass
-        # The copy was good once: another one will be. It goes from under others too, who can go on reading what they have mapped.
+        # The copy was good once: another one will be. Other processes keep reading what they have mapped.
         cached_file = self._open_files.pop(file_index)[1]
         cached_file.path.unlink(missing_ok=True)
         cached_file.close()
@@ -206,16 +204,13 @@ class RemoteRowReader(RowReader):
         copy = self._pending_copies.pop(file_index, None)
         try:
             copy_error = None if copy is None else copy.exception()
-            if (
-                copy_error is not None and file_index not in self._needed_until
-            ):  # else it was tried long ago, and is tried again
+            # A copy that was announced was tried long ago, and is tried again.
+            if copy_error is not None and file_index not in self._needed_until:
                 raise copy_error
             return self._copy_to_cache(file_index)
         except CacheFullError:
-            for unneeded in [unneeded for unneeded in self._open_files if unneeded not in needed]:
-                self._open_files.pop(unneeded)[
-                    1
-                ].close()  # what this process keeps for later must not stand in its own way
+            for unneeded in [index for index in self._open_files if index not in needed]:
+                self._open_files.pop(unneeded)[1].close()
             return self._copy_to_cache(file_index, self._timeout)
 
     def _copy_to_cache(self, file_index: int, space_timeout: float = 0) -> CachedFile:
@@ -236,14 +231,14 @@ class RemoteRowReader(RowReader):
 def open_remote_rows(
     stores: Sequence[RemoteStore], manifests: Sequence[Manifest], cache: FileCache, timeout: float
 ) -> RemoteRowReader:
-    """The rows of whole data sets on stores, one behind the other."""
+    """Open consecutive data sets on stores."""
     file_stores = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
     files = list_shard_files([Path(store.display_url) for store in stores], manifests)
     return RemoteRowReader(list(zip(file_stores, files, strict=True)), manifests[0].columns, cache, timeout=timeout)
 
 
 def _run_in_thread(work: Callable[[], None]) -> Future[None]:
-    """`work` in a thread that does not keep the process from ending."""
+    """Run `work` in a thread that does not keep the process alive."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -258,7 +253,7 @@ def _run_in_thread(work: Callable[[], None]) -> Future[None]:
 
 
 def _join_rows(count: int, parts: Sequence[tuple[np.ndarray, Any]], pin: bool) -> Any:
-    """One column of rows that came from several files."""
+    """Join rows of one column from several files."""
     first = parts[0][1]
     if isinstance(first, Tensor):
         joined = torch.empty((count, *first.shape[1:]), dtype=first.dtype, pin_memory=pin)

@@ -1,4 +1,4 @@
-"""A folder on a remote store (anything that fsspec reads). A read that stalls ends with a message."""
+"""A folder on a remote store (anything that fsspec reads). A read that stalls fails."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
 from echelon.errors import DataError, MissingDataError
 
-#: Bytes that are asked for at once: few enough that a slow link brings them within the time limit, many for one request.
+#: Bytes per request: few enough for a slow link to deliver them within the time limit.
 _CHUNK_BYTES = 2**22
 
 _T = TypeVar("_T")
 
 
 def is_url(folder: Any) -> bool:
-    """Whether it is an address of a store, as s3://bucket/folder."""
+    """Whether `folder` is on a store, as s3://bucket/folder."""
     return isinstance(folder, str) and "://" in folder
 
 
 def redact_credentials(url: object) -> str:
-    """A folder, or a message that names one, without the name and the password that an address may hold."""
+    """Hide the user name and password in a URL, or in a message with one."""
     return re.sub(r"://[^/\s]*@", "://***@", str(url))
 
 
 class RemoteStore:
-    """A folder on a remote store. `timeout`: seconds without a byte, also while connecting, after which a read is given up."""
+    """A folder on a remote store. `timeout`: seconds without a byte, also while connecting, after which a read fails."""
 
     def __init__(self, url: str, timeout: float) -> None:
         try:
@@ -44,18 +44,13 @@ class RemoteStore:
         self._connect = url_to_fs
 
     def read_manifest(self) -> Manifest:
-        """What the folder holds."""
-        return documents.parse_manifest(
-            self._run_with_timeout(
-                documents.FILE_NAME,
-                lambda report_progress: b"".join(self._read_chunks(documents.FILE_NAME, report_progress)),
-            ),
-            f"{self.display_url}/{documents.FILE_NAME}",
-        )
+        """Read the folder's manifest."""
+        (text,) = self.read_spans(documents.FILE_NAME, [(0, None)])
+        return documents.parse_manifest(text, f"{self.display_url}/{documents.FILE_NAME}")
 
     def copy_file(self, name: str, path: Path) -> None:
-        """A file of the folder into `path`, over the bytes that were reserved there; a longer one is not read to its end."""
-        # Opened here and now: a read that is given up and comes to life later must find no other file under this name.
+        """Copy a file of the folder over the bytes allocated in `path`; a longer file is not read to its end."""
+        # Opened now: a read that is given up, but continues later, must not write to another file of this name.
         target = path.open("r+b", buffering=0)
         reserved_bytes = os.fstat(target.fileno()).st_size
 
@@ -76,8 +71,8 @@ class RemoteStore:
 
         self._run_with_timeout(name, transfer)
 
-    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Some spans of a file of the folder, from and to."""
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int | None]]) -> list[bytes]:
+        """Read spans of a file of the folder, each from and to (None: to its end)."""
 
         def read_all(report_progress: Callable[[int], None]) -> list[bytes]:
             return [b"".join(self._read_chunks(name, report_progress, start, stop)) for start, stop in spans]
@@ -87,9 +82,9 @@ class RemoteStore:
     def _read_chunks(
         self, name: str, report_progress: Callable[[int], None], start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        """The content of a file, as it comes. fsspec remembers the connection, and makes a new one in a forked process."""
+        """Yield the content of a file as it arrives. fsspec caches the connection, and makes a new one in a forked process."""
         filesystem, folder = self._connect(self.url)
-        # Without a buffer of fsspec's own, which would be filled with up to 50 MB before the first byte shows here.
+        # Without fsspec's own buffer, which would read up to 50 MB before the first byte arrives here.
         with filesystem.open(f"{folder}/{name}", "rb", block_size=_CHUNK_BYTES, cache_type="none") as file:
             if start:
                 file.seek(start)
@@ -99,7 +94,7 @@ class RemoteStore:
                 yield chunk
 
     def _run_with_timeout(self, name: str, operation: Callable[[Callable[[int], None]], _T]) -> _T:
-        """`operation` in a thread of its own: one that never comes back is left behind."""
+        """Run `operation` in a thread, which is abandoned if it stalls."""
         location = f"{self.display_url}/{name}"
         has_progressed, is_done = threading.Event(), threading.Event()
         results: list[Any] = []
@@ -123,13 +118,13 @@ class RemoteStore:
             has_progressed.clear()
             if not is_done.is_set() and not has_progressed.wait(self._timeout):
                 raise DataError(
-                    f"{location}: no byte came for {self._timeout:g} s (after {received_bytes:,}); try again, or give timeout= more"
+                    f"{location}: received nothing for {self._timeout:g} s (after {received_bytes:,} bytes); try again, or raise timeout="
                 )
         value, error = results[0]
         if isinstance(error, DataError):
             raise error
         if error is not None:
-            # fsspec tells of a server that does not answer as of a file that is not there, and keeps the reason behind it.
+            # fsspec reports a server that does not answer as a missing file, with the reason as its cause.
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             error_type = MissingDataError if isinstance(cause, FileNotFoundError) else DataError
             raise error_type(

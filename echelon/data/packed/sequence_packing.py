@@ -1,4 +1,4 @@
-"""Samples that differ in length, laid side by side in rows of one length: nothing is padded but the last places of a row."""
+"""Fills rows of equal length with whole samples, so that only the end of a row is padded."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class _RaggedData(Protocol):
 
 
 class PackedSequences:
-    """A map-style data set of rows. A row is a dict of `tokens`, `segments` (1, 2, ... for the samples in it, 0 where it is empty) and
-    `positions` (of a token in its sample). Which samples share a row follows from their lengths alone: each is in exactly one, and one
-    that is longer than a row is cut into several pieces."""
+    """A map-style data set of rows. A row is a dict of `tokens`, `segments` (1, 2, ... for the samples in it, 0 for padding) and
+    `positions` (of a token in its sample). Which samples share a row follows from their lengths alone. Each sample is in one row; one
+    longer than a row is cut into pieces."""
 
     def __init__(self, data: _RaggedData, column: str, length: int) -> None:
         if length < 1:
-            raise DataError(f"length={length}: a row holds at least one token")
+            raise DataError(f"length={length}: a row has at least one token")
         self._data, self._column, self._row_length = data, column, length
         self._layout = pack_best_fit(data.lengths(column), length)
-        #: What it holds, as one short text: of other data, or in other rows, a training does not go on.
+        #: What the rows hold: a run does not resume with other data or other rows.
         self.packed_identity = f"{data.identity}, {column!r} in rows of {length}"
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class PackedSequences:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        """Rows by number; their samples are read together."""
+        """Rows by index; their samples are read together."""
         bounds = self._layout.rows
         spans = [slice(bounds[index], bounds[index + 1]) for index in indices]
         ids = np.concatenate([self._layout.samples[span] for span in spans])
@@ -50,10 +50,7 @@ class PackedSequences:
     def _build_row(self, span: slice, samples: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
         parts, position = [], 0
         pieces = zip(self._layout.starts[span].tolist(), self._layout.sizes[span].tolist(), strict=True)
-        segments, positions = (
-            torch.zeros(self._row_length, dtype=torch.int64),
-            torch.zeros(self._row_length, dtype=torch.int64),
-        )
+        segments, positions = (torch.zeros(self._row_length, dtype=torch.int64) for _ in range(2))
         for segment, (start, size) in enumerate(pieces, 1):
             parts.append(next(samples)[start : start + size])
             segments[position : position + size] = segment
@@ -66,8 +63,8 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Pieces of samples, row after row: piece i is tokens `starts[i]` to `starts[i] + sizes[i]` of sample `samples[i]`; the pieces of row
-    r are those from `rows[r]` to `rows[r + 1]`."""
+    """Pieces of samples, row after row: piece i is `sizes[i]` tokens of sample `samples[i]` from token `starts[i]` on; row r has the
+    pieces from `rows[r]` to `rows[r + 1]`."""
 
     samples: np.ndarray
     starts: np.ndarray
@@ -76,11 +73,11 @@ class RowLayout:
 
 
 def pack_best_fit(lengths: np.ndarray, row_length: int) -> RowLayout:
-    """Pieces of at most `row_length` tokens in rows. The longest first, each into the row that it fills best: known to need at most 22 % more
-    rows than the best possible, and in practice about none.
+    """Place pieces of at most `row_length` tokens in rows, longest first, each into the row that it fills best (best-fit decreasing). This
+    needs at most 22 % more rows than the optimum, and in practice about none.
 
-    Pieces of equal size are placed together, into rows that have equally much room: it takes as many turns as there are sizes and rooms,
-    however many pieces there are; each piece takes about 100 bytes while this works and 24 afterwards.
+    Pieces of equal size are placed together into rows with equal room, so the number of turns depends on the distinct sizes and rooms, not
+    on the pieces. A piece takes about 100 bytes meanwhile and 24 afterwards.
     """
     counts = -(-lengths // row_length)
     piece_count = int(counts.sum())
@@ -92,12 +89,12 @@ def pack_best_fit(lengths: np.ndarray, row_length: int) -> RowLayout:
     row_of = np.empty(piece_count, np.int64)
     by_size = np.argsort(-sizes, kind="stable")
     ends = np.flatnonzero(np.diff(sizes[by_size], append=0)) + 1
-    free_rows: dict[int, list[np.ndarray]] = {}  # rows by the places that they have left
+    free_rows: dict[int, list[np.ndarray]] = {}  # rows by their room
     row_count = first_piece = 0
     for end in ends.tolist():
         size = int(sizes[by_size[first_piece]])
         while first_piece < end:
-            # Smallest room first: a row takes as many as fit, as what is left of it is the smallest room again.
+            # Smallest room first. A row takes as many as fit, because what is left of it is the smallest room again.
             room = min((room for room in free_rows if room >= size), default=row_length)
             per_row = room // size
             rows_needed = -(-(end - first_piece) // per_row)

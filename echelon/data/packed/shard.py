@@ -1,4 +1,4 @@
-"""Writes one shard: an Arrow IPC file with one record batch, so that each column lies in one piece."""
+"""Writes a shard: an Arrow IPC file with one record batch, so that each column is contiguous."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from echelon.data.packed.manifest import Column, Shard
 from echelon.errors import DataError
 from echelon.files import atomic_writer
 
-#: Stored as integers of their size: NumPy lacks bfloat16, and Arrow packs eight booleans into a byte.
-STORAGE_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
+#: Dtypes stored as integers of their size: NumPy lacks bfloat16, and Arrow packs eight booleans into a byte.
+_STORAGE_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 def storage_dtype(column: Column) -> np.dtype[Any]:
-    """The NumPy dtype in which a column lies in the file."""
-    return np.dtype(STORAGE_DTYPES.get(column.dtype, column.dtype))
+    """The NumPy dtype of a column in the file."""
+    return np.dtype(_STORAGE_DTYPES.get(column.dtype, column.dtype))
 
 
 class ShardWriter:
-    """The rows of a shard to be, column by column."""
+    """Collects the rows of a shard column by column, and writes it."""
 
     def __init__(self, columns: Sequence[Column], samples: int) -> None:
         self._columns, self._samples, self._row_count = tuple(columns), samples, 0
@@ -35,29 +35,26 @@ class ShardWriter:
         self._lengths = [np.zeros(samples + 1 if column.ragged else 0, np.int64) for column in columns]
 
     def add_rows(self, values: Sequence[Any], count: int) -> None:
-        """`count` more rows: for each column one array of them, or a list of arrays where they are ragged."""
+        """Add `count` rows: for each column an array, or a list of arrays where the column is ragged."""
         start, stop = self._row_count, self._row_count + count
-        for column_index, column in enumerate(self._columns):
-            fixed_rows = self._fixed_columns[column_index]
+        for index, column in enumerate(self._columns):
+            fixed_rows = self._fixed_columns[index]
             if fixed_rows is not None:
-                fixed_rows[start:stop] = values[column_index]
+                fixed_rows[start:stop] = values[index]
                 continue
-            rows = [np.ascontiguousarray(row, storage_dtype(column)) for row in values[column_index]]
-            self._lengths[column_index][start + 1 : stop + 1] = [len(row) for row in rows]
-            self._ragged_columns[column_index] += rows
+            rows = [np.ascontiguousarray(row, storage_dtype(column)) for row in values[index]]
+            self._lengths[index][start + 1 : stop + 1] = [len(row) for row in rows]
+            self._ragged_columns[index] += rows
         self._row_count = stop
 
     def write(self, folder: Path, name: str, block: int) -> Shard:
-        """The file, under its name once every byte is on the disk."""
+        """Write the file, which appears under its name once every byte is on disk."""
         import pyarrow as pa
 
         assert self._row_count == self._samples
-        arrays = [self._to_arrow(column_index, pa) for column_index in range(len(self._columns))]
-        fields = [
-            pa.field(column.name, array.type, nullable=False)
-            for column, array in zip(self._columns, arrays, strict=True)
-        ]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+        arrays = {column.name: self._to_arrow(index) for index, column in enumerate(self._columns)}
+        schema = pa.schema([pa.field(name, array.type, nullable=False) for name, array in arrays.items()])
+        batch = pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
         try:
             with atomic_writer(folder / name) as file:
                 with pa.ipc.new_file(pa.PythonFile(file, "w"), batch.schema) as writer:
@@ -66,12 +63,14 @@ class ShardWriter:
                 return _describe_shard(Path(file.name), name, self._columns, self._samples, block)
         except OSError as error:
             raise DataError(
-                f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which goes "
-                "on where this one stopped"
+                f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which "
+                "continues where this one stopped"
             ) from None
 
-    def _to_arrow(self, column_index: int, pa: Any) -> Any:
-        column, fixed_rows = self._columns[column_index], self._fixed_columns[column_index]
+    def _to_arrow(self, index: int) -> Any:
+        import pyarrow as pa
+
+        column, fixed_rows = self._columns[index], self._fixed_columns[index]
         arrow_type = pa.from_numpy_dtype(storage_dtype(column))
         if fixed_rows is not None:
             values = pa.Array.from_buffers(arrow_type, fixed_rows.size, [None, pa.py_buffer(fixed_rows)])
@@ -79,8 +78,8 @@ class ShardWriter:
                 return values
             rows = pa.FixedSizeListArray.from_arrays(values, fixed_rows[0].size)
             return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(arrow_type, column.shape), rows)
-        offsets = pa.py_buffer(np.cumsum(self._lengths[column_index]))
-        ragged_rows = self._ragged_columns[column_index]
+        offsets = pa.py_buffer(np.cumsum(self._lengths[index]))
+        ragged_rows = self._ragged_columns[index]
         flat = np.concatenate(ragged_rows).reshape(-1) if ragged_rows else np.empty(0, storage_dtype(column))
         if column.kind != "array":
             arrow_type = pa.large_string() if column.kind == "text" else pa.large_binary()
@@ -93,7 +92,7 @@ class ShardWriter:
 
 
 def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: int, block: int) -> Shard:
-    """Where Arrow has put the columns, and the checksums of what now stands in the file."""
+    """Find where Arrow has put the columns, and compute the checksums of the file."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
@@ -103,13 +102,10 @@ def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: i
         for column, array in zip(columns, batch.columns, strict=True):
             buffers = array.buffers()
             values = buffers[-1]
-            values_start = values.address - file_buffer.address if values is not None and values.size else 0
             values_bytes = 0 if values is None else values.size
-            column_buffers.append(
-                (buffers[1].address - file_buffer.address, values_start, values_bytes)
-                if column.ragged
-                else (values_start,)
-            )
+            values_start = values.address - file_buffer.address if values_bytes else 0
+            offsets = (buffers[1].address - file_buffer.address,) if column.ragged else ()
+            column_buffers.append((*offsets, values_start, values_bytes) if column.ragged else (values_start,))
         shard = Shard(
             file=name, samples=samples, bytes=file_buffer.size, buffers=tuple(column_buffers), checksums=(), frame=0, offsets=0,
         )  # fmt: skip
@@ -118,12 +114,12 @@ def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: i
             block_layout.block_checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
             for start in range(0, samples, block)
         ]
-        frame, offsets = (
-            block_layout.frame_checksum(file, columns, shard),
-            block_layout.file_offsets_checksum(file, columns, shard),
+        frame = block_layout.frame_checksum(file, columns, shard)
+        offsets_checksum = block_layout.offsets_checksum(
+            file[start:stop] for start, stop in block_layout.offset_spans(columns, shard)
         )
-        del file, array, batch, buffers, values, file_buffer
+        del file, array, batch, buffers, values, file_buffer  # the mapping can be closed
     checksums = tuple(checksum for checksum in block_checksums if checksum is not None)
     if len(checksums) < len(block_checksums):
-        raise DataError(f"{name} was not written as it was meant to be: its offsets point outside of it")
-    return replace(shard, checksums=checksums, frame=frame, offsets=offsets)
+        raise DataError(f"{name} was written wrongly: its offsets point outside of it")
+    return replace(shard, checksums=checksums, frame=frame, offsets=offsets_checksum)
