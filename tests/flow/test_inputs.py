@@ -228,7 +228,7 @@ def test_a_script_without_a_file_has_an_identity_too() -> None:
 
 def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
     assert Settings(override=["optimizer.lr"]).override == ("optimizer.lr",)
-    with pytest.raises(Exception, match="a list of names"):
+    with pytest.raises(Exception, match="a list of setting names"):
         Settings(override="optimizer.lr")
     with pytest.raises(Exception, match="verify="):
         Settings(verify=1)
