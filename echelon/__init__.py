@@ -3,27 +3,25 @@
      Job ──profile──> Profile ─┐
                                ├─search──> Plan ──verify──> Certificate
      machines ─measure─> Cluster┘           │ └─simulate──> Forecast
-                                            └──train──> events, checkpoints, trained weights
+                                            └──train──> events, checkpoints, TrainResult
 
     import echelon
 
     def job():
         return echelon.Job(model=Net, loss=..., optimizer=..., data=..., batch_size=256, epochs=3)
 
-    echelon.train(job)
+    if __name__ == "__main__":
+        result = echelon.train(job)
 
-Names are loaded when they are first used: importing echelon imports neither torch nor anything else.
+Names are loaded on first use: importing echelon imports neither torch nor any other module, and changes no environment variable.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.launchers.environment import keep_freed_memory
-
 if TYPE_CHECKING:
     from echelon.errors import EchelonError
-    from echelon.flow import parallelize, train, verify
+    from echelon.flow import TrainResult, parallelize, train, verify
     from echelon.hardware import measure
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
@@ -35,36 +33,22 @@ if TYPE_CHECKING:
     from echelon.profiler import profile
     from echelon.simulator import simulate
 
-_HOMES = {
-    "Job": "job",
-    "Cluster": "plan.cluster",
-    "Profile": "plan.profile",
-    "Plan": "plan.plan",
-    "Forecast": "plan.forecast",
-    "Certificate": "plan.certificate",
-    "profile": "profiler",
-    "measure": "hardware",
-    "search": "planner",
-    "simulate": "simulator",
-    "verify": "flow",
-    "train": "flow",
-    "parallelize": "flow",
+_MODULES = {
+    "Job": "job", "Cluster": "plan.cluster", "Profile": "plan.profile", "Plan": "plan.plan", "Forecast": "plan.forecast",
+    "Certificate": "plan.certificate", "profile": "profiler", "measure": "hardware", "search": "planner",
+    "simulate": "simulator", "verify": "flow", "train": "flow", "parallelize": "flow", "TrainResult": "flow",
     "EchelonError": "errors",
-}
+}  # fmt: skip
 
 __all__ = [
     "Job", "Cluster", "Profile", "Plan", "Forecast", "Certificate", "profile", "measure", "search", "simulate", "verify",
-    "train", "parallelize", "EchelonError",
+    "train", "parallelize", "TrainResult", "EchelonError",
 ]  # fmt: skip
 
 
-if "torch" not in sys.modules:
-    keep_freed_memory()
-
-
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"echelon.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"echelon.{_MODULES[name]}"), name)
     if name in ("data", "nn", "server"):
         return import_module(f"echelon.{name}")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What every verb shares: its options --json and --debug, and how an answer is printed."""
+"""What the verbs share: options, reading jobs and clusters, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
     from echelon.flow.job_source import JobSource
@@ -32,10 +32,10 @@ def wants_traceback(ctx: typer.Context) -> bool:
 
 
 JobFile = Annotated[
-    str, typer.Argument(metavar="FILE[:name]", help="A job file; `name` is the function in it, else `job`.")
+    str, typer.Argument(metavar="FILE[:name]", help="A job file, and the function in it that returns the job [job].")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-DebugOption = Annotated[bool, typer.Option("--debug", callback=_store_debug, help="Show the traceback of an error.")]
+DebugOption = Annotated[bool, typer.Option("--debug", callback=_store_debug, help="Show tracebacks.")]
 PlanOption = Annotated[
     str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
 ]
@@ -44,30 +44,28 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="C",
-        help='Machines by name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file of them, or what `echelon doctor -o` described; else this machine.',
+        help='A catalogue name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file, or the output of `echelon doctor -o` [this machine].',
     ),
 ]
-
-
-PictureOption = Annotated[
+FigureOption = Annotated[
     str | None,
-    typer.Option("--picture", metavar="FILE", help="Draw the step, the memory and the mesh: a .svg or a .png file."),
+    typer.Option("--picture", metavar="FILE", help="Draw step, memory and mesh to an .svg or .png file."),
 ]
 TraceOption = Annotated[
-    str | None, typer.Option("--trace", metavar="FILE", help="Write the step as a trace for Perfetto (.json).")
+    str | None, typer.Option("--trace", metavar="FILE", help="Write the step as a Perfetto trace (.json).")
 ]
 
 
 def draw_plan(profile: Profile, cluster: Cluster, plan: Plan, picture: str | None, trace: str | None) -> list[str]:
-    """Write what was asked for; the files' names."""
+    """Write the figure and the trace that were requested; their paths."""
     if picture is None and trace is None:
         return []
-    from echelon.observer import plan_figure as drawing
+    from echelon.observer import plan_figure
     from echelon.simulator.timeline import build_timeline
 
-    step_timeline = build_timeline(profile, cluster, plan)
-    paths = [drawing.write_figure(step_timeline, picture)] if picture is not None else []
-    paths += [drawing.write_trace(step_timeline, trace)] if trace is not None else []
+    timeline = build_timeline(profile, cluster, plan)
+    paths = [plan_figure.write_figure(timeline, picture)] if picture is not None else []
+    paths += [plan_figure.write_trace(timeline, trace)] if trace is not None else []
     return [str(path) for path in paths]
 
 
@@ -78,34 +76,48 @@ def parse_duration(text: str) -> float:
     try:
         return float(number) * scale[unit]
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r}: a duration is a number of seconds, or one with s, m, h or d: 12h"
-        ) from None
+        raise typer.BadParameter(f"{text!r}: expected a duration in seconds, or with s, m, h or d: 12h") from None
 
 
-def print_json(answer: Any) -> None:
-    """An answer for machines."""
-    typer.echo(json.dumps(answer, indent=2))
+def print_answer(as_json: bool, answer: Any, *parts: str | Table) -> None:
+    """Print `answer` as JSON, or else `parts` for people."""
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    for part in parts:
+        if isinstance(part, str):
+            typer.echo(part)
+        else:
+            from rich.console import Console
+
+            Console(highlight=False).print(part)
 
 
-def make_console() -> Console:
-    """Where tables go."""
-    from rich.console import Console
-
-    return Console(highlight=False)
+def print_warnings(messages: Iterable[str]) -> None:
+    """Warn on standard error."""
+    for message in messages:
+        typer.echo(f"warning: {message}", err=True)
 
 
 def make_table(*columns: str, text_columns: int = 1) -> Table:
-    """A table of plain lines whose first `text_columns` columns hold words and whose others hold figures."""
+    """A plain table; the first `text_columns` columns hold text, the others figures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    result = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
-        result.add_column(
-            name, justify="left" if index < text_columns else "right", overflow="fold", no_wrap=index >= text_columns
-        )
-    return result
+        is_text = index < text_columns
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    return table
+
+
+def make_progress(*columns: ProgressColumn, hidden: bool = False) -> Progress:
+    """A progress bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, transient=True, disable=hidden or not stderr.is_terminal)
 
 
 def read_job(file: str) -> tuple[JobSource, Profile]:
@@ -118,40 +130,30 @@ def read_job(file: str) -> tuple[JobSource, Profile]:
     return job_source, profile
 
 
-def print_warnings(messages: Iterable[str]) -> None:
-    """What a person should know, beside the answer."""
-    for message in messages:
-        typer.echo(f"warning: {message}", err=True)
-
-
-def read_cluster(file: str | None) -> Cluster:
-    """The cluster that was asked for: one of the catalogue, a file's, or this machine, measured."""
-    if file is None:
+def read_cluster(name: str | None) -> Cluster:
+    """The cluster of a catalogue name or a file; None: this machine, measured."""
+    if name is None:
         return measure_machine()
     from pathlib import Path
 
     from echelon.plan import catalogue
     from echelon.plan.cluster import Cluster
 
-    if file.endswith(".json") or (Path(file).is_file() and not file.endswith(".toml")):
-        return Cluster.load(file)
-    return catalogue.parse_cluster(file)
+    if name.endswith(".json") or (Path(name).is_file() and not name.endswith(".toml")):
+        return Cluster.load(name)
+    return catalogue.parse_cluster(name)
 
 
 def measure_machine(*, refresh: bool = False) -> Cluster:
-    """This machine; where it has to be measured first, with a bar on a terminal and a line elsewhere."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """This machine; a first measurement shows a progress bar, or one line where there is no terminal."""
     from echelon.hardware import measure
 
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with make_progress() as bar:
         task = bar.add_task("measuring this machine", total=1.0, visible=False)
 
-        def progress(description: str, share: float) -> None:
-            if not stderr.is_terminal and not bar.tasks[task].visible:
-                typer.echo("measuring this machine, once (about half a minute, with a GPU one)", err=True)
+        def report(description: str, share: float) -> None:
+            if bar.disable and not bar.tasks[task].visible:
+                typer.echo("measuring this machine, once (about 30 s, a minute with a GPU)", err=True)
             bar.update(task, description=description, completed=share, visible=True)
 
-        return measure(refresh=refresh, progress=progress)
+        return measure(refresh=refresh, progress=report)

@@ -1,4 +1,4 @@
-"""`echelon explain`: a plan in words, and what another one would change and cost."""
+"""`echelon explain`: a plan in words, and how another one differs in effect and cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import ClusterOption, DebugOption, JsonOption, print_json, read_cluster, read_job
+from echelon.cli.common import ClusterOption, DebugOption, JsonOption, print_answer, read_cluster, read_job
 from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,27 +21,23 @@ if TYPE_CHECKING:
 
 def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
-    why_not: Annotated[
-        str | None, typer.Option("--why-not", metavar="P", help="Another plan to hold against it.")
-    ] = None,
+    why_not: Annotated[str | None, typer.Option("--why-not", metavar="P", help="Another plan to compare with.")] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="FILE[:name]", help="The job: with it, costs are told too.")
+        str | None, typer.Option(metavar="FILE[:name]", help="The job, to show time and memory as well.")
     ] = None,
     cluster: ClusterOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say what a plan does, and why not another.
+    """Explain what a plan does and why another one is not better.
 
-    Decision by decision; with --job also its time and memory, and what the other plan would cost or which rule forbids it.
+    Goes through the plan decision by decision. With --job it adds time and memory, and what the other plan would cost or which rule
+    forbids it.
     """
     requested = _read_plan(plan, "PLAN")
     alternative = _read_plan(why_not, "--why-not") if why_not is not None else None
     answer = _explain_plans(requested, alternative, job, cluster)
-    if json:
-        print_json(answer)
-    else:
-        typer.echo(_format_answer(answer))
+    print_answer(json, answer, *_format_answer(answer))
 
 
 def _read_plan(text: str, argument: str) -> Plan:
@@ -50,27 +46,26 @@ def _read_plan(text: str, argument: str) -> Plan:
 
     plan = parse_plan(text)
     if plan is None:
-        raise PlanError(f"{argument}=auto: give a plan; `echelon plan` finds the best one")
+        raise PlanError(f"{argument}=auto: expected a plan; `echelon plan` finds the best one")
     return plan
 
 
 def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
     from echelon.plan.check import check, require_executable
-    from echelon.plan.describe import describe_plan as in_words
-    from echelon.plan.describe import diff_plans
+    from echelon.plan.describe import describe_plan, diff_plans
 
     job_source, profile, target_cluster = None, None, _read_known_cluster(job, cluster)
     if job is not None:
         job_source, profile = read_job(job)
-        require_executable(requested, profile, target_cluster)  # a plan that this job cannot have is no plan to explain
+        require_executable(requested, profile, target_cluster)
         requested = job_source.complete_plan(requested)
     answer: dict[str, Any] = {
         "plan": str(requested),
-        "decisions": in_words(requested, profile.batch if profile else None).splitlines(),
+        "decisions": describe_plan(requested, profile.batch if profile else None).splitlines(),
         "problems": [str(problem) for problem in check(requested, profile, target_cluster)],
     }
     if target_cluster is None:
-        answer["problems"] += _warn_of_size(requested)
+        answer["problems"] += _compare_with_cores(requested)
     answer |= _describe_cuts(requested, profile)
     plans = [requested]
     if alternative is not None:
@@ -87,8 +82,7 @@ def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, c
         from echelon.planner import why_not
         from echelon.simulator import simulate
 
-        sections: list[dict[str, Any]] = [answer, answer.get("other", {})]
-        for candidate, section in zip(plans, sections, strict=False):
+        for candidate, section in zip(plans, [answer, answer.get("other", {})], strict=False):
             section["cost"] = _summarize_cost(simulate(profile, target_cluster, candidate))
         if alternative is not None:
             answer["other"]["verdict"] = why_not(profile, target_cluster, alternative, requested)
@@ -100,7 +94,7 @@ def _errors_among(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """How the model is cut, where the plan says so."""
+    """How the plan cuts the model, if it says so."""
     from echelon.plan.codec import to_plain
     from echelon.plan.describe import cut_fraction, group_cuts, summarize_stages
 
@@ -109,14 +103,13 @@ def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
         result["cuts"] = [to_plain(item) | {"words": str(item)} for item in group_cuts(plan)]
         result["cut_share"] = cut_fraction(plan, profile) if profile is not None else None
     if plan.pipeline.stages and profile is not None and profile.pipeline_units:
-        result["stages"] = [
-            to_plain(item) | {"words": str(item)} for item in summarize_stages(plan, profile.pipeline_units)
-        ]
+        stages = summarize_stages(plan, profile.pipeline_units)
+        result["stages"] = [to_plain(item) | {"words": str(item)} for item in stages]
     return result
 
 
 def _read_known_cluster(job: str | None, cluster: str | None) -> Cluster | None:
-    """What the plan is held against: with a job measured if need be, without one only if it is known."""
+    """The cluster to check against; without a job, this machine only if it was measured before."""
     if job is not None or cluster is not None:
         return read_cluster(cluster)
     from echelon.hardware import known_cluster
@@ -124,30 +117,26 @@ def _read_known_cluster(job: str | None, cluster: str | None) -> Cluster | None:
     return known_cluster()
 
 
-def _warn_of_size(plan: Plan) -> list[str]:
-    """What can be said about its size on a machine that was never measured."""
+def _compare_with_cores(plan: Plan) -> list[str]:
+    """A warning about a plan that is too large for a machine that was never measured."""
     from echelon.plan.check import MAX_RANKS_PER_CORE
     from echelon.world import usable_cores
 
     cores = usable_cores()
     if plan.ranks <= MAX_RANKS_PER_CORE * cores:
         return []
-    available = f"this machine has {cores} core{'s' * (cores > 1)}"
     return [
-        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {available}; `echelon doctor` measures what is here"
+        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and this machine has {cores} core{'s' * (cores > 1)}; "
+        "`echelon doctor` measures it"
     ]
 
 
 def _summarize_cost(forecast: Forecast) -> dict[str, Any]:
-    return {
-        "step": forecast.time.step,
-        "memory": forecast.memory.total,
-        "capacity": forecast.capacity,
-        "fits": forecast.fits,
-    }
+    memory, capacity = forecast.memory.total, forecast.capacity
+    return {"step": forecast.time.step, "memory": memory, "capacity": capacity, "fits": forecast.fits}
 
 
-def _format_answer(answer: dict[str, Any]) -> str:
+def _format_answer(answer: dict[str, Any]) -> list[str]:
     lines = [f'"{answer["plan"]}"', *(f"  {line}" for line in answer["decisions"] + answer["problems"])]
     if "cost" in answer:
         lines.append(f"  {_format_cost(answer['cost'])}")
@@ -163,7 +152,7 @@ def _format_answer(answer: dict[str, Any]) -> str:
         lines += [] if other["differs"] else ["  it is the same plan"]
         if "cost" in other:
             lines += [f"  {_format_cost(other['cost'])}", f"  {other['verdict']}"]
-    return "\n".join(lines)
+    return lines
 
 
 def _format_cost(cost: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import DebugOption, JsonOption, print_json
+from echelon.cli.common import DebugOption, JsonOption, make_progress, print_answer
 from echelon.errors import DataError
-from echelon.plan.format_units import format_bytes as in_words
+from echelon.plan.format_units import format_bytes
 
 if TYPE_CHECKING:
     from echelon.data.packed.packing_source import PackingSource
@@ -22,44 +22,45 @@ SOURCE_HELP = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, ORC, JSON line
 def pack(
     source: Annotated[str, typer.Argument(metavar="SRC", help=SOURCE_HELP)],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    split: Annotated[str | None, typer.Option(help="Of IDX files: train, t10k.")] = None,
+    split: Annotated[str | None, typer.Option(help="For IDX files: train or t10k.")] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Decode pictures and resize them; else as they are.")
+        str | None, typer.Option(metavar="HxW", help="Decode and resize images [stored as they are].")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="byte|FILE", help="Text to tokens: bytes, or a tokenizer.json.")
+        str | None, typer.Option(metavar="byte|FILE", help="Tokenize text: into bytes, or by a tokenizer.json.")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens in a row; else one row per file.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of tokens: uint8, int16, int32, int64.")] = "int64",
+    length: Annotated[int | None, typer.Option(help="Tokens per row [one row per file].")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of tokens: uint8, int16, int32 or int64.")] = "int64",
     shuffle: Annotated[
-        str | None, typer.Option(metavar="SEED|no", help="In random order; pictures by class are, with seed 0.")
+        str | None, typer.Option(metavar="SEED|no", help="Shuffle the samples [seed 0 for images by class, else no].")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Number of files; else by size. A process that packs holds one in memory.")
+        int | None, typer.Option(help="Number of files [by size]. Each packing process holds one in memory.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Processes that pack; else one per core, if memory allows.")
+        int | None, typer.Option(help="Packing processes [one per core, as far as memory allows].")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace what DST holds of another source.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace a data set in DST that has another source.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Pack a data set into shards that every rank reads at the speed of memory. Run it again after a kill: it goes on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Pack a data set into shards that every rank memory-maps.
+
+    Run the same command again after an interruption: it continues.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from echelon.data.packed.pack import pack as write
 
     if re.match(r"[a-z0-9+]+:/", str(target)):
         raise DataError(
-            f"{target} is on a store: pack into a folder here, and copy that folder there with the store's own tool"
+            f"{target}: DST must be a local folder; copy it to the store with the store's own tool afterwards"
         )
     processes = processes or _default_processes()
     absolute_target = Path(os.path.abspath(target))  # `.` and `..` have no name
     token_cache = absolute_target.with_name(f".{absolute_target.name or 'root'}.tokens")
-    screen = Console(stderr=True)
-    columns_shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns_shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with make_progress(*columns, hidden=json) as bar:
         token_task = bar.add_task("tokens", total=None, visible=False)
         packing_source = _open_source(
             source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, work_folder=token_cache, processes=processes,
@@ -71,26 +72,17 @@ def pack(
             progress=lambda done, total: bar.update(pack_task, completed=done, total=total),
         )  # fmt: skip
     packing_source.finish()
-    if json:
-        columns = {column.name: str(column) for column in manifest.columns}
-        print_json(
-            {
-                "folder": str(target),
-                "samples": manifest.samples,
-                "bytes": manifest.bytes,
-                "shards": len(manifest.shards),
-                "columns": columns,
-            }
-        )
-        return
+    answer = {
+        "folder": str(target), "samples": manifest.samples, "bytes": manifest.bytes, "shards": len(manifest.shards),
+        "columns": {column.name: str(column) for column in manifest.columns},
+    }  # fmt: skip
     files = f"{len(manifest.shards)} file{'s' * (len(manifest.shards) != 1)}"
-    typer.echo(
-        f"{target}: {manifest.samples:,} samples, {in_words(manifest.bytes)} in {files}; use it as data={str(target)!r}"
-    )
+    size_text = f"{manifest.samples:,} samples, {format_bytes(manifest.bytes)} in {files}"
+    print_answer(json, answer, f"{target}: {size_text}; use it as data={str(target)!r}")
 
 
 def _default_processes() -> int:
-    """One per core, as far as the memory goes: each holds a shard, twice while it writes it, and what it reads."""
+    """One per core, as far as memory allows: each holds a shard, twice while it writes it, and what it reads."""
     from echelon.data.packed.pack import SHARD_BYTES
     from echelon.world import usable_cores, usable_memory
 
@@ -98,25 +90,24 @@ def _default_processes() -> int:
 
 
 def _shuffle_source(packing_source: PackingSource, shuffle: str | None) -> PackingSource:
-    """In random order where that is asked for, and where it is not but rows are sorted by class."""
+    """The source, shuffled if requested, or by default if its rows are sorted by class."""
     from echelon.data.packed.from_images import ImagePackingSource
     from echelon.data.packed.shuffled_source import ShuffledPackingSource
 
     if shuffle not in (None, "no") and not shuffle.isdecimal():
-        raise DataError(f"--shuffle {shuffle}: a seed, as 0, or no")
+        raise DataError(f"--shuffle {shuffle}: expected a seed, as 0, or no")
     if shuffle == "no" or (shuffle is None and not isinstance(packing_source, ImagePackingSource)):
         return packing_source
     return ShuffledPackingSource(packing_source, int(shuffle or 0))
 
 
 def _open_source(source: str, **options: Any) -> PackingSource:
-    """The source by its kind: a file of Python with a name in it, or data on the disk."""
+    """Data on disk, or a data set that a Python file names."""
     from echelon.data.packed.detect_format import open_packing_source
 
     file = source.rpartition(":")[0] if ":" in source else source
-    if not file.endswith(".py"):
-        return open_packing_source(Path(source), **options)
-    if options["tokens"] is not None and ":" not in source:
+    is_python = file.endswith(".py") and (options["tokens"] is None or ":" in source)
+    if not is_python:
         return open_packing_source(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
     from echelon.data.packed.from_samples import SamplePackingSource, open_dataset

@@ -1,4 +1,4 @@
-"""`echelon plan`: profile the job, search, and show the best plans with what they cost."""
+"""`echelon plan`: profile the job, search, and compare the best plans."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import typer
 from echelon.cli.common import (
     ClusterOption,
     DebugOption,
+    FigureOption,
     JobFile,
     JsonOption,
-    PictureOption,
     TraceOption,
     draw_plan,
-    make_console,
     make_table,
     parse_duration,
-    print_json,
+    print_answer,
     print_warnings,
     read_cluster,
     read_job,
@@ -33,48 +32,38 @@ if TYPE_CHECKING:
 def plan(
     file: JobFile,
     cluster: ClusterOption = None,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="FILE", help="Write the best plan to a file.")
-    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Save the best plan.")] = None,
     goal: Annotated[
         str,
-        typer.Option(
-            help="fastest; memory: the smallest; cheapest: per step; devices: the fewest that are done in time."
-        ),
+        typer.Option(help="fastest, memory (smallest), cheapest (per step), or devices (fewest that meet --within)."),
     ] = "fastest",
-    within: Annotated[str | None, typer.Option(metavar="TIME", help="Time for all steps: 90s, 12h, 3d.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps that must be done in that time.")] = 1,
+    within: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit for --steps: 90s, 12h, 3d.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to finish within that time.")] = 1,
     price: Annotated[
-        float | None,
-        typer.Option(help="What one device costs for an hour, for --goal cheapest; else as the cluster says."),
+        float | None, typer.Option(help="Price of one device hour, for --goal cheapest [the cluster's].")
     ] = None,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Forecast every plan, also those that cannot be the best.")
+        bool, typer.Option("--exhaustive", help="Forecast every plan, even those that cannot be best.")
     ] = False,
     beyond: Annotated[
         bool,
-        typer.Option(
-            "--beyond", help="Also what is forecast but not executed yet: cp, ep, and fp8 where it is asked for."
-        ),
+        typer.Option("--beyond", help="Include what cannot be executed yet: cp, ep, and fp8 with --precision fp8."),
     ] = False,
     precisions: Annotated[
         list[str] | None,
         typer.Option(
-            "--precision",
-            metavar="NAME",
-            help="Also plans in this precision (fp32, tf32, bf16, fp16, fp8); again for more.",
+            "--precision", metavar="NAME", help="Try this precision too: fp32, tf32, bf16, fp16 or fp8; repeatable."
         ),
     ] = None,
-    picture: PictureOption = None,
+    picture: FigureOption = None,
     trace: TraceOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Find the best plans for a job.
 
-    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory
-    that there is.
+    Forecasts their time and memory on this machine or another cluster. Exit 1 if no plan fits into memory.
     """
     from echelon.plan.check import check
     from echelon.plan.codec import to_plain
@@ -82,62 +71,57 @@ def plan(
     from echelon.planner.goal import Objective
 
     time_limit = parse_duration(within) if within is not None else None
-    goal_options = Goal(kind=goal, within=time_limit, steps=steps, price=price)  # type: ignore[arg-type]
+    search_goal = Goal(kind=goal, within=time_limit, steps=steps, price=price)  # type: ignore[arg-type]
     (job_source, profile), target_cluster = read_job(file), read_cluster(cluster)
     warnings_before = len(job_source.warnings)
     complete = job_source.complete_plan if cluster is None else lambda plan: job_source.complete_if_cheap(plan, profile)
     candidates = search(
-        profile, target_cluster, top=top, complete=complete, goal=goal_options, exhaustive=exhaustive, beyond=beyond,
+        profile, target_cluster, top=top, complete=complete, goal=search_goal, exhaustive=exhaustive, beyond=beyond,
         precisions=(None, *(precisions or ())),
     )  # fmt: skip
     print_warnings(job_source.warnings[warnings_before:])
-    best, costs = candidates[0], Objective(goal_options, target_cluster)
+    best, objective = candidates[0], Objective(search_goal, target_cluster)
     step_costs = (
-        [costs.price(each.forecast.time.step, each.plan.ranks) for each in candidates] if goal == "cheapest" else []
+        [objective.price(candidate.forecast.time.step, candidate.plan.ranks) for candidate in candidates]
+        if goal == "cheapest"
+        else []
     )
-    figure_paths = draw_plan(profile, target_cluster, best.plan, picture, trace)
+    figures = draw_plan(profile, target_cluster, best.plan, picture, trace)
     if out is not None:
         best.plan.save(out)
-    if json:
-        rows = [
-            {"plan": str(each.plan), "fits": each.forecast.fits, "forecast": to_plain(each.forecast)}
-            for each in candidates
-        ]
-        for row, cost in zip(rows, step_costs, strict=False):
-            row["cost"] = cost
-        print_json(
-            {
-                "plan": str(best.plan),
-                "document": to_plain(best.plan),
-                "why": explain(candidates).splitlines(),
-                "files": figure_paths,
-                "candidates": rows,
-            }
-        )
-        return
-    terminal = make_console()
-    terminal.print(
+    rows = [
+        {"plan": str(candidate.plan), "fits": candidate.forecast.fits, "forecast": to_plain(candidate.forecast)}
+        for candidate in candidates
+    ]
+    for row, cost in zip(rows, step_costs, strict=False):
+        row["cost"] = cost
+    explanation = explain(candidates)
+    device_name = "cores" if target_cluster.device_kind == "cpu" else "devices"
+    print_answer(
+        json,
+        {
+            "plan": str(best.plan), "document": to_plain(best.plan), "why": explanation.splitlines(), "files": figures, "candidates": rows,
+        },
         f"{profile.name}: {profile.elements:,} parameters, batch {profile.batch}, {profile.precision}; "
-        f"{target_cluster.name}: {target_cluster.max_ranks} {'cores' if target_cluster.device_kind == 'cpu' else 'devices'}, "
-        f"{format_bytes(best.forecast.capacity)} for a rank of the best"
-    )
-    terminal.print(_candidate_table(candidates, step_costs))
-    terminal.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
-    typer.echo(explain(candidates))
-    for each in figure_paths:
-        terminal.print(f"in {each}")
-    print_warnings(str(each) for each in check(best.plan, profile, target_cluster) if each.severity == "warning")
+        f"{target_cluster.name}: {target_cluster.max_ranks} {device_name}, "
+        f"{format_bytes(best.forecast.capacity)} per rank of the best plan",
+        _candidate_table(candidates, step_costs),
+        f'best: "{best.plan}"' + (f", in {out}" if out else ""),
+        explanation,
+        *(f"in {path}" for path in figures),
+    )  # fmt: skip
+    if not json:
+        problems = check(best.plan, profile, target_cluster)
+        print_warnings(str(problem) for problem in problems if problem.severity == "warning")
 
 
 def _candidate_table(candidates: tuple[Candidate, ...], step_costs: list[float]) -> Table:
-    """`step_costs`: what a step of each costs, where that was the question."""
-    result = make_table(
-        "plan", "step", "samples/s", "compute", "exchange", "memory", *(["cost of 1,000 steps"] if step_costs else [])
-    )
+    cost_column = ["cost of 1,000 steps"] if step_costs else []
+    table = make_table("plan", "step", "samples/s", "compute", "exchange", "memory", *cost_column)
     for index, candidate in enumerate(candidates):
-        time = candidate.forecast.time
-        result.add_row(
-            str(candidate.plan), format_seconds(time.step), f"{candidate.forecast.samples_per_second:,.0f}", format_seconds(time.forward + time.backward),
-            format_seconds(time.exchange), format_bytes(candidate.forecast.memory.total), *([f"{1000 * step_costs[index]:,.2f}"] if step_costs else []),
+        forecast, time = candidate.forecast, candidate.forecast.time
+        table.add_row(
+            str(candidate.plan), format_seconds(time.step), f"{forecast.samples_per_second:,.0f}", format_seconds(time.forward + time.backward),
+            format_seconds(time.exchange), format_bytes(forecast.memory.total), *([f"{1000 * step_costs[index]:,.2f}"] if step_costs else []),
         )  # fmt: skip
-    return result
+    return table

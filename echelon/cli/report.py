@@ -6,22 +6,19 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli.common import DebugOption, JsonOption, print_json
+from echelon.cli.common import DebugOption, JsonOption, print_answer
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder that `echelon train` made: runs/NAME.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder: runs/NAME.")],
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write the report of a run.
 
-    One page, report.html in the run's folder: curves, plan, forecast against measured. It needs no network.
+    The page is report.html in the run folder: curves, plan, forecast against measurement. It needs no network.
     """
     from echelon.observer import write_report
 
     path = write_report(run)
-    if json:
-        print_json({"report": str(path)})
-    else:
-        typer.echo(f"{path}: open it in a browser")
+    print_answer(json, {"report": str(path)}, f"{path}: open it in a browser")

@@ -1,4 +1,4 @@
-"""`echelon server`: how running parameter servers are, and what may be asked of them."""
+"""`echelon server`: start parameter servers by hand, inspect and control running ones."""
 
 from __future__ import annotations
 
@@ -7,45 +7,42 @@ from typing import Annotated, Any
 
 import typer
 
-from echelon.cli.common import DebugOption, JsonOption, make_console, make_table, print_json
+from echelon.cli.common import DebugOption, JsonOption, make_table, print_answer, print_warnings
+from echelon.cli.server_start import start
 
-app = typer.Typer(help="Show and steer running parameter servers.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Start, inspect and control parameter servers.", no_args_is_help=True, rich_markup_mode=None)
+app.command()(start)
 
 ControllerOption = Annotated[str, typer.Option("--controller", metavar="HOST:PORT", help="The job's controller.")]
 SecretFileOption = Annotated[Path, typer.Option("--secret-file", metavar="FILE", help="The job's secret.")]
+TableArgument = Annotated[str, typer.Argument(metavar="TABLE", help="The table's name.")]
 
 
 @app.command()
 def status(
     controller: ControllerOption, secret_file: SecretFileOption, json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """Shards, replicas, lag, staleness, rows, bytes and rates."""
+    """Show shards, replicas, lag, staleness, rows, bytes and rates."""
     from echelon.server.protocol.auth import read_secret
     from echelon.server.status import fetch_status, format_server_rows, format_summary
 
     server_status = fetch_status(controller, read_secret(secret_file))
-    if json:
-        print_json(server_status)
-        return
-    status_table = make_table("server", "heads", "replicas", "rows", "memory", "pushes/s", "rows/s", "lag", "clock")
+    table = make_table("server", "heads", "replicas", "rows", "memory", "pushes/s", "rows/s", "lag", "clock")
     for row in format_server_rows(server_status):
-        status_table.add_row(*row)
-    terminal = make_console()
-    terminal.print(status_table)
-    for line in format_summary(server_status):
-        terminal.print(line, soft_wrap=True)
+        table.add_row(*row)
+    print_answer(json, server_status, table, *format_summary(server_status))
 
 
 @app.command()
 def drain(
-    server: Annotated[str, typer.Argument(help="Its name, as `status` shows it.")],
+    server: Annotated[str, typer.Argument(help="The server's name, as `status` shows it.")],
     controller: ControllerOption,
     secret_file: SecretFileOption,
-    patience: Annotated[float, typer.Option(help="Seconds to wait until it holds nothing.")] = 600.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait until the server is empty.")] = 600.0,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Move all shards off a server, while training goes on; then it can be stopped."""
+    """Move all shards off a server during training, so that it can be stopped."""
     from echelon.server.protocol import wire
     from echelon.server.protocol.auth import read_secret
     from echelon.server.status import ADD_SERVER_HINT, fetch_status
@@ -53,69 +50,67 @@ def drain(
     server_status = fetch_status(controller, read_secret(secret_file))
     staying = sum(name != server and not state["leaving"] for name, state in server_status["servers"].items())
     if server in server_status["servers"] and 0 < staying < server_status["replicas"]:
-        typer.echo(
-            f"warning: without {server} there are {staying} servers for {server_status['replicas']} replicas of each shard; {ADD_SERVER_HINT}",
-            err=True,
+        print_warnings(
+            [
+                f"without {server}, {staying} servers remain for {server_status['replicas']} replicas of each shard; {ADD_SERVER_HINT}"
+            ]
         )
     answer = _send_request(controller, secret_file, wire.DRAIN, {"server": server}, patience)
-    _print_answer(answer, json, f"{server} holds nothing any more")
+    print_answer(json, answer, f"{server} is empty")
 
 
 @app.command()
 def checkpoint(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="A folder that is new, or a checkpoint that it takes the place of, where all servers can write.",
-        ),
+        typer.Argument(metavar="FOLDER", help="A new folder, or a checkpoint to replace, that every server can write."),
     ],
     controller: ControllerOption,
     secret_file: SecretFileOption,
-    patience: Annotated[float, typer.Option(help="Seconds to wait until it is whole.")] = 3600.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait until it is complete.")] = 3600.0,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a checkpoint, while training goes on."""
+    """Write a checkpoint during training."""
     from echelon.plan.format_units import format_bytes
     from echelon.server.protocol import wire
 
     answer = _send_request(controller, secret_file, wire.CHECKPOINT, {"path": str(path.resolve())}, patience)
-    _print_answer(answer, json, f"{path}: {format_bytes(int(answer.get('bytes', 0)))}")
+    print_answer(json, answer, f"{path}: {format_bytes(int(answer.get('bytes', 0)))}")
 
 
 @app.command()
 def expire(
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table.")],
-    older: Annotated[int, typer.Argument(min=0, help="Rows that were last written so many log entries ago, or more.")],
+    name: TableArgument,
+    older: Annotated[int, typer.Argument(min=0, help="Delete rows last written this many log entries ago or earlier.")],
     controller: ControllerOption,
     secret_file: SecretFileOption,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Forget rows of a table that nobody pushed to for long."""
+    """Delete rows of a table that have not been updated for long."""
     from echelon.server.protocol import wire
 
     answer = _send_request(controller, secret_file, wire.EXPIRE, {"table": name, "older": older}, 600.0)
-    _print_answer(answer, json, f"{name}: rows older than {older} entries are gone")
+    print_answer(json, answer, f"{name}: deleted the rows older than {older} entries")
 
 
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint of servers.")],
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table.")],
+    name: TableArgument,
     output: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors or .arrow file.")],
     numbers: Annotated[
-        str, typer.Option(help="f4, f2, or for serving i2 or i1 (integers with a scale per row).")
+        str, typer.Option(help="f4 or f2; i2 or i1 for serving (integers with a scale per row).")
     ] = "f4",
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a table of a checkpoint for others to read; needs no server."""
+    """Write a table of a checkpoint to one file. Needs no running server."""
     from echelon.server.store.table_export import export_from_checkpoint
 
     count = export_from_checkpoint(checkpoint, name, output, numbers)
-    _print_answer({"table": name, "rows": count, "file": str(output)}, json, f"{output}: {count} rows of {name}")
+    print_answer(json, {"table": name, "rows": count, "file": str(output)}, f"{output}: {count} rows of {name}")
 
 
 def _send_request(
@@ -125,10 +120,3 @@ def _send_request(
     from echelon.server.status import send_request
 
     return send_request(controller, read_secret(secret_file), kind, meta, timeout=timeout)
-
-
-def _print_answer(answer: dict[str, Any], json: bool, text: str) -> None:
-    if json:
-        print_json(answer)
-    else:
-        typer.echo(text)

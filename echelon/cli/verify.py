@@ -1,12 +1,13 @@
-"""`echelon verify`: the proof that a plan computes what one device computes."""
+"""`echelon verify`: prove that a plan computes what one device computes."""
 
 from __future__ import annotations
 
+from json import loads
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import DebugOption, JobFile, JsonOption, PlanOption, make_console, make_table, print_warnings
+from echelon.cli.common import DebugOption, JobFile, JsonOption, PlanOption, make_table, print_answer, print_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,45 +23,35 @@ def verify(
     plan: PlanOption = "auto",
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 2,
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="Where the certificate goes.")
+        str, typer.Option("--out", "-o", metavar="FILE", help="Where to write the certificate.")
     ] = "certificate.json",
     reference: Annotated[
         str,
-        typer.Option(
-            metavar="auto|device|host|PLAN",
-            help="What to compare with; auto: one device if it has the memory, else the strongest there is.",
-        ),
+        typer.Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits."),
     ] = "auto",
     memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.0, help="Memory of one device (default: what is free).")
+        float | None, typer.Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")
     ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Prove that a plan computes the right thing.
 
-    Loss, every gradient and every parameter after some steps, in float64, against one device. Exit 1 when they differ; the
-    first divergent tensor is named.
+    Compares the loss, every gradient and every parameter after some steps with one device, in float64. Exit 1 if they differ, naming the
+    first divergent tensor.
     """
     from echelon.world import read_world
 
-    options = {
-        "steps": steps,
-        "out": out,
-        "reference": reference,
-        "memory": None if memory is None else int(memory * 1e9),
-    }
+    memory_bytes = None if memory is None else int(memory * 1e9)
+    options = {"steps": steps, "out": out, "reference": reference, "memory": memory_bytes}
     certificate = _prove_plan(file, plan, options, debug)
-    if read_world().is_main:  # ranks that torchrun started all come here
-        if json:
-            typer.echo(certificate.to_json())
-        else:
-            _print_certificate(certificate, out)
+    if read_world().is_main:  # every rank that torchrun started comes here
+        print_answer(json, loads(certificate.to_json()), *_describe_certificate(certificate, out))
     raise typer.Exit(0 if certificate.verified else 1)
 
 
 def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool) -> Certificate:
-    """The certificate, made in this process or by ranks that it starts."""
+    """The certificate, from this process or from ranks that it starts."""
     from echelon.flow.job_source import JobSource
     from echelon.flow.spawn import run_ranks
     from echelon.flow.verify import verify_job
@@ -78,31 +69,28 @@ def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool)
 
 
 def _finding_table(title: str, findings: Sequence[Finding]) -> Table:
-    result = make_table(title, "worst at", "tensors", "largest difference", "allowed", text_columns=2)
+    table = make_table(title, "worst at", "tensors", "largest difference", "allowed", text_columns=2)
     for finding in findings:
-        result.add_row(
+        table.add_row(
             finding.kind, finding.where, str(finding.tensors), f"{finding.max_difference:.1e}", f"{finding.bound:.0e}",
             style=None if finding.is_within_bound else "bold",
         )  # fmt: skip
-    return result
+    return table
 
 
-def _print_certificate(certificate: Certificate, path: str) -> None:
-    terminal = make_console()
-    terminal.print(_finding_table("compared", certificate.findings))
-    terminal.print("")
-    terminal.print(_finding_table("drift in its own precision", certificate.drift))
-    for note in certificate.notes:
-        terminal.print(f"note: {note}")
-    reference_name = certificate.reference_description
+def _describe_certificate(certificate: Certificate, path: str) -> list[str | Table]:
+    plan, reference = certificate.plan, certificate.reference_description
     if certificate.verified:
-        weakness_note = f" (weaker: {certificate.limitation})" if certificate.limitation else ""
-        terminal.print(
-            f'verified: "{certificate.plan}" computes what {reference_name} computes{weakness_note}; certificate in {path}'
-        )
+        weakness = f" (weaker: {certificate.limitation})" if certificate.limitation else ""
+        verdict = f'verified: "{plan}" computes what {reference} computes{weakness}; certificate in {path}'
     elif not certificate.deterministic:
-        terminal.print(f"NOT verified: {certificate.divergent}; see {path}")
+        verdict = f"NOT verified: {certificate.divergent}; see {path}"
     else:
-        terminal.print(
-            f'NOT verified: "{certificate.plan}" departs from {reference_name}, first at {certificate.divergent}; see {path}'
-        )
+        verdict = f'NOT verified: "{plan}" departs from {reference}, first at {certificate.divergent}; see {path}'
+    return [
+        _finding_table("compared", certificate.findings),
+        "",
+        _finding_table("drift in its own precision", certificate.drift),
+        *(f"note: {note}" for note in certificate.notes),
+        verdict,
+    ]

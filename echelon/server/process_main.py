@@ -2,7 +2,7 @@
 
     python -m echelon.server.process_main        reads one line of JSON from its standard input: what it is, and the secret
 
-It ends when that input ends, so it never outlives whoever started it; `echelon serve` runs the same classes by hand.
+It ends when that input ends, so it never outlives whoever started it; `echelon server start` runs the same classes by hand.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.auth import ADMIN, authenticate
 from echelon.server.protocol.event_loop import parse_address
 
-ADD_SERVER_HINT = "start another with `echelon serve --controller HOST:PORT --secret-file FILE`"
+ADD_SERVER_HINT = "start another with `echelon server start --controller HOST:PORT --secret-file FILE`"
 
 
 def send_request(

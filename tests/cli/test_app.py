@@ -20,6 +20,8 @@ def verbs() -> dict[str, object]:
     """Every verb with its parameters, those of groups as `group verb`."""
     found = {}
     for name, command in get_command(app).commands.items():
+        if command.hidden:
+            continue
         inner = getattr(command, "commands", None)
         found.update({f"{name} {each}": part for each, part in inner.items()} if inner else {name: command})
     return found
@@ -72,6 +74,14 @@ def test_the_documentation_names_every_verb_and_option() -> None:
 )
 def test_wrong_use_is_exit_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_the_former_name_of_server_start_says_where_it_went() -> None:
+    answer = CliRunner().invoke(app, ["serve", "--servers", "2", "--folder", "x"])
+    assert (answer.exit_code, answer.stderr) == (
+        2,
+        "error: `echelon serve` is now `echelon server start`, with the same options\n",
+    )
 
 
 @pytest.mark.parametrize(("error", "code"), [(EchelonError("this, not that"), 2), (LaunchError("rank 1 died"), 1)])

@@ -27,7 +27,7 @@ def cache(*arguments: str) -> str:
 
 
 def test_show_tells_what_is_kept_and_whether_it_holds(folder: Path) -> None:
-    assert "nothing is kept" in cache("show")
+    assert ": empty" in cache("show")
     DocumentCache(folder).put("mine.py:job", Plan(), versions=installed_versions())
     DocumentCache(folder).put("old.py:job", Plan(zero=1), versions={"torch": "1.0"})
     text = cache("show")

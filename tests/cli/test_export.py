@@ -63,7 +63,7 @@ def test_what_cannot_be_exported_is_wrong_use(run: tuple[Path, States], tmp_path
     assert "ends in .safetensors" in export(str(run[0]), str(tmp_path / "model.pt"))[1]
     assert "could not be written" in export(str(run[0]), str(tmp_path / "absent" / "model.safetensors"))[1]
     (run[0] / "checkpoints" / "best.json").unlink()
-    assert "no checkpoint of it was evaluated" in export(str(run[0]), out, "--best")[1]
+    assert "no checkpoint was evaluated" in export(str(run[0]), out, "--best")[1]
     data = next((run[0] / "checkpoints" / "step-00000003").glob("*.bin"))
     data.write_bytes(data.read_bytes()[:-9])
     code, text = export(str(run[0]), out)

@@ -198,12 +198,15 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert not status.exists() or "State:\tZ" in status.read_text()
 
 
+PREPARE = "from echelon.flow.script_calls import prepare_process; prepare_process('train')"
+
+
 @pytest.mark.parametrize(("set_to", "kept"), [(None, "-1"), ("10", "10")])
 def test_torch_keeps_freed_memory_unless_the_user_says_otherwise(set_to: str | None, kept: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "MIMALLOC_PURGE_DELAY"}
     if set_to is not None:
         environment["MIMALLOC_PURGE_DELAY"] = set_to
-    code = "import echelon, os; print(os.environ['MIMALLOC_PURGE_DELAY'])"
+    code = f"{PREPARE}; import os; print(os.environ['MIMALLOC_PURGE_DELAY'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == kept
 
@@ -211,7 +214,7 @@ def test_torch_keeps_freed_memory_unless_the_user_says_otherwise(set_to: str | N
 @pytest.mark.slow
 def test_a_process_that_has_torch_already_is_left_alone() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "MIMALLOC_PURGE_DELAY"}
-    code = "import torch, echelon, os; print(os.environ.get('MIMALLOC_PURGE_DELAY'))"
+    code = f"import torch; {PREPARE}; import os; print(os.environ.get('MIMALLOC_PURGE_DELAY'))"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "None"
 

@@ -1,4 +1,4 @@
-"""`echelon serve` and `echelon server`, as one types them."""
+"""`echelon server`, as one types it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from echelon.server.status import fetch_status
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[tuple[str, Path]]:
-    """`echelon serve` in that folder; the controller's address and the secret's file."""
-    command = [sys.executable, "-m", "echelon", "serve", "--json", "--folder", str(folder), *options]
+    """`echelon server start` in that folder; the controller's address and the secret's file."""
+    command = [sys.executable, "-m", "echelon", "server", "start", "--json", "--folder", str(folder), *options]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -96,17 +96,19 @@ def test_strangers(served: tuple[str, Path], tmp_path: Path) -> None:
     os.chmod(other, 0o600)
     assert "secret" in server("status", "--controller", address, "--secret-file", str(other), code=1)
     assert "is it running" in server("status", "--controller", "127.0.0.1:1", "--secret-file", str(secret), code=1)
-    answer = CliRunner().invoke(app, ["serve", "--controller", address])
+    answer = CliRunner().invoke(app, ["server", "start", "--controller", address])
     assert answer.exit_code == 1
     assert "--secret-file" in answer.output
     os.chmod(other, 0o600)
-    answer = CliRunner().invoke(app, ["serve", "--controller", address, "--secret-file", str(other)])
+    answer = CliRunner().invoke(app, ["server", "start", "--controller", address, "--secret-file", str(other)])
     assert answer.exit_code == 1
     assert "does not hold this job's secret" in answer.output
 
 
 def test_adding_up_needs_workers_in_step(tmp_path: Path) -> None:
-    answer = CliRunner().invoke(app, ["serve", "--aggregate", "--staleness", "2", "--folder", str(tmp_path / "job")])
+    answer = CliRunner().invoke(
+        app, ["server", "start", "--aggregate", "--staleness", "2", "--folder", str(tmp_path / "job")]
+    )
     assert answer.exit_code == 2
     assert "add --staleness 0" in answer.output
 
@@ -126,7 +128,7 @@ def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
         (["--servers", "2", "--replicas", "2"], "with replicas=1, and replicas=2 is asked for"),
         (["--restore", str(tmp_path)], f"{folder}: holds a job already, which goes on where it was"),
     ):
-        answer = CliRunner().invoke(app, ["serve", "--folder", str(folder), *options])
+        answer = CliRunner().invoke(app, ["server", "start", "--folder", str(folder), *options])
         assert answer.exit_code == 1
         assert message in answer.output
 
@@ -140,17 +142,21 @@ def test_a_controller_alone_tells_where_its_secret_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "nan"], "--memory nan: a bound is a number of GiB above 0"),
-        (["--memory", "0"], "--memory 0: a bound"),
-        (["--memory", "inf"], "--memory inf: a bound"),
+        (["--memory", "nan"], "--memory nan: expected a finite number of GiB above 0"),
+        (["--memory", "0"], "--memory 0: expected"),
+        (["--memory", "inf"], "--memory inf: expected"),
         (
             ["--controller", "127.0.0.1:1", "--replicas", "2", "--staleness", "0", "--restore", "kept"],
-            "--replicas, --staleness, --restore: one server joins the controller at 127.0.0.1:1",
+            "--replicas, --restore, --staleness: not an option of one server that joins --controller; leave it out",
         ),
+        (["--expect", "4"], "--expect: not an option of a controller with servers"),
+        (["--name", "s7"], "--name: not an option of a controller with servers"),
+        (["--servers", "0", "--memory", "2"], "--memory: not an option of a controller alone"),
+        (["--controller", "127.0.0.1:1", "--servers", "2"], "--servers: not an option of one server that joins"),
     ],
 )
 def test_what_would_be_ignored_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
-    answer = CliRunner().invoke(app, ["serve", *options, "--secret-file", str(tmp_path / "none")])
+    answer = CliRunner().invoke(app, ["server", "start", *options, "--secret-file", str(tmp_path / "none")])
     assert answer.exit_code == 2
     assert message in answer.output
     assert list(tmp_path.iterdir()) == []

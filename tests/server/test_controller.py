@@ -606,7 +606,7 @@ def test_lost_redundancy_is_said() -> None:
     assert (found["short"], found["owed"]) == (8, 0)
     words = "\n".join(format_summary(found))
     assert "8 shards have 1 of 2 replicas; one more death loses them" in words
-    assert "echelon serve --controller" in words
+    assert "echelon server start --controller" in words
     job.pass_time(1.0, "a")
     assert "if one that was only stopped" in "\n".join(format_summary(make_report(job.core)))
 

@@ -83,14 +83,14 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--on", "moon"], "--on moon: servers run as"),
-        (["--cluster", "10.0.0.1:6379"], "add --on ray"),
-        (["--on", "ray", "--host", "a", "--bind", "0.0.0.0"], "--host, --bind: with --on ray"),
-        (["--on", "ray", "--servers", "0"], "--servers 0: with --on ray"),
+        (["--on", "moon"], "--on moon: expected"),
+        (["--cluster", "10.0.0.1:6379"], "or add --on ray"),
+        (["--on", "ray", "--host", "a", "--bind", "0.0.0.0"], "--bind, --host: not an option of servers on Ray"),
+        (["--on", "ray", "--servers", "0"], "--servers 0: servers on Ray"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], message: str, tmp_path: Path):
-    answer = CliRunner().invoke(app, ["serve", "--folder", str(tmp_path / "job"), *options])
+    answer = CliRunner().invoke(app, ["server", "start", "--folder", str(tmp_path / "job"), *options])
     assert isinstance(answer.exception, SystemExit)
     assert answer.exit_code == 2
     assert message in " ".join(answer.output.split())
@@ -160,7 +160,19 @@ def test_errors_of_workers_and_of_the_cluster_are_told(cluster: Any):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_servers_by_hand_on_a_cluster(cluster: Any, tmp_path: Path):
-    command = [sys.executable, "-m", "echelon", "serve", "--on", "ray", "--cluster", cluster.address, "--servers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "echelon",
+        "server",
+        "start",
+        "--on",
+        "ray",
+        "--cluster",
+        cluster.address,
+        "--servers",
+        "2",
+    ]
     command += ["--shards", "4", "--folder", str(tmp_path / "job"), "--json"]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
     try:

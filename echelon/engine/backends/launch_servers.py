@@ -93,7 +93,7 @@ class ServerLauncher:
             )
             raise ServerError(
                 f"the servers at {external_servers.address} have staleness={actual['staleness']}, aggregate={actual['aggregate']}, and the plan has "
-                f"staleness={'none' if staleness is None else staleness}; start them with `echelon serve ... {options}`, or change the plan"
+                f"staleness={'none' if staleness is None else staleness}; start them with `echelon server start ... {options}`, or change the plan"
             )
 
     def existing_specs(self) -> dict[str, Any]:

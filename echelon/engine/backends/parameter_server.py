@@ -279,7 +279,7 @@ class ParameterServerBackend(AllReduceBackend):
             position = f"within step {server_step}" if has_partial_step else f"at step {server_step}"
             raise ServerError(
                 f"servers={self._launcher.address}: they are {position}, and the checkpoint {folder} at step {step}; start servers with "
-                f"`echelon serve ... --restore {folder}`, or train with --fresh on empty ones"
+                f"`echelon server start ... --restore {folder}`, or train with --fresh on empty ones"
             )
 
     def close(self) -> None:

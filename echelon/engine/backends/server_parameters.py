@@ -104,7 +104,7 @@ class ServerParameters:
             existing_text = f"as {existing[differing]}" if differing in existing else "not at all"
             raise ServerError(
                 f"servers={launcher.address}: they hold another job's {', '.join(sorted(existing)[:3])}: {differing} is there {existing_text}, and here "
-                f"{expected.get(differing, 'not at all')}; start servers of this job's own (`echelon serve`)"
+                f"{expected.get(differing, 'not at all')}; start servers of this job's own (`echelon server start`)"
             )
         return bool(existing)
 

@@ -68,7 +68,7 @@ def connect(
 ) -> Client:
     """Join the job whose controller listens at `address` ("host:port").
 
-    `secret`: of the job, or the file that has it (of `echelon serve`). `worker`: a name that no other worker of the job has.
+    `secret`: of the job, or the file that has it (of `echelon server start`). `worker`: a name that no other worker of the job has.
     `window`: pushes that may be unacknowledged before `push` waits. `timeout`: seconds without a way on (a server that cannot be
     reached and is not replaced) until a call gives up.
     """
