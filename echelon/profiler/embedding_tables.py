@@ -25,19 +25,15 @@ _SERVER_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAd
 _REMEDY = "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
 
 
-def find_tables(
-    job: Job, model: nn.Module, first_trace: StepTrace, second_trace: StepTrace
-) -> tuple[TableProfile, ...]:
+def find_tables(job: Job, model: nn.Module, first: StepTrace, second: StepTrace) -> tuple[TableProfile, ...]:
     """Each table of the model, in its order."""
-    fit, tables = BatchSizeFit(first_trace, second_trace), []
+    fit, tables = BatchSizeFit(first, second), []
     obstacles = find_unservable_tables(job, model)
     optimizer_names = find_table_optimizers(job, model)
     for path, module in model.named_modules():
         if type(module) not in TABLE_MODULES:
             continue
-        small_lookups, large_lookups = (
-            trace.module_totals.get(path, ModuleTotals()).lookup_ids for trace in (first_trace, second_trace)
-        )
+        small, large = (trace.module_totals.get(path, ModuleTotals()).lookup_ids for trace in (first, second))
         rows, row_size = module.weight.shape
         tables.append(
             TableProfile(
@@ -45,7 +41,7 @@ def find_tables(
                 rows=rows,
                 dim=row_size,
                 dtype=str(module.weight.dtype).removeprefix("torch."),
-                lookups=fit.fit_amount(small_lookups, large_lookups) if large_lookups else Amount(),
+                lookups=fit.fit_amount(small, large) if large else Amount(),
                 optimizer=optimizer_names.get(path, ""),
                 unsupported_reason=obstacles.get(path, ""),
             )
@@ -74,11 +70,9 @@ def find_unservable_tables(job: Job, model: nn.Module) -> dict[str, str]:
 
 def find_table_optimizers(job: Job, model: nn.Module) -> dict[str, str]:
     """By path of the table the optimizer that trains it."""
-    optimizer_groups = _find_optimizer_groups(job, model)
+    groups = _find_optimizer_groups(job, model)
     return (
-        {}
-        if isinstance(optimizer_groups, str)
-        else {path: type(optimizer).__name__ for path, (optimizer, _) in optimizer_groups.items()}
+        {} if isinstance(groups, str) else {path: type(optimizer).__name__ for path, (optimizer, _) in groups.items()}
     )
 
 
@@ -113,21 +107,21 @@ def _find_optimizer_groups(job: Job, model: nn.Module) -> dict[str, tuple[Optimi
         raise
     except Exception as error:  # a user's own, which wants parameters with numbers
         return f"{type(error).__name__}: {first_line(error)}"
-    groups_by_parameter = {
+    groups = {
         id(value): (optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for value in group["params"]
     }
-    paths_by_parameter = {
+    paths = {
         (f"{path}.weight" if path else "weight"): path
         for path, module in model.named_modules()
         if type(module) in TABLE_MODULES
     }
     return {
-        path: groups_by_parameter[id(placeholders[name])]
-        for name, path in paths_by_parameter.items()
-        if name in placeholders and id(placeholders[name]) in groups_by_parameter
+        path: groups[id(placeholders[name])]
+        for name, path in paths.items()
+        if name in placeholders and id(placeholders[name]) in groups
     }
 
 

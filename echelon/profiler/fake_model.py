@@ -107,7 +107,7 @@ class FakeModel:
                     torch.no_grad(),
                     self._materialize_glue(list_unit_paths(self.model)),
                 ):
-                    traced_calls = trace_unit_calls(
+                    traced = trace_unit_calls(
                         self.model, partial(forward, self.model, scaled_batch), compute, reads_values=True
                     )
             except EchelonError:
@@ -119,7 +119,7 @@ class FakeModel:
             finally:
                 self._weight_scale = 1.0
             if expected_outputs is None:
-                unit_calls, expected_outputs = traced_calls, outputs
+                unit_calls, expected_outputs = traced, outputs
             elif outputs != expected_outputs:
                 return []
         return unit_calls
@@ -184,11 +184,11 @@ class FakeModel:
             out = forward_unit(*args, **kwargs)
             leaves, spec = tree_flatten(out)
             tensor_indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-            detached_leaves = tuple(
+            detached = tuple(
                 leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
                 for leaf in leaves
             )
-            outputs.append(CallOutput(detached_leaves, spec, tensor_indices))
+            outputs.append(CallOutput(detached, spec, tensor_indices))
             return out
 
         with (
@@ -245,7 +245,7 @@ class FakeModel:
 
     def _make_fake_output(self, out: Any, requires_grad: bool) -> CallOutput:
         leaves, spec = tree_flatten(out)
-        tensor_indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
 
         def make_empty_fake(leaf: Tensor) -> Tensor:
             with self.fake_mode:
@@ -253,7 +253,7 @@ class FakeModel:
             return fake.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
 
         return CallOutput(
-            tuple(make_empty_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, tensor_indices
+            tuple(make_empty_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, indices
         )
 
     def _make_fake_batch(self, batch: Any) -> Any:
@@ -264,15 +264,13 @@ class FakeModel:
 def materialized(module: nn.Module, scale: float = 1.0, excluded_paths: Sequence[str] = ()) -> Iterator[None]:
     """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules
     `excluded_paths` (paths) which it stands."""
-    excluded_module_ids = {
-        id(submodule) for path in excluded_paths for submodule in module.get_submodule(path).modules()
-    }
+    excluded = {id(inner) for path in excluded_paths for inner in module.get_submodule(path).modules()}
     original_tensors: list[tuple[dict[str, Any], str, Any]] = []
     materialized_tensors: dict[int, Tensor] = {}
-    for submodule in module.modules():
-        if id(submodule) in excluded_module_ids:
+    for inner in module.modules():
+        if id(inner) in excluded:
             continue
-        tensor_slots: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+        tensor_slots: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
         for slots in tensor_slots:
             for name, value in slots.items():
                 if isinstance(value, FakeTensor) or isinstance(getattr(value, "data", None), FakeTensor):

@@ -183,20 +183,16 @@ def trace_unit_calls(
     """
     paths = list_unit_paths(model)
     while "" not in paths:
-        tracer, buffer_watch = UnitCallTracer(call_unit), _BufferWatch(model, paths)
+        tracer, watch = UnitCallTracer(call_unit), _BufferWatch(model, paths)
         named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         tracer.buffer_ids = {id(value) for value in model.buffers()}
         with (
-            intercept_unit_calls(model, paths, buffer_watch.wrap_handler(tracer.handle_call)),
+            intercept_unit_calls(model, paths, watch.wrap_handler(tracer.handle_call)),
             _record_called_modules(model) as called_modules,
             tracer,
         ):
             loss = run_step()
-        if (
-            tracer.takes_derivatives
-            or buffer_watch.glue_changed_buffers
-            or (reads_values and buffer_watch.glue_changed_any_buffer)
-        ):
+        if tracer.takes_derivatives or watch.glue_changed_buffers or (reads_values and watch.glue_changed_any_buffer):
             return []
         called_units = {unit_call.path for unit_call in tracer.unit_calls}
         called_parameter_ids = {id(value) for path in called_units for value in model.get_submodule(path).parameters()}
@@ -206,15 +202,15 @@ def trace_unit_calls(
         if not uncalled_units:
             unit_calls = [*tracer.unit_calls, UnitCall("", set(tracer.find_origins(_find_tensors(loss))))]
             for unit_call in tracer.unit_calls:
-                unit_call.changes_buffers = unit_call.path in buffer_watch.changing_units
+                unit_call.changes_buffers = unit_call.path in watch.changing_units
             for name, value in named_tensors:
                 for call_index in tracer.glue_reads.get(id(value), ()):
                     unit_calls[call_index].glue_parameters.add(name)
             changed_buffer_ids = {
                 id(value)
-                for path in buffer_watch.changing_units & called_units
+                for path in watch.changing_units & called_units
                 for value in model.get_submodule(path).buffers()
-            } | buffer_watch.changed_buffer_ids
+            } | watch.changed_buffer_ids
             return [] if changed_buffer_ids & tracer.glue_reads.keys() else unit_calls
         paths = _replace_by_callers(
             [path for path in paths if path in called_units or path in uncalled_units], uncalled_units, called_modules
@@ -288,13 +284,13 @@ def _tensor_version(value: Tensor) -> tuple[int, int]:
 @contextmanager
 def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
     """The modules that are called inside, by path."""
-    called_paths: set[str] = set()
+    called: set[str] = set()
     hooks = [
-        module.register_forward_pre_hook(lambda _, inputs, path=path: called_paths.add(path))
+        module.register_forward_pre_hook(lambda _, inputs, path=path: called.add(path))
         for path, module in model.named_modules()
     ]
     try:
-        yield called_paths
+        yield called
     finally:
         for hook in hooks:
             hook.remove()
@@ -306,12 +302,10 @@ def _find_used_units(paths: list[str], model: nn.Module, loss: Any, called_param
     used_paths = []
     for path in paths:
         parameters = model.get_submodule(path).parameters()
-        own_parameters = [
-            value for value in parameters if value.requires_grad and id(value) not in called_parameter_ids
-        ]
-        if not own_parameters or not first_loss.requires_grad:
+        own = [value for value in parameters if value.requires_grad and id(value) not in called_parameter_ids]
+        if not own or not first_loss.requires_grad:
             continue
-        grads = torch.autograd.grad(first_loss, own_parameters, allow_unused=True, retain_graph=True)
+        grads = torch.autograd.grad(first_loss, own, allow_unused=True, retain_graph=True)
         if any(grad is not None for grad in grads):
             used_paths.append(path)
     return used_paths
@@ -319,20 +313,19 @@ def _find_used_units(paths: list[str], model: nn.Module, loss: Any, called_param
 
 def _replace_by_callers(paths: list[str], uncalled: list[str], called_modules: set[str]) -> list[str]:
     """Replace units that are never called by the modules around them that are, which then swallow the units below them."""
-    called_ancestors = {_find_called_ancestor(path, called_modules) for path in uncalled} - {
+    callers = {_find_called_ancestor(path, called_modules) for path in uncalled} - {
         ""
     }  # the model itself: then it is the glue's
     remaining = [
         path
         for path in paths
-        if path not in uncalled and not any(path.startswith(ancestor + ".") for ancestor in called_ancestors)
+        if path not in uncalled and not any(path.startswith(ancestor + ".") for ancestor in callers)
     ]
     outermost = [
         ancestor
-        for ancestor in called_ancestors
+        for ancestor in callers
         if not any(
-            ancestor != other_ancestor and ancestor.startswith(other_ancestor + ".")
-            for other_ancestor in called_ancestors
+            ancestor != other_ancestor and ancestor.startswith(other_ancestor + ".") for other_ancestor in callers
         )
     ]
     return [*remaining, *outermost]
@@ -352,6 +345,4 @@ def _find_tensors(tree: Any) -> list[Tensor]:
 
 def find_crossing_values(unit_calls: list[UnitCall], stage_start: int) -> list[UnitOutput]:
     """The values that visits from `stage_start` on read of those before it, in a fixed order."""
-    return sorted(
-        {value for unit_call in unit_calls[stage_start:] for value in unit_call.reads if value[0] < stage_start}
-    )
+    return sorted({read for call in unit_calls[stage_start:] for read in call.reads if read[0] < stage_start})

@@ -148,12 +148,7 @@ def classify_optimizers(
     optimizer_classes = []
     with preserve_random_states():
         for index, optimizer in enumerate(optimizers):
-            parameter_names = [
-                names[id(parameter)]
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if id(parameter) in names
-            ]
+            trained = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
             try:
                 reads, draws = _classify_by_trials(job, placeholders, optimizers, index)
                 untried = ""
@@ -165,7 +160,7 @@ def classify_optimizers(
                     reads=reads,
                     draws=draws,
                     untried=untried,
-                    parameters=frozenset(parameter_names),
+                    parameters=frozenset(trained),
                 )
             )
     return tuple(optimizer_classes)
@@ -199,10 +194,10 @@ def _classify_by_trials(
             return reads, False
     if reads != "element":
         return reads, False
-    largest_name = max(options, key=lambda name: placeholders[name].numel(), default=None)
-    if largest_name is not None:
-        large_shapes[largest_name] = _cap_shape(
-            placeholders[largest_name].shape, (_LARGEST_SIDE, _LARGEST_SIDE), _OTHER_SIDE, _LARGE_VECTOR_SIZE
+    largest = max(options, key=lambda name: placeholders[name].numel(), default=None)
+    if largest is not None:
+        large_shapes[largest] = _cap_shape(
+            placeholders[largest].shape, (_LARGEST_SIDE, _LARGEST_SIDE), _OTHER_SIDE, _LARGE_VECTOR_SIZE
         )
     if all(small_shapes[name] == large_shapes[name] for name in options):
         return reads, False
@@ -214,14 +209,10 @@ def _classify_by_trials(
         return "model", False
 
 
-def _cap_shape(
-    shape: Sequence[int], first_sides: Sequence[int], other_side: int, vector_size: int = 0
-) -> tuple[int, ...]:
+def _cap_shape(shape: Sequence[int], sides: Sequence[int], other: int, vector_size: int = 0) -> tuple[int, ...]:
     if len(shape) == 1 and vector_size:
         return (min(shape[0], vector_size),)
-    return tuple(
-        min(size, first_sides[dim] if dim < len(first_sides) else other_side) for dim, size in enumerate(shape)
-    )
+    return tuple(min(size, sides[dim] if dim < len(sides) else other) for dim, size in enumerate(shape))
 
 
 def _group_options_by_parameter(
@@ -295,13 +286,10 @@ class _OptimizerTrials:
         }
         self.rescale_offsets = {name: 3.0 * draw_normal(self.shapes[name]) for name in self.trained_names}
         # Gradients of successive steps have a part in common, as in training: some optimizers estimate their rate from that.
-        common_gradients = {name: draw_normal(self.shapes[name]) for name in self.trained_names}
+        common = {name: draw_normal(self.shapes[name]) for name in self.trained_names}
         for magnitude in self.magnitudes:
             self.gradients.append(
-                {
-                    name: magnitude * (common_gradients[name] + draw_normal(self.shapes[name]))
-                    for name in self.trained_names
-                }
+                {name: magnitude * (common[name] + draw_normal(self.shapes[name])) for name in self.trained_names}
             )
         for name in self.trained_names[::2]:
             self.gradients[-1][name].zero_()
@@ -359,8 +347,8 @@ class _OptimizerTrials:
         optimizer = optimizers[self.optimizer_index]
         _restrict_to_parameters(optimizer, [values[name] for name in names])
         counters, results = _StepCounters(optimizer), []
-        rng_states = torch.get_rng_state(), read_host_random_state()
-        data_pointers = {name: values[name].data_ptr() for name in names}
+        states = torch.get_rng_state(), read_host_random_state()
+        pointers = {name: values[name].data_ptr() for name in names}
         for step, gradients in enumerate(self.gradients):
             if self.has_counter_jumps:
                 counters.advance(
@@ -381,12 +369,8 @@ class _OptimizerTrials:
                 raise _TrialFailedError(_describe_error(error)) from error
             counters.record_step()
             results.append({name: values[name].detach().clone() for name in names})
-        self.replaced_storage |= any(
-            values[name].data_ptr() != data_pointer for name, data_pointer in data_pointers.items()
-        )
-        self.drew_random |= (
-            not torch.equal(rng_states[0], torch.get_rng_state()) or rng_states[1] != read_host_random_state()
-        )
+        self.replaced_storage |= any(values[name].data_ptr() != pointer for name, pointer in pointers.items())
+        self.drew_random |= not torch.equal(states[0], torch.get_rng_state()) or states[1] != read_host_random_state()
         return results
 
 
@@ -429,8 +413,8 @@ def _restrict_to_parameters(optimizer: Optimizer, values: Sequence[nn.Parameter]
     disable_device_kernels(optimizer)
     for group in optimizer.param_groups:
         group["params"] = sorted(
-            (parameter for parameter in group["params"] if id(parameter) in order),
-            key=lambda parameter: order[id(parameter)],
+            (p for p in group["params"] if id(p) in order),
+            key=lambda p: order[id(p)],
         )
         if group.get("lr") == 0:
             group["lr"] = 1e-3  # a schedule raises it

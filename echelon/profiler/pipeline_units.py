@@ -76,12 +76,12 @@ def _has_stable_calls(
     fake_model: FakeModel, example: ExampleBatches, loss: Callable[[nn.Module, Any], Any], expected_paths: Sequence[str]
 ) -> bool:
     """Whether forward calls the same units whatever random numbers it draws, and for other samples where batches hold more than tensors."""
-    other_units = [
+    others = [
         path
         for path in list_unit_paths(fake_model.model)
-        if not any(_is_nested(expected_path, path) for expected_path in expected_paths)
+        if not any(_is_nested(expected, path) for expected in expected_paths)
     ]
-    paths = list(dict.fromkeys([*expected_paths, *other_units]))
+    paths = list(dict.fromkeys([*expected_paths, *others]))
     non_tensor_leaves = [leaf for leaf in tree_leaves(example.batch(1)) if not isinstance(leaf, Tensor | None)]
     batch = example.batch(_BATCH_SIZES[0])
     try:

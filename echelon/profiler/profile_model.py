@@ -189,11 +189,9 @@ def _assemble_profile(
 
 def _find_sharding_obstacle(model: nn.Module, trace: StepTrace) -> str:
     """What happens to parameters and would not happen to the shards of them."""
-    compiled_module = next(
-        (path or "the model" for path, module in model.named_modules() if is_torchscript(module)), None
-    )
-    if compiled_module is not None:
-        return f"{compiled_module} was compiled by torch.jit, and its parameters cannot be replaced"
+    compiled = next((path or "the model" for path, module in model.named_modules() if is_torchscript(module)), None)
+    if compiled is not None:
+        return f"{compiled} was compiled by torch.jit, and its parameters cannot be replaced"
     if trace.mutated_parameter:
         return f"forward changes {trace.mutated_parameter} itself, which shards would not keep"
     hooked_parameter = next((name for name, value in model.named_parameters() if value._backward_hooks), None)
@@ -201,32 +199,30 @@ def _find_sharding_obstacle(model: nn.Module, trace: StepTrace) -> str:
 
 
 def _find_control_flow_risk(
-    small_trace: StepTrace,
-    large_trace: StepTrace,
+    small: StepTrace,
+    large: StepTrace,
     trace_kind: Literal["fake", "real"],
     blocks: Sequence[str],
     example: ExampleBatches,
 ) -> str:
     """Why ranks may run different blocks, or read a block's parameters while it does not run. Ranks have batches and random numbers of
     their own. Which samples call which block cannot be found by trying some of them: it is enough that the code may look."""
-    if small_trace.parameter_read_outside or large_trace.parameter_read_outside:
-        return f"{small_trace.parameter_read_outside or large_trace.parameter_read_outside} is read while its block does not run"
-    non_tensor_leaf = next(
-        (leaf for leaf in tree_leaves(example.batch(2)) if not isinstance(leaf, _VALUE_FREE_TYPES)), None
-    )
-    if non_tensor_leaf is not None:
-        return f"batches hold values of type {type(non_tensor_leaf).__name__}: if they decide which blocks run"
-    idle_block = next(
-        (path for path in blocks if path not in small_trace.module_totals or path not in large_trace.module_totals),
+    if small.parameter_read_outside or large.parameter_read_outside:
+        return f"{small.parameter_read_outside or large.parameter_read_outside} is read while its block does not run"
+    strange = next((leaf for leaf in tree_leaves(example.batch(2)) if not isinstance(leaf, _VALUE_FREE_TYPES)), None)
+    if strange is not None:
+        return f"batches hold values of type {type(strange).__name__}: if they decide which blocks run"
+    idle = next(
+        (path for path in blocks if path not in small.module_totals or path not in large.module_totals),
         None,
     )
-    if idle_block is not None:
-        return f"{idle_block} does not run for every batch: if samples decide that it does"
+    if idle is not None:
+        return f"{idle} does not run for every batch: if samples decide that it does"
     if trace_kind == "real":
         return "the model could not be traced: if its samples decide which blocks run"
-    if small_trace.draws_host_random or large_trace.draws_host_random:
+    if small.draws_host_random or large.draws_host_random:
         return "forward draws Python's or NumPy's random numbers: if they decide which blocks run"
-    if small_trace.module_totals.keys() != large_trace.module_totals.keys():
+    if small.module_totals.keys() != large.module_totals.keys():
         return "other modules run for another batch: if they are whole blocks"
     return ""
 
@@ -368,20 +364,18 @@ def _record_step(
         ]
         tree_map(lambda value: recorder.track_storage(value) if isinstance(value, Tensor) else None, batch)
         rng_state, storage_ids = read_host_random_state(), {name: _storage_id(value) for name, value in tensors.items()}
-        max_norm_parameters = {
-            f"{path}.weight" for path, submodule in model.named_modules() if getattr(submodule, "max_norm", None)
-        }
-        watched_names = dict(model.named_parameters(remove_duplicate=False)).keys() - max_norm_parameters
-        recorder.watch_parameters({name: tensors[name] for name in watched_names if name in tensors}, blocks)
+        max_norm = {f"{path}.weight" for path, module in model.named_modules() if getattr(module, "max_norm", None)}
+        watched = dict(model.named_parameters(remove_duplicate=False)).keys() - max_norm
+        recorder.watch_parameters({name: tensors[name] for name in watched if name in tensors}, blocks)
         with _autocast(job, device), _DoubleBackwardDetector() as derivatives:
             output = call_model(job, model if uses_own_tensors else _ModelWithTensors(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.has_double_backward = derivatives.has_double_backward
         recorder.trace.draws_host_random = read_host_random_state() != rng_state
-        replaced_parameters = (
-            name for name, value in tensors.items() if name in watched_names and _storage_id(value) != storage_ids[name]
+        replaced = (
+            name for name, value in tensors.items() if name in watched and _storage_id(value) != storage_ids[name]
         )
-        recorder.trace.mutated_parameter = recorder.trace.mutated_parameter or next(replaced_parameters, "")
+        recorder.trace.mutated_parameter = recorder.trace.mutated_parameter or next(replaced, "")
         del output
         loss_value = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"

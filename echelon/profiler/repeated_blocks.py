@@ -117,18 +117,14 @@ def shortened_model(model: nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
 
 def is_uniform_in_forward(model: nn.Module, blocks: RepeatedBlocks, run_step: Callable[[], Any]) -> bool:
     """Whether `run_step()`, which computes the loss, treats all blocks alike, and what comes before and after them as with few blocks."""
-    full_glue = _record_glue(model, blocks, blocks.count, run_step)
+    full = _record_glue(model, blocks, blocks.count, run_step)
     with shortened_model(model, blocks):
-        short_glue = _record_glue(model, blocks, TRACED_BLOCKS, run_step)
-    if (
-        full_glue is None
-        or short_glue is None
-        or not all(_safe_equal(full_glue[index], short_glue[index]) for index in (0, 1, -1))
-    ):
+        short = _record_glue(model, blocks, TRACED_BLOCKS, run_step)
+    if full is None or short is None or not all(_safe_equal(full[index], short[index]) for index in (0, 1, -1)):
         return False
-    inner_glue = full_glue[1:-1]
-    return all(_safe_equal(segment, inner_glue[0]) for segment in inner_glue) and all(
-        _safe_equal(segment, inner_glue[0]) for segment in short_glue[1:-1]
+    inner = full[1:-1]
+    return all(_safe_equal(segment, inner[0]) for segment in inner) and all(
+        _safe_equal(segment, inner[0]) for segment in short[1:-1]
     )
 
 
@@ -197,18 +193,16 @@ def _copy_leaf(leaf: Any) -> Any:
 
 def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     """The trace of a model with few blocks as that of all; raises where its blocks do not grow evenly."""
-    forward_ranges, backward_ranges = (
-        _find_block_ranges(trace.calls, blocks, phase) for phase in ("forward", "backward")
-    )
-    forward_growth = _compute_block_growth(trace.calls, blocks, forward_ranges[1], forward_ranges[2], (1, 2))
-    backward_growth = _compute_block_growth(trace.calls, blocks, backward_ranges[2], backward_ranges[1], (2, 1))
+    forward, backward = (_find_block_ranges(trace.calls, blocks, phase) for phase in ("forward", "backward"))
+    forward_growth = _compute_block_growth(trace.calls, blocks, forward[1], forward[2], (1, 2))
+    backward_growth = _compute_block_growth(trace.calls, blocks, backward[2], backward[1], (2, 1))
     extended_calls: list[OpCall] = []
     shift = _ZERO_COUNTERS
     for call_index, op_call in enumerate(trace.calls):
         extended_calls.append(_shift_op_call(op_call, shift, blocks, blocks.num_untraced))
         for (begin, end), growth, direction in (
-            (forward_ranges[2], forward_growth, 1),
-            (backward_ranges[2], backward_growth, -1),
+            (forward[2], forward_growth, 1),
+            (backward[2], backward_growth, -1),
         ):
             if call_index != end - 1:
                 continue
@@ -223,7 +217,7 @@ def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     return replace(
         trace,
         calls=extended_calls,
-        module_totals=_extend_module_totals(trace, blocks, forward_ranges[2], forward_growth),
+        module_totals=_extend_module_totals(trace, blocks, forward[2], forward_growth),
     )
 
 
@@ -236,11 +230,11 @@ def _read_counters(op_call: OpCall) -> _MemoryCounters:
     return op_call.alive_bytes, op_call.saved_bytes, op_call.gradient_bytes, op_call.large_storages
 
 
-def _add_growth(counters: _MemoryCounters, growth: _MemoryCounters, times: int) -> _MemoryCounters:
-    alive_bytes, saved_bytes, gradient_bytes, large_storages = (
-        counter + times * increment for counter, increment in zip(counters, growth, strict=True)
+def _add_growth(before: _MemoryCounters, growth: _MemoryCounters, times: int) -> _MemoryCounters:
+    alive_bytes, saved_bytes, gradients, large = (
+        counter + times * added for counter, added in zip(before, growth, strict=True)
     )
-    return alive_bytes, saved_bytes, gradient_bytes, large_storages
+    return alive_bytes, saved_bytes, gradients, large
 
 
 def _find_block_index(path: str, blocks: RepeatedBlocks) -> int | None:
@@ -261,13 +255,11 @@ def _rename_block(path: str, blocks: RepeatedBlocks, index: int) -> str:
 def _find_block_ranges(op_calls: list[OpCall], blocks: RepeatedBlocks, phase: str) -> list[tuple[int, int]]:
     """For each traced block, from its first call to the first of the next one that comes."""
     first_calls: dict[int, int] = {}
-    phase_end = (
-        max((call_index for call_index, op_call in enumerate(op_calls) if op_call.phase == phase), default=-1) + 1
-    )
-    for call_index, op_call in enumerate(op_calls):
-        block_index = _find_block_index(op_call.path, blocks) if op_call.phase == phase else None
+    phase_end = max((index for index, call in enumerate(op_calls) if call.phase == phase), default=-1) + 1
+    for index, call in enumerate(op_calls):
+        block_index = _find_block_index(call.path, blocks) if call.phase == phase else None
         if block_index is not None:
-            first_calls.setdefault(block_index, call_index)
+            first_calls.setdefault(block_index, index)
     order = list(range(TRACED_BLOCKS)) if phase == "forward" else list(reversed(range(TRACED_BLOCKS)))
     if list(first_calls) != order:
         raise _UnevenBlocksError
@@ -281,24 +273,20 @@ def _compute_block_growth(
     blocks: RepeatedBlocks,
     first_range: tuple[int, int],
     second_range: tuple[int, int],
-    block_indices: tuple[int, int],
+    indices: tuple[int, int],
 ) -> _MemoryCounters:
     """What one block more adds; the calls of two blocks must be the same but for that."""
     first_calls, second_calls = op_calls[slice(*first_range)], op_calls[slice(*second_range)]
     if len(first_calls) != len(second_calls):
         raise _UnevenBlocksError
     growths = []
-    for first_call, second_call in zip(first_calls, second_calls, strict=True):
-        if _normalize_op_call(first_call, blocks, block_indices[0]) != _normalize_op_call(
-            second_call, blocks, block_indices[1]
-        ):
+    for first, second in zip(first_calls, second_calls, strict=True):
+        if _normalize_op_call(first, blocks, indices[0]) != _normalize_op_call(second, blocks, indices[1]):
             raise _UnevenBlocksError
         growths.append(
             tuple(
                 second_value - first_value
-                for first_value, second_value in zip(
-                    _read_counters(first_call), _read_counters(second_call), strict=True
-                )
+                for first_value, second_value in zip(_read_counters(first), _read_counters(second), strict=True)
             )
         )
     first_growth = growths[0]
@@ -332,16 +320,16 @@ def _shift_op_call(
     first_shifted_block = TRACED_BLOCKS - 1 if op_call.phase == "forward" else TRACED_BLOCKS - 2
     if block_index is not None and (is_inserted or block_index >= first_shifted_block):
         path = _rename_block(op_call.path, blocks, block_index + offset)
-    alive, saved, gradient_bytes, large_storages = (
-        counter + increment for counter, increment in zip(_read_counters(op_call), shift, strict=True)
+    alive, saved, gradients, large = (
+        counter + added for counter, added in zip(_read_counters(op_call), shift, strict=True)
     )
     return replace(
         op_call,
         path=path,
         alive_bytes=alive,
         saved_bytes=saved,
-        gradient_bytes=gradient_bytes,
-        large_storages=int(large_storages),
+        gradient_bytes=gradients,
+        large_storages=int(large),
     )
 
 
@@ -353,8 +341,8 @@ def _extend_module_totals(
     flops, moved_bytes = sum(op_call.flops for op_call in op_calls), sum(op_call.moved_bytes for op_call in op_calls)
     extended: dict[str, ModuleTotals] = {}
     for path, totals in trace.module_totals.items():
-        block_index = _find_block_index(path, blocks)
-        if block_index is None:
+        index = _find_block_index(path, blocks)
+        if index is None:
             is_enclosing = not path or blocks.path == path or blocks.path.startswith(path + ".")
             extended[path] = (
                 replace(
@@ -367,13 +355,12 @@ def _extend_module_totals(
                 else totals
             )
             continue
-        extended[
-            _rename_block(path, blocks, block_index + (blocks.num_untraced if block_index == TRACED_BLOCKS - 1 else 0))
-        ] = totals
-        if block_index == TRACED_BLOCKS - 2:
+        extended[_rename_block(path, blocks, index + (blocks.num_untraced if index == TRACED_BLOCKS - 1 else 0))] = (
+            totals
+        )
+        if index == TRACED_BLOCKS - 2:
             extended |= {
-                _rename_block(path, blocks, block_index + offset): totals
-                for offset in range(1, blocks.num_untraced + 1)
+                _rename_block(path, blocks, index + offset): totals for offset in range(1, blocks.num_untraced + 1)
             }
     return extended
 
@@ -388,16 +375,14 @@ def extend_traces(traces: list[StepTrace], blocks: RepeatedBlocks) -> list[StepT
 
 def extend_pipeline_units(units: tuple[PipelineUnit, ...], blocks: RepeatedBlocks) -> tuple[PipelineUnit, ...] | None:
     """Visits of all blocks by those of few; None where blocks differ."""
-    block_positions = [
-        position for position, unit in enumerate(units) if _find_block_index(unit.path, blocks) is not None
-    ]
-    block_units = [units[position] for position in block_positions]
+    positions = [position for position, unit in enumerate(units) if _find_block_index(unit.path, blocks) is not None]
+    block_units = [units[position] for position in positions]
     if [unit.path for unit in block_units] != [
         blocks.block_path(index) for index in range(TRACED_BLOCKS)
-    ] or block_positions != list(range(block_positions[0], block_positions[0] + TRACED_BLOCKS)):
+    ] or positions != list(range(positions[0], positions[0] + TRACED_BLOCKS)):
         return None
     if replace(block_units[2], path=block_units[1].path) != block_units[1]:
         return None
     middle_units = tuple(replace(block_units[2], path=blocks.block_path(index)) for index in range(2, blocks.count - 1))
     last_unit = replace(block_units[3], path=blocks.block_path(blocks.count - 1))
-    return (*units[: block_positions[2]], *middle_units, last_unit, *units[block_positions[3] + 1 :])
+    return (*units[: positions[2]], *middle_units, last_unit, *units[positions[3] + 1 :])

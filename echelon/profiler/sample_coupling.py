@@ -154,9 +154,7 @@ def _list_splits(samples: int) -> list[list[_BatchPart]]:
     if quarter > 1:
         rest = samples - quarter
         part_sizes += [(quarter, rest), (rest, quarter), (quarter, quarter, rest - quarter)]
-    return [
-        [_BatchPart(sum(split[:part_index]), size) for part_index, size in enumerate(split)] for split in part_sizes
-    ]
+    return [[_BatchPart(sum(split[:index]), size) for index, size in enumerate(split)] for split in part_sizes]
 
 
 def _list_buffers(model: nn.Module) -> dict[tuple[str, str], tuple[dict[str, Tensor | None], Tensor | None]]:
@@ -184,8 +182,7 @@ class _Comparison:
         self._model = cast_model(_build_deterministic_model(job), dtype)
         self._deterministic = DeterministicMode(fix_random=True, widen_casts=dtype == torch.float64)
         self._initial_buffers = {
-            buffer_key: None if value is None else value.clone()
-            for buffer_key, (_, value) in _list_buffers(self._model).items()
+            key: None if value is None else value.clone() for key, (_, value) in _list_buffers(self._model).items()
         }
         self.tolerance, self._weigh_by_counts = _GRADIENT_TOLERANCES[dtype], weigh_by_counts
         #: What every call starts from; None: from the first buffers.
@@ -200,16 +197,10 @@ class _Comparison:
         job, model = self._job, self._model
         roots = {"model": model, "buffers": list(model.buffers()), "loss": job.loss, "inputs": job.inputs}
         roots["collate"] = self._example.collate
-        excluded_ids = {
-            id(reached_object) for reached_object in model.parameters() if reached_object.numel() > _MAX_STATE_ELEMENTS
-        }
+        excluded = {id(item) for item in model.parameters() if item.numel() > _MAX_STATE_ELEMENTS}
         if not generators:
-            excluded_ids |= {
-                id(reached_object)
-                for reached_object in find_reachable(roots).values()
-                if isinstance(reached_object, GENERATOR_TYPES)
-            }
-        return Snapshot(roots, excluded_ids=excluded_ids, max_tensor_bytes=_MAX_STATE_BYTES)
+            excluded |= {id(item) for item in find_reachable(roots).values() if isinstance(item, GENERATOR_TYPES)}
+        return Snapshot(roots, excluded_ids=excluded, max_tensor_bytes=_MAX_STATE_BYTES)
 
     def start_from_current_state(self, *, generators: bool = True) -> _Comparison:
         """Itself, with every call from now on made from the present state."""
@@ -221,42 +212,40 @@ class _Comparison:
         state_before = self.snapshot_state()
         self._continue_call(full_batch)
         state_after, buffers = self.snapshot_state(), _list_buffers(self._model)
-        changes_state = any(
-            not _is_equal(value, self._initial_buffers.get(buffer_key)) for buffer_key, (_, value) in buffers.items()
-        )
-        if not changes_state:
+        changes = any(not _is_equal(value, self._initial_buffers.get(key)) for key, (_, value) in buffers.items())
+        if not changes:
             self._continue_call(full_batch)
-            changes_state = state_after.has_changed()
+            changes = state_after.has_changed()
         state_before.restore()
-        return changes_state
+        return changes
 
     def is_coupled_later(self, samples: int) -> bool:
         """Whether the samples of a batch see each other at one of the later calls, each compared with its parts from the same state.
         The next call goes on from what the last part left."""
         deadline = time.thread_time() + _MAX_LATER_SECONDS  # other processes do not count
-        for call_index in range(MAX_LATER_CALLS):
-            full_batch, halves = _split_in_halves(call_index * samples, samples)
-            if self.start_from_current_state().differs_from_parts(full_batch, halves) and self._is_real_difference(
-                call_index, full_batch, halves
+        for call in range(MAX_LATER_CALLS):
+            whole, halves = _split_in_halves(call * samples, samples)
+            if self.start_from_current_state().differs_from_parts(whole, halves) and self._is_real_difference(
+                call, whole, halves
             ):
                 return True
             if time.thread_time() > deadline:
                 return False
         return False
 
-    def _is_real_difference(self, call_index: int, full_batch: _BatchPart, halves: Sequence[_BatchPart]) -> bool:
+    def _is_real_difference(self, call_index: int, whole: _BatchPart, halves: Sequence[_BatchPart]) -> bool:
         """Whether it is neither rounding nor random numbers nor state that could not be put back."""
         with contextlib.suppress(Exception):  # as at the first call: a model may not run in float64
             float64_comparison = self.make_fresh(torch.float64)
             for earlier_call in range(call_index):
                 float64_comparison._continue_call(
-                    _split_in_halves(earlier_call * full_batch.num_samples, full_batch.num_samples)[1][-1]
+                    _split_in_halves(earlier_call * whole.num_samples, whole.num_samples)[1][-1]
                 )
             self._restore_state()  # the loss's, which both have
-            if not float64_comparison.start_from_current_state().differs_from_parts(full_batch, halves):
+            if not float64_comparison.start_from_current_state().differs_from_parts(whole, halves):
                 return False
         self._restore_state()
-        return self.gradient_difference(full_batch, [full_batch._replace(seed=1)]) <= self.tolerance
+        return self.gradient_difference(whole, [whole._replace(seed=1)]) <= self.tolerance
 
     def _continue_call(self, full_batch: _BatchPart) -> None:
         """A call that goes on from what the last one left."""
@@ -290,15 +279,14 @@ class _Comparison:
         self._model.zero_grad(set_to_none=True)
         total, count = self._compute_loss(full_batch, use_counts=use_counts)
         (total / count).backward()
-        full_magnitudes = self._gradient_magnitudes()
+        full = self._gradient_magnitudes()
         # The parts' gradients are taken off again: where they agree with the whole's nothing is left.
         for part in parts:
             total, _ = self._compute_loss(part, use_counts=use_counts)
             (total / -count).backward()
-        magnitude_floor = _GRADIENT_FLOOR * max(full_magnitudes.values(), default=0.0)
+        floor = _GRADIENT_FLOOR * max(full.values(), default=0.0)
         residuals = [
-            (magnitude, max(full_magnitudes.get(name, 0.0), magnitude_floor))
-            for name, magnitude in self._gradient_magnitudes().items()
+            (magnitude, max(full.get(name, 0.0), floor)) for name, magnitude in self._gradient_magnitudes().items()
         ]
         if any(math.isnan(magnitude) for magnitude, _ in residuals):
             return math.nan
@@ -327,10 +315,10 @@ class _Comparison:
                 full_mean = self._loss_on_random_outputs(output, more_samples, _BatchPart(0, len(more_samples)), scale)
                 if not math.isfinite(full_mean.mean):
                     continue
-                reseeded_mean = self._loss_on_random_outputs(
+                reseeded = self._loss_on_random_outputs(
                     output, more_samples, _BatchPart(0, len(more_samples), seed=1), scale
                 )
-                for parts in _list_splits(len(more_samples)) if reseeded_mean == full_mean else ():
+                for parts in _list_splits(len(more_samples)) if reseeded == full_mean else ():
                     if not full_mean.adds_up(
                         [self._loss_on_random_outputs(output, more_samples, part, scale) for part in parts]
                     ):
