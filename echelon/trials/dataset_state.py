@@ -61,30 +61,28 @@ class DatasetState:
                 self._tensor_versions.append((value, value._version))
         # What its functions, classes and objects hold: closures, globals, attributes of classes, iterators.
         roots = {
-            f"part {position}": value
-            for position, value in enumerate(reachable)
+            f"part {index}": value
+            for index, value in enumerate(reachable)
             if _is_code(value) or _holds_iterators(value)
         }
         saved_ids = {id(value) for value, _ in (*self._saved_contents, *self._tensor_versions)}
         self._code_state = Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
-        files = [(value, position) for value in reachable if (position := get_file_position(value)) is not None]
+        files = [(value, index) for value in reachable if (index := get_file_position(value)) is not None]
         self._file_positions = [*files, *self._code_state.file_positions]
         caches = _find_lru_caches(reachable, self._code_state)
         self._cache_infos = [(value, value.cache_info()) for value in caches]
         self._cached_function_state = Snapshot(
-            {f"cached {position}": value.__wrapped__ for position, value in enumerate(caches)},
+            {f"cached {index}": value.__wrapped__ for index, value in enumerate(caches)},
             max_tensor_bytes=_MAX_SETTING_BYTES,
         )
 
     def restore(self, *, with_generators: bool = True) -> None:
         """Have it keep again what it kept; its random generators too, and where it is in files. Files that it closed meanwhile are opened again.
         A `functools.lru_cache` is emptied where it was empty; of others nobody but Python knows what they hold."""
-        reopened = {
-            id(file): _reopen_file(file, saved_position) for file, saved_position in self._file_positions if file.closed
-        }
-        for file, saved_position in self._file_positions:
-            if not file.closed and get_file_position(file) != saved_position:
-                file.seek(saved_position)
+        reopened = {id(file): _reopen_file(file, position) for file, position in self._file_positions if file.closed}
+        for file, position in self._file_positions:
+            if not file.closed and get_file_position(file) != position:
+                file.seek(position)
         with warnings.catch_warnings(
             action="ignore", category=ResourceWarning
         ):  # Python closes files that were opened meanwhile
@@ -191,19 +189,17 @@ def _holds_iterators(value: Any) -> bool:
 
 def _find_lru_caches(reachable: list[Any], code_state: Snapshot) -> list[Any]:
     """Functions and methods with a `functools.lru_cache` that readings may call."""
-    class_attributes = [
-        candidate
+    attributes = [
+        value
         for owner in reachable
         if isinstance(owner, type)
         for base in owner.__mro__
-        for candidate in vars(base).values()
+        for value in vars(base).values()
     ]
-    candidates = [*reachable, *class_attributes, *code_state.unfollowed_values]
+    candidates = [*reachable, *attributes, *code_state.unfollowed_values]
     return list(
         {
-            id(candidate): candidate
-            for candidate in candidates
-            if isinstance(candidate, _lru_cache_wrapper) and is_user_defined(candidate)
+            id(value): value for value in candidates if isinstance(value, _lru_cache_wrapper) and is_user_defined(value)
         }.values()
     )
 

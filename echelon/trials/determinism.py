@@ -264,10 +264,10 @@ def disable_randomness(model: nn.Module) -> list[str]:
 def randomness_disabled(model: nn.Module) -> Iterator[None]:
     """The same for a while."""
     dropout_attributes = [(module, _dropout_attribute(module)) for module in model.modules()]
-    original_values: list[tuple[nn.Module, str, Any]] = [
+    originals: list[tuple[nn.Module, str, Any]] = [
         (module, name, getattr(module, name)) for module, name in dropout_attributes if name
     ]
-    original_values += [
+    originals += [
         (module, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
@@ -277,7 +277,7 @@ def randomness_disabled(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, original_value in original_values:
+        for module, name, original_value in originals:
             setattr(module, name, original_value)
 
 

@@ -50,20 +50,8 @@ from echelon.trials.torch_patches import TorchPatches
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _MIN_SHARED_BYTES = 2**26
 _FUNCTION_FIELDS = ("loss", "inputs", "collate", "optimizer", "lr_schedule")
-_STATE_TYPES = (
-    nn.Module,
-    Tensor,
-    np.ndarray,
-    *GENERATOR_TYPES,
-    list,
-    dict,
-    set,
-    tuple,
-    deque,
-    *BYTE_BUFFER_TYPES,
-    *RECORD_TYPES,
-    ReplayableIterator,
-)
+_CONTAINER_TYPES = (list, dict, set, tuple, deque, *BYTE_BUFFER_TYPES, *RECORD_TYPES)
+_STATE_TYPES = (nn.Module, Tensor, np.ndarray, ReplayableIterator, *GENERATOR_TYPES, *_CONTAINER_TYPES)
 
 
 class IsolatedJob:
@@ -155,10 +143,7 @@ class IsolatedJob:
             factory_state.restore()
         patches.restore()
         self._slot_values = saved_slot_values
-        reuses = any(
-            not isinstance(parameter, FakeTensor) and not parameter.is_meta and id(parameter) not in own_ids
-            for parameter in parameters
-        )
+        reuses = any(not isinstance(p, FakeTensor) and not p.is_meta and id(p) not in own_ids for p in parameters)
         with contextlib.suppress(TypeError):  # what weak references cannot point to is tried again
             _REUSES_BY_FACTORY[factory] = reuses
         return reuses
@@ -192,12 +177,8 @@ def _memo_sharing_data(job: Job) -> dict[int, Any]:
 def _map_counterparts(original: nn.Module, counterpart: nn.Module) -> dict[int, Any]:
     """A memo by which functions that captured parts of one module get those of the other."""
     modules, parameters = dict(counterpart.named_modules()), dict(counterpart.named_parameters())
-    memo: dict[int, Any] = {
-        id(own_part): modules[path] for path, own_part in original.named_modules() if path in modules
-    }
-    return memo | {
-        id(own_part): parameters[name] for name, own_part in original.named_parameters() if name in parameters
-    }
+    memo: dict[int, Any] = {id(part): modules[path] for path, part in original.named_modules() if path in modules}
+    return memo | {id(part): parameters[name] for name, part in original.named_parameters() if name in parameters}
 
 
 def _share_attributes(
@@ -207,14 +188,10 @@ def _share_attributes(
     if original is None or counterpart is None or isinstance(original, torch.jit.ScriptModule):
         return []
     pairs = zip(original.modules(), counterpart.modules(), strict=False)
-    module_pairs = [
-        (own_module, other_module)
-        for own_module, other_module in pairs
-        if not isinstance(own_module, torch.jit.ScriptModule)
-    ]
-    original_attributes = [(own_module, vars(own_module)) for own_module, _ in module_pairs]
-    for own_module, other_module in module_pairs:
-        object.__setattr__(own_module, "__dict__", vars(other_module))
+    kept = [(own, other) for own, other in pairs if not isinstance(own, torch.jit.ScriptModule)]
+    original_attributes = [(own, vars(own)) for own, _ in kept]
+    for own, other in kept:
+        object.__setattr__(own, "__dict__", vars(other))
     return original_attributes
 
 
@@ -224,12 +201,12 @@ def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own
         return memo[id(value)]
     if isinstance(value, (*PLAIN_TYPES, FunctionType, type, ModuleType)):
         return value
-    large_tensors = [
+    large = [
         tensor
         for tensor in _find_tensors(value)
         if _count_bytes(tensor) >= _MIN_SHARED_BYTES and not isinstance(tensor, nn.Parameter)
     ]
-    if any(id(tensor) not in memo for tensor in large_tensors) and not isinstance(value, nn.Module):
+    if any(id(tensor) not in memo for tensor in large) and not isinstance(value, nn.Module):
         return value
     try:
         copied = deep_copy(value, memo)

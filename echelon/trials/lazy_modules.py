@@ -37,6 +37,4 @@ def initialise_lazy(model: nn.Module, job: Job) -> None:
     model.train(training)
     unreached = next((name for name, value in model.named_parameters() if is_lazy(value)), None)
     if unreached is not None:
-        raise JobError(
-            f"{unreached} is lazy and no batch reaches it, so that its size is not known; give its module a size"
-        )
+        raise JobError(f"{unreached} is lazy and no batch reaches it, so its size is unknown; give its module a size")

@@ -22,7 +22,7 @@ def list_modules(model: nn.Module) -> list[tuple[str, str, dict[int, int]]]:
             (
                 path,
                 type(module).__name__,
-                {id(parameter): parameter.numel() * parameter.element_size() for parameter in own_parameters},
+                {id(p): p.numel() * p.element_size() for p in own_parameters},
             )
         )
     return modules

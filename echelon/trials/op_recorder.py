@@ -134,12 +134,10 @@ class OpRecorder(TorchDispatchMode):
                 self.trace.parameter_read_outside = self.trace.parameter_read_outside or name
         if self.trace.mutated_parameter or not func._schema.is_mutable:
             return
-        arguments = (
-            dict(zip((schema_argument.name for schema_argument in func._schema.arguments), args, strict=False)) | kwargs
-        )
-        for schema_argument in func._schema.arguments:
-            if schema_argument.alias_info is not None and schema_argument.alias_info.is_write:
-                for tensor in _find_tensors(arguments.get(schema_argument.name)):
+        arguments = dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | kwargs
+        for item in func._schema.arguments:
+            if item.alias_info is not None and item.alias_info.is_write:
+                for tensor in _find_tensors(arguments.get(item.name)):
                     name, _ = self._watched_parameters.get(_storage_id(tensor), ("", ""))
                     self.trace.mutated_parameter = self.trace.mutated_parameter or name
 

@@ -95,10 +95,8 @@ def find_reachable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = 
 
 def find_unfollowed(nodes: Iterable[Any]) -> list[Any]:
     """What reachable things lead to and is not followed, but plain values."""
-    references = [reference for node in nodes for _, reference in _list_references(node)]
-    return [
-        reference for reference in references if not isinstance(reference, PLAIN_TYPES) and not _is_followed(reference)
-    ]
+    items = [item for node in nodes for _, item in _list_references(node)]
+    return [item for item in items if not isinstance(item, PLAIN_TYPES) and not _is_followed(item)]
 
 
 def _is_followed(value: Any) -> bool:
@@ -197,10 +195,8 @@ def get_slots(value: Any) -> dict[str, Slot]:
     if isinstance(value, type):
         if issubclass(value, Enum | tuple):  # constants
             return {}
-        value_names = [
-            name for name, attribute in vars(value).items() if not name.startswith("__") and not _is_code(attribute)
-        ]
-        return {f".{name}": Slot(value, name) for name in value_names}
+        names = [name for name, item in vars(value).items() if not name.startswith("__") and not _is_code(item)]
+        return {f".{name}": Slot(value, name) for name in names}
     if not is_user_object(value):
         return {}
     slots = {}
@@ -269,10 +265,10 @@ def _is_code(value: Any) -> bool:
 
 def referenced_names(code: CodeType) -> list[str]:
     """The names of globals and attributes that code mentions, with those of functions inside."""
-    inner_names = [
+    inner = [
         name for constant in code.co_consts if isinstance(constant, CodeType) for name in referenced_names(constant)
     ]
-    return list(dict.fromkeys([*code.co_names, *inner_names]))
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def has_cell_value(cell: Any) -> bool:

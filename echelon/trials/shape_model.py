@@ -42,9 +42,9 @@ def call_factory(factory: Callable[[], nn.Module]) -> nn.Module:
     try:
         return factory()
     finally:
-        reachable_after = find_reachable({"model": factory}).values()
+        reachable = find_reachable({"model": factory}).values()
         _FACTORY_MODULES.update(
-            item for item in reachable_after if isinstance(item, nn.Module) and id(item) not in ids_before
+            item for item in reachable if isinstance(item, nn.Module) and id(item) not in ids_before
         )
 
 

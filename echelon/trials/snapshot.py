@@ -53,9 +53,7 @@ class Snapshot:
         )
         #: Open files that are read, each with where it is in them.
         self.file_positions = [
-            (item, file_position)
-            for item in self.unfollowed_values
-            if (file_position := get_file_position(item)) is not None
+            (item, position) for item in self.unfollowed_values if (position := get_file_position(item)) is not None
         ]
         self._saved_slots = [
             (value, {label: slot.value for label, slot in get_slots(value).items()}) for _, value in reached
@@ -103,7 +101,7 @@ class Snapshot:
         for value, saved in self._saved_slots:
             current = get_slots(value)
             if current.keys() != saved.keys() or not all(
-                _is_equal(current[label].value, entry) for label, entry in saved.items()
+                _is_equal(current[name].value, entry) for name, entry in saved.items()
             ):
                 return True
         pairs = [(get_content(value), saved_content) for value, saved_content in self._select_contents(with_generators)]
@@ -267,28 +265,20 @@ def list_pairs(content: Any) -> list[tuple[Any, Any]]:
     return list(content.items() if isinstance(content, dict) else enumerate(content))
 
 
-def _is_equal(first_value: Any, second_value: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     """Whether two values are equal; two objects of the user's never are."""
-    if first_value is second_value:
+    if first is second:
         return True
-    if type(first_value) is not type(second_value):
+    if type(first) is not type(second):
         return False
-    if isinstance(first_value, PLAIN_TYPES):
-        return bool(first_value == second_value or first_value != first_value)
-    if isinstance(first_value, Tensor):
-        return (
-            first_value.shape == second_value.shape
-            and first_value.dtype == second_value.dtype
-            and torch.equal(first_value, second_value)
-        )
-    if isinstance(first_value, np.ndarray):
-        return (
-            first_value.shape == second_value.shape
-            and first_value.dtype == second_value.dtype
-            and first_value.tobytes() == second_value.tobytes()
-        )
-    if isinstance(first_value, list | dict):
-        first_pairs, second_pairs = list_pairs(first_value), list_pairs(second_value)
+    if isinstance(first, PLAIN_TYPES):
+        return bool(first == second or first != first)
+    if isinstance(first, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
+    if isinstance(first, list | dict):
+        first_pairs, second_pairs = list_pairs(first), list_pairs(second)
         return len(first_pairs) == len(second_pairs) and all(
             first_key == second_key and _is_equal(first_item, second_item)
             for (first_key, first_item), (second_key, second_item) in zip(first_pairs, second_pairs, strict=True)

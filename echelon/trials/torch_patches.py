@@ -33,10 +33,10 @@ class TorchPatches:
     def restore(self) -> None:
         """Undo what the user's code changed since: not what echelon replaces for a while."""
         for owner, saved in self._saved_attributes:
-            replaced = [
+            changed = [
                 (name, saved[name]) for name, value in vars(owner).items() if saved.get(name, value) is not value
             ]
-            for name, value in replaced:
+            for name, value in changed:
                 if _is_user_code(vars(owner)[name]):
                     setattr(owner, name, value)
         for name, saved in self._saved_hooks.items():

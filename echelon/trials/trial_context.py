@@ -46,17 +46,13 @@ def preserve_job_state(job: Job) -> Iterator[None]:
     """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
     classes), nothing that its data sets keep, and nothing in torch. Modules are left alone."""
     model = [job.model] if isinstance(job.model, nn.Module) else []
-    model_part_ids = {
-        id(item)
-        for root_module in model
-        for item in (*root_module.modules(), *root_module.parameters(), *root_module.buffers())
-    }
+    part_ids = {id(item) for module in model for item in (*module.modules(), *module.parameters(), *module.buffers())}
     job_fields = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
     roots = {
         name: item for name, item in job_fields.items() if name not in _DATASET_FIELDS or isinstance(item, Dataset)
     }
     snapshot, patches = (
-        Snapshot(roots, excluded_ids=model_part_ids | set(map(id, model)), max_tensor_bytes=_MAX_TENSOR_BYTES),
+        Snapshot(roots, excluded_ids=part_ids | set(map(id, model)), max_tensor_bytes=_MAX_TENSOR_BYTES),
         TorchPatches(),
     )
     try:
