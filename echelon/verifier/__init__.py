@@ -1,17 +1,21 @@
 """Proves that a plan computes what one device computes.
 
-verify.py        run the reference and the plan side by side on every rank and issue the certificate
+verify.py                  choose the reference, run both, certify
+side_by_side.py            run the plan beside its reference on every rank; build_certificate.py: what came of it
 
-Reference
-    reference.py           one device, plain PyTorch, float64; imports nothing from engine/
-    job_reader.py          how it reads a job's optimizers and schedules; reference_data.py: its data
-    choose_reference.py    which reference fits: one device, the host, or another plan (plan_reference.py)
+Reference (imports nothing of engine/)
+    reference.py           one device, plain PyTorch, float64
+    job_reader.py          how it reads a job's optimizers and schedules; reference_data.py, batch_collation.py: its data
+    choose_reference.py    one device, the host, or another plan
     context.py             one proof as rank 0 sees it; single_device.py: against one device
     nondeterminism_scan.py what still draws or rounds with dropout off and casts lifted (trials/determinism.py)
 
 Candidate
     candidate_run.py       the plan's run as every rank sees it
     tensor_checksum.py     two numbers per tensor: do ranks start equal, do replicas stay equal
+    reduced_job.py         a smaller job, if time is short; frozen_data.py: samples read once for all ranks
+    regrouping_check.py    may the loss be split; loss_state_check.py: does it read state that splitting changes
+    staleness.py           how far ahead of the slowest a rank reads from a parameter server
 
 Comparison
     compare.py, compare_outputs.py   how far two sets of tensors are apart
@@ -26,5 +30,6 @@ After a failure
 
 Before and during training
     require_certificate.py a certificate that a run may rely on; fingerprints.py: what it is valid for
-    spot_check.py          recompute random steps of a training on one device
+    spot_check.py          recompute random steps of a training on one device: spot_check_pass.py on the ranks,
+                           spot_check_device.py on rank 0, spot_check_batch.py its samples, forward_state.py what is put back
 """
