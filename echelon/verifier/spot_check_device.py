@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.checkpoint.reachable_state import StateChanges
 from echelon.engine.checkpoint.model_extra_state import has_extra_state
+from echelon.engine.checkpoint.reachable_state import StateChanges
 from echelon.engine.checkpoint.run_attributes import ModelState, set_trainable
 from echelon.engine.full_state import gather_full_tensors
 from echelon.engine.precision import autocast
