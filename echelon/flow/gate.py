@@ -19,9 +19,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from echelon.errors import EchelonError, LaunchError, PlanError, UnshardableStateError, UnverifiedPlanError
+from echelon.errors import (
+    EchelonError,
+    LaunchError,
+    PlanError,
+    UnshardableStateError,
+    UnverifiedPlanError,
+    VerificationError,
+)
 from echelon.flow.deadlock_watchdog import watch_for_deadlock
 from echelon.flow.job_identity import bind_certificate
 from echelon.flow.job_source import JobSource
@@ -236,6 +244,18 @@ def revoke_certificate(job_source: JobSource, certificate: Certificate, reason: 
     run_finding = Finding(kind="run", tensors=1, max_difference=sys.float_info.max, where=reason, bound=0.0)
     findings = (*certificate.findings, run_finding)
     save_certificate(job_source, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
+
+
+def require_certificate(path: str | Path, **scope: Any) -> Certificate:
+    """The certificate in `path`, if it covers `scope` (the arguments of `Certificate.mismatch_reasons`); else every reason why not."""
+    from echelon.plan.certificate import Certificate
+
+    certificate = Certificate.load(path)
+    reasons = certificate.mismatch_reasons(**scope)
+    if reasons:
+        lines = "\n".join(f"  - {reason}" for reason in reasons)
+        raise VerificationError(f"{path} does not cover this run; verify again:\n{lines}")
+    return certificate
 
 
 def _cache_key(job_source: JobSource, plan: Plan) -> str:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import (
-    CheckpointError,
-    DivergenceError,
-    EchelonError,
-    IncompatibleCheckpointError,
-    JobError,
-    TrainingError,
-)
+from echelon.errors import DataError, DivergenceError, EchelonError, TrainingError
 from echelon.events import Event, Listener
+from echelon.flow.checkpoints import Checkpoints
 from echelon.flow.folder_lock import lock_run_folder
-from echelon.flow.gate import Verdict, is_baseline, revoke_certificate
+from echelon.flow.gate import Verdict, is_baseline, require_certificate, revoke_certificate
 from echelon.flow.job_inputs import record_variables
 from echelon.flow.job_source import JobSource
-from echelon.flow.preflight import require_evaluation
 from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.flow.resume import Resumption
 from echelon.flow.resume_hint import resume_instructions
@@ -37,7 +28,6 @@ from echelon.launchers.command import user_command
 from echelon.launchers.local import SECOND_INTERRUPT_MESSAGE
 from echelon.launchers.rank_ipc import report_start
 from echelon.plan.document_cache import installed_versions
-from echelon.plan.input_digests import hash_bytes
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -46,6 +36,7 @@ if TYPE_CHECKING:
     from echelon.data.loader import StepBatch
     from echelon.engine.backends.launch_servers import ExternalServers
     from echelon.engine.step_result import StepResult
+    from echelon.job import Job
     from echelon.plan.certificate import Certificate
     from echelon.verifier.spot_check import SpotChecks
 
@@ -80,16 +71,9 @@ class Trainer:
             self._folder.path, world=world, quiet=settings.quiet, forecast=resolved.forecast
         )
         self._listeners = list(listeners)
-        self._has_started, self._early_warnings = (
-            False,
-            [folder_reason] if folder_reason and world.is_main else list[str](),
-        )
-        self._metrics: dict[str, float] = {}
+        self._has_started = False
+        self._early_warnings = [folder_reason] if folder_reason and world.is_main else []
         self._loss: float | None = None
-        self._evaluated_step = self._saved_step = self._resumed_step = -1
-        #: Of a checkpoint that was written and not told of yet: whether it is the best is known once it is evaluated.
-        self._unreported_checkpoint: tuple[Path, int, float] | None = None
-        self._best_loss: float | None = None
         self._certificate: Certificate | None = None
         self._start_time = time.perf_counter()
 
@@ -127,7 +111,8 @@ class Trainer:
         self._run = run
         run.attributes.is_unproved = self._verdict.certificate is None
         # Only rank 0 looked for a free name; the others follow it.
-        self._folder = RunFolder(Path(run.ranks.all_gather_object(str(self._folder.path))[0]), keep=self._settings.keep)
+        self._folder = RunFolder(Path(run.ranks.broadcast_object(str(self._folder.path))), keep=self._settings.keep)
+        self._checkpoints = Checkpoints(run, self._folder, self._job_source, emit=self._emit, warn=self._warn)
         with contextlib.ExitStack() as exit_stack:
             exit_stack.callback(run.close)
             try:
@@ -138,7 +123,7 @@ class Trainer:
                 self._emit("end", reason="interrupted", seconds=self._elapsed(), message=SECOND_INTERRUPT_MESSAGE)
                 raise KeyboardInterrupt(SECOND_INTERRUPT_MESSAGE) from None
             except Exception as error:
-                self._quarantine_checkpoints(error)
+                self._checkpoints.quarantine(error)
                 if isinstance(error, DivergenceError) and world.is_main and self._verdict.certificate is not None:
                     revoke_certificate(self._job_source, self._verdict.certificate, str(error))
                 error.started = self._has_started  # type: ignore[attr-defined]
@@ -149,10 +134,10 @@ class Trainer:
         return TrainResult(
             steps=run.step_number,
             loss=self._loss,
-            metrics=self._metrics,
+            metrics=self._checkpoints.metrics,
             seconds=self._elapsed(),
             folder=self._folder.path,
-            checkpoint=self._folder.checkpoint_path(self._saved_step) if self._saved_step >= 0 else None,
+            checkpoint=self._checkpoints.newest,
             plan=run.plan,
             certificate=self._certificate,
             interrupted=interrupted,
@@ -162,23 +147,18 @@ class Trainer:
         """All of it; True when asked to stop. Nothing in the folder changes before it is known that the run may go on there."""
         run, is_main = self._run, self._world.is_main
         with run.ranks.raise_on_all_ranks():
-            require_evaluation(self._job_source.job)
+            _require_evaluation(self._job_source.job)
         self._certificate = self._require_certificate() or self._verdict.certificate
         with run.ranks.raise_on_all_ranks():
             if is_main:
                 exit_stack.enter_context(lock_run_folder(self._folder.path))
-        self._load_checkpoint()
-        best_checkpoint = self._folder.best_checkpoint(self._evaluation_digest(), run.step_number)
-        self._best_loss = run.ranks.all_gather_object(best_checkpoint and best_checkpoint[1])[0]
+        resumption = Resumption(run, self._job_source)
+        self._checkpoints.resume(resumption, self._settings)
         with run.ranks.raise_on_all_ranks():
             if is_main:
                 self._write_documents(self._certificate)
-                self._folder.write_record(self._resumption.make_record())
-                folder_warnings = [
-                    *self._folder.clear_leftovers(),
-                    self._folder.drop_stale_best(self._evaluation_digest(), run.step_number),
-                ]
-                self._early_warnings.extend(filter(None, [*folder_warnings, self._scaling_warning()]))
+                self._folder.write_record(resumption.make_record())
+                self._early_warnings += [*self._checkpoints.clear_leftovers(), *self._warn_of_scaling()]
         self._listeners += self._make_observers()
         self._emit("start", **self._start_data())
         self._has_started = True
@@ -189,26 +169,24 @@ class Trainer:
         for warning in (*(self._resolved.warnings if is_main else ()), *self._early_warnings):
             self._warn(warning)
         with stop_on_signal(self._request_stop):
-            interrupted = self._run_steps()
+            interrupted = self._run_steps(resumption)
             self._finish(interrupted)
         return interrupted
 
     def _request_stop(self) -> None:
         self._run.stop_requested = True
 
-    def _scaling_warning(self) -> str:
-        """A warning where the job asks for the number of processes: then it is another job than on one device, and no proof compares the two."""
+    def _warn_of_scaling(self) -> list[str]:
+        """A warning if the job asks for the number of processes: it may be another job then than on one device, and no proof shows that."""
         names = self._job_source.job_inputs.world_sizes
         if not names or self._world.size == 1:
-            return ""
-        return (
+            return []
+        return [
             f"the job reads {', '.join(names)}: if its rate, batch or data depend on the number of processes, it is another job than on one device. "
             "echelon splits the job's batch between ranks, so that nothing has to be scaled"
-        )
+        ]
 
-    # The parts of it
-
-    def _run_steps(self) -> bool:
+    def _run_steps(self, resumption: Resumption) -> bool:
         """Step until the end; True when asked to stop before it."""
         run, last_time = self._run, time.perf_counter()
         # An accelerator is still computing when `step` returns: its result is read one step later, so that it never waits.
@@ -222,7 +200,7 @@ class Trainer:
             ):
                 step = run.step(batch) if spot_checks is None else spot_checks.step(batch)
             if batch.step == first_step:
-                self._record_variables(variables_read)
+                self._record_variables(variables_read, resumption)
             now = time.perf_counter()
             pending.append((batch, step, now - last_time))
             last_time = now
@@ -238,11 +216,11 @@ class Trainer:
                 return True
         return False
 
-    def _record_variables(self, variables_read: set[str]) -> None:
+    def _record_variables(self, variables_read: set[str], resumption: Resumption) -> None:
         """Have the folder's record include environment variables that the first step has read on any rank."""
         variables = set[str]().union(*self._run.ranks.all_gather_object(variables_read))
         if variables and self._world.is_main:
-            self._folder.write_record(self._resumption.make_record(variables))
+            self._folder.write_record(resumption.make_record(variables))
 
     def _make_spot_checks(self) -> SpotChecks | None:
         """Steps that are computed again on one device; None where that is off or would compare the run with itself."""
@@ -251,37 +229,18 @@ class Trainer:
         from echelon.verifier.spot_check import SpotChecks
 
         spot_checks = SpotChecks(self._job_source.job, self._run, self._initial_model, self._resolved.profile)
-        if self._resumed_step > 0:
-            spot_checks.last_agreed_step = min(self._folder.last_checked_step(), self._resumed_step)
+        if self._checkpoints.resumed_step > 0:
+            spot_checks.last_agreed_step = min(self._folder.last_checked_step(), self._checkpoints.resumed_step)
         return spot_checks
 
-    def _record_checked_step(self) -> None:
-        """Record up to which step the checkpoints are known to be right, on rank 0: one process has nothing that it could depart from."""
+    def _note_checked_step(self) -> None:
+        """Note up to which step checkpoints are known to be correct, on rank 0; the baseline has nothing to depart from."""
         if self._spot_checks is not None:
             self._folder.write_checked_step(self._spot_checks.last_agreed_step)
-        elif (
-            is_baseline(self._resolved.plan, self._job_source.job)
-            and self._folder.last_checked_step() >= self._resumed_step
-        ):
-            self._folder.write_checked_step(self._run.step_number)
-
-    def _quarantine_checkpoints(self, error: Exception) -> None:
-        """After a check that failed, on rank 0: checkpoints since the last one that agreed may contain the error."""
-        if not (isinstance(error, DivergenceError) and error.last_agreed_step is not None and self._world.is_main):
             return
-        quarantined = self._folder.quarantine_after(error.last_agreed_step)
-        if quarantined:
-            self._folder.write_checked_step(error.last_agreed_step)
-            remaining = self._folder.list_checkpoints()
-            self._warn(
-                f"step {error.last_agreed_step} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: "
-                f"{', '.join(path.name for path in reversed(quarantined))}; "
-                + (
-                    f"a resumed run goes on from {remaining[0].name}"
-                    if remaining
-                    else "a resumed run starts from the beginning"
-                )
-            )
+        was_correct = self._folder.last_checked_step() >= self._checkpoints.resumed_step
+        if was_correct and is_baseline(self._resolved.plan, self._job_source.job):
+            self._folder.write_checked_step(self._run.step_number)
 
     def _report_step(self, batch: StepBatch, step: StepResult, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
@@ -316,179 +275,77 @@ class Trainer:
         return self._is_finished or self._is_epoch_end or self._is_save_due
 
     def _handle_boundary(self) -> None:
-        """Save when that is due, evaluate at the end of an epoch, and save whenever an evaluation was the best so far.
+        """Save when that is due, evaluate at the end of an epoch, and save the best.
 
-        What is due is saved before it is evaluated, and so is the first that is evaluated at all: an evaluation that fails, as the
-        first one does if any, must not cost what was trained.
+        A checkpoint that is due comes before the evaluation, and so does one before the first evaluation: an evaluation that fails, which
+        the first one does if any, must not cost what was trained.
         """
         from echelon.engine.checkpoint.schedule_state import takes_metric
 
-        is_evaluation_due = self._run.job.eval_data is not None and (self._is_epoch_end or self._is_finished)
-        is_save_due = self._is_finished or self._is_save_due or (is_evaluation_due and self._evaluated_step < 0)
-        # An evaluation that steps a schedule belongs to the step: a checkpoint before it would go on without it.
+        checkpoints, is_final = self._checkpoints, self._is_finished
+        is_evaluation_due = self._run.job.eval_data is not None and (self._is_epoch_end or is_final)
+        is_save_due = is_final or self._is_save_due or (is_evaluation_due and checkpoints.evaluated_step < 0)
+        # An evaluation that steps a schedule belongs to the step: a checkpoint before it would resume without it.
         saves_after_evaluation = is_evaluation_due and any(takes_metric(schedule) for schedule in self._run.schedules)
         if is_save_due and not saves_after_evaluation:
-            self._save(is_final=self._is_finished)
+            checkpoints.save(is_final=is_final)
         if is_evaluation_due:
             try:
                 self._evaluate()
             except Exception:
                 if self._world.size == 1:  # other ranks may be waiting within the evaluation
-                    self._save(is_final=False)
-                self._report_checkpoint()
+                    checkpoints.save(is_final=False)
+                checkpoints.report(self._note_checked_step)
                 raise
         if is_save_due and saves_after_evaluation:
-            self._save(is_final=self._is_finished)
-        if not is_save_due and self._is_best():
-            self._save(is_final=False)
-        self._report_checkpoint()
+            checkpoints.save(is_final=is_final)
+        if not is_save_due and checkpoints.is_best():
+            checkpoints.save(is_final=False)
+        checkpoints.report(self._note_checked_step)
 
     def _evaluate(self) -> None:
-        run, start_time = self._run, time.perf_counter()
-        self._metrics, self._evaluated_step = run.evaluate(), run.step_number
-        self._emit(
-            "evaluation",
-            epoch=self._current_epoch(),
-            metrics=self._metrics,
-            samples=len(run.job.eval_data) if hasattr(run.job.eval_data, "__len__") else None,
-            seconds=time.perf_counter() - start_time,
-        )
-
-    def _is_best(self) -> bool:
-        """Whether these very weights were evaluated, and are the best so far."""
-        loss = self._metrics.get("loss", math.nan)
-        if self._evaluated_step != self._run.step_number or not math.isfinite(loss):
-            return False
-        return self._best_loss is None or loss < self._best_loss
-
-    def _save(self, *, is_final: bool) -> None:
-        run, folder = self._run, self._folder
-        if run.step_number == self._saved_step:
-            return
-        start_time, path = time.perf_counter(), folder.checkpoint_path(run.step_number)
-        if self._world.is_main and os.path.lexists(path):
-            folder.delete_checkpoint(
-                path
-            )  # it could not be read when the run was resumed, so its steps were done again
-        try:
-            size = run.save(path)
-        except CheckpointError as error:
-            if is_final:
-                raise
-            # Hours of work must not end because a disk was full for a while: the next one is tried again.
-            self._warn(f"{error}; training goes on, the last good checkpoint stays")
-            return
-        self._saved_step = run.step_number
-        self._unreported_checkpoint = path, size, time.perf_counter() - start_time
-
-    def _report_checkpoint(self) -> None:
-        """Tell of the checkpoint that was written last, note whether it is the best, and make room."""
-        if self._unreported_checkpoint is None:
-            return
-        (path, size, seconds), self._unreported_checkpoint = self._unreported_checkpoint, None
-        is_best = self._is_best()
-        if is_best:
-            self._best_loss = self._metrics["loss"]
-        if self._world.is_main:
-            if is_best:
-                self._write_best(path)
-            self._record_checked_step()
-            self._folder.prune()
-        self._emit("checkpoint", path=str(path), seconds=seconds, bytes=size, best=is_best)
-
-    def _write_best(self, path: Path) -> None:
-        try:
-            self._folder.write_best(path, self._metrics["loss"], self._evaluation_digest())
-        except OSError as error:  # a full disk: the checkpoint is there
-            self._warn(f"{path}: the best so far, which could not be noted ({error.strerror})")
-
-    def _evaluation_digest(self) -> str:
-        """Digest of what decides an evaluation's loss besides the weights: losses by another one are not comparable."""
-        parts = self._job_source.identity.digests
-        part_names = ("eval_data", "code loss", "code inputs", "code collate")
-        return hash_bytes(json.dumps([parts.get(name) for name in part_names]).encode())
-
-    def _load_checkpoint(self) -> None:
-        """Load the newest checkpoint that is whole; a damaged one is passed over, loudly."""
-        own_checkpoints = self._folder.list_checkpoints() if self._settings.resume else []
-        # What rank 0 sees counts: a network disk may show the others something older.
-        checkpoints = self._run.ranks.all_gather_object([str(path) for path in own_checkpoints])[0]
-        self._resumption = Resumption(self._run, self._job_source)
-        self._resumption.check(self._folder, checkpoints, self._settings.override)
-        reasons = []
-        for checkpoint in checkpoints:
-            try:
-                self._run.load(checkpoint)
-            except IncompatibleCheckpointError:
-                raise
-            except CheckpointError as error:
-                reasons.append(str(error))
-                self._warn(f"{error}; trying the one before")
-                continue
-            self._saved_step = self._resumed_step = self._run.step_number
-            self._require_remaining_steps(checkpoint)
-            self._resumption.apply(self._warn)
-            return
-        if checkpoints:
-            raise CheckpointError(
-                f"{self._folder.checkpoints}: none of {len(checkpoints)} checkpoints can be read; --fresh starts anew beside them:\n"
-                + "\n".join(f"  - {reason}" for reason in reasons)
-            )
-
-    def _require_remaining_steps(self, checkpoint: str) -> None:
-        """A job that ends before the checkpoint does was not meant to go on from it."""
-        step, total_steps = self._run.step_number, self._run.total_steps
-        if step > total_steps:
-            raise JobError(
-                f"{checkpoint}: step {step}, and the job now ends at step {total_steps}: there is nothing left to train; give it more epochs= or "
-                "steps=, or --fresh to start anew in another folder"
-            )
+        start_time = time.perf_counter()
+        self._checkpoints.evaluate()
+        seconds = time.perf_counter() - start_time
+        self._emit("evaluation", **self._checkpoints.evaluation_event(epoch=self._current_epoch(), seconds=seconds))
 
     def _finish(self, interrupted: bool) -> None:
-        run = self._run
-        step, total_steps = run.step_number, run.total_steps
-        if step == self._resumed_step:
+        run, step, spot_checks = self._run, self._run.step_number, self._spot_checks
+        is_old = step == self._checkpoints.resumed_step
+        if is_old:
             self._restore_results()
         else:
             run.check_last_step()
-            self._save(is_final=True)
-            self._report_checkpoint()
+            self._checkpoints.save(is_final=True)
+            self._checkpoints.report(self._note_checked_step)
             self._emit("memory", **self._measure_memory())
-            if self._spot_checks is not None and self._world.is_main:
-                spot_checks = self._spot_checks
-                self._emit(
-                    "checked", count=spot_checks.count, seconds=spot_checks.seconds, left_out=spot_checks.stop_reason
-                )
+            if spot_checks is not None and self._world.is_main:
+                count, seconds, reason = spot_checks.count, spot_checks.seconds, spot_checks.stop_reason
+                self._emit("checked", count=count, seconds=seconds, left_out=reason)
         if interrupted:
-            resume_command = resume_instructions(user_command(), self._folder.path, fresh=not self._settings.resume)
-            reason, message = (
-                "interrupted",
-                f"stopped at step {step} of {total_steps} and saved; go on with: {resume_command}",
-            )
-        elif step == self._resumed_step:
-            reason = "finished"
-            message = (
-                f"already finished at step {step}; --fresh starts anew in another folder, more epochs= or steps= go on"
-            )
+            command = resume_instructions(user_command(), self._folder.path, fresh=not self._settings.resume)
+            message = f"stopped at step {step} of {run.total_steps} and saved; resume with: {command}"
+        elif is_old:
+            message = f"already finished at step {step}; --fresh starts over in another folder, more epochs= or steps= continue"
         else:
-            reason, message = "finished", f"{step} steps; everything is in {self._folder.path}"
+            message = f"{step} steps; everything is in {self._folder.path}"
+        reason = "interrupted" if interrupted else "finished"
         self._emit("end", reason=reason, seconds=self._elapsed(), message=message)
         if self._world.is_main:
             self._write_report()
 
     def _restore_results(self) -> None:
-        """Have the results of a run that was finished before; evaluate where that failed or was killed then."""
-        run, is_main = self._run, self._world.is_main
-        self._loss, metrics = run.ranks.all_gather_object(
-            self._folder.read_last_results(run.step_number) if is_main else None
-        )[0]
-        self._metrics = metrics or {}
+        """Read the results of a run that was finished before; evaluate if that failed or was killed then."""
+        run, is_main, checkpoints = self._run, self._world.is_main, self._checkpoints
+        results = self._folder.read_last_results(run.step_number) if is_main else None
+        self._loss, metrics = run.ranks.broadcast_object(results)
+        checkpoints.metrics = metrics or {}
         has_all_metrics = metrics is not None and {"loss", *run.job.metrics} <= metrics.keys()
         if has_all_metrics or run.job.eval_data is None or not self._is_finished:
             return
         self._evaluate()
-        if self._is_best() and is_main:
-            self._write_best(self._folder.checkpoint_path(run.step_number))
+        if checkpoints.is_best() and is_main:
+            checkpoints.write_best(self._folder.checkpoint_path(run.step_number))
 
     def _write_report(self) -> None:
         from echelon.observer import write_report
@@ -497,8 +354,6 @@ class Trainer:
             write_report(self._folder.path)
         except (EchelonError, OSError) as error:
             self._warn(f"no report was written: {error}")
-
-    # What is told
 
     def _emit(self, kind: str, *, step: int | None = None, **data: Any) -> None:
         number = self._run.step_number if step is None else step
@@ -558,8 +413,6 @@ class Trainer:
     def _require_certificate(self) -> Certificate | None:
         if self._settings.require_certificate is None:
             return None
-        from echelon.verifier.require_certificate import require_certificate
-
         if self._job_source.spec is None:
             raise TrainingError(
                 "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
@@ -568,3 +421,15 @@ class Trainer:
         if certificate.limitation and self._world.is_main:
             self._warn(f"{self._settings.require_certificate} is a weaker proof: {certificate.limitation}")
         return certificate
+
+
+def _require_evaluation(job: Job) -> None:
+    """Refuse evaluation data that cannot be opened, before hours of training."""
+    from echelon.data.open_data import is_stream, open_source
+
+    if job.eval_data is None or is_stream(job.eval_data):
+        return
+    try:
+        open_source(job.eval_data, collate=job.collate, seed=job.seed)
+    except DataError as error:
+        raise DataError(f"eval_data=: {error}") from None

@@ -190,7 +190,7 @@ def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, mo
     assert len(steps) < 2 * 12 * 4, "it went on, and did not begin again"
     # It goes back behind the first step that the error may have reached, although later checkpoints were written.
     found = re.search(
-        r"step (\d+) is the last that was checked.*: (step-.*?); .* goes on from step-0*(\d+)",
+        r"step (\d+) is the last that was checked.*: (step-.*?); .* starts from step-0*(\d+)",
         "\n".join(messages(events, "warning")),
     )
     assert found, "the log names what is set aside"

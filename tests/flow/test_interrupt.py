@@ -79,7 +79,7 @@ def test_the_advice_goes_on_with_the_run(tmp_path: Path, plan: str) -> None:
     wait_for(tmp_path / "my run" / "events.jsonl", '"kind": "step"', process=process)
     code, _, err = end(process, signal.SIGINT)
     assert code == 130, err
-    advice = err.partition("go on with: ")[2].splitlines()[0]
+    advice = err.partition("resume with: ")[2].splitlines()[0]
     assert shlex.split(advice) == [sys.executable, *TRAIN, "--plan", plan]
 
 
@@ -93,7 +93,7 @@ def test_a_fresh_run_goes_on_where_it_was(tmp_path: Path, plan: str) -> None:
     told = json.loads(out)
     assert (code, told["reason"], told["folder"]) == (130, "interrupted", "my run-2")
     events = [json.loads(line) for line in (tmp_path / "my run-2" / "events.jsonl").read_text().splitlines()]
-    words = shlex.split(events[-1]["message"].partition("go on with: ")[2])
+    words = shlex.split(events[-1]["message"].partition("resume with: ")[2])
     assert "--fresh" not in words
     assert words[-3:] == ["--resume", "--out", "my run-2"]
 
@@ -106,7 +106,7 @@ def test_an_interrupted_script_gets_the_result_and_its_own_command(tmp_path: Pat
     assert code == 0, err
     assert out.startswith("TrainResult(interrupted at step ")
     assert out.count("TrainResult") == 1
-    assert f"go on with: {sys.executable} slow.py -x 'a b'\n" in err
+    assert f"resume with: {sys.executable} slow.py -x 'a b'\n" in err
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pytest
 from torch import nn
 
 from echelon.errors import DocumentError, JobError, VerificationError
+from echelon.flow.gate import require_certificate
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.document_cache import installed_versions
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.verifier.fingerprints import job_hash, model_hash, versions
-from echelon.verifier.require_certificate import require_certificate
 
 PLAN = Plan(mesh=Mesh(dp=2), zero=1)
 NOW: dict[str, Any] = {
@@ -71,7 +71,7 @@ def test_every_reason_is_named(tmp_path: Path) -> None:
 
 
 def test_no_certificate_and_one_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="no certificate there; `echelon verify` writes one"):
+    with pytest.raises(DocumentError, match="cannot be read as a certificate"):
         require_certificate(tmp_path / "certificate.json", **NOW)
     (tmp_path / "certificate.json").write_text(GOOD.to_json().replace('"steps": 2', '"steps": 3'))
     with pytest.raises(DocumentError, match="edited by hand or damaged"):
