@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakKeyDictionary
 
-from echelon.errors import JobError
+from echelon.errors import JobError, suggest_name
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,7 @@ class Job:
     weights: str | Path | None = None
 
     def __new__(cls, *positional: Any, **arguments: Any) -> Self:
-        """Answer a wrong name in words; copies are made with nothing given."""
+        """Refuse a wrong name with a hint; copies are made without arguments."""
         job_fields = cls.__dataclass_fields__
         if positional:
             raise JobError(
@@ -69,18 +68,12 @@ class Job:
             )
         for name in arguments:
             if name not in job_fields:
-                close_matches = (
-                    [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, job_fields, 1)
-                )
+                known = _OTHER_NAMES.get(name, "")
                 hint = (
-                    f"did you mean {close_matches[0]}=?" if close_matches else f"its fields are {', '.join(job_fields)}"
+                    f"did you mean {known}=?" if known else suggest_name(f"{name}=", (f"{key}=" for key in job_fields))
                 )
                 raise JobError(f"a Job has no {name}=; {hint}")
-        required = [
-            field_name
-            for field_name, job_field in job_fields.items()
-            if job_field.default is MISSING and job_field.default_factory is MISSING
-        ]
+        required = [key for key, item in job_fields.items() if item.default is MISSING is item.default_factory]
         missing = [f"{name}=" for name in required if name not in arguments]
         if arguments and missing:
             raise JobError(
@@ -268,9 +261,7 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
         total, count = loss
-        if getattr(
-            count, "requires_grad", False
-        ):  # weights that are learned: the mean has a gradient through its count too
+        if getattr(count, "requires_grad", False):  # learned weights: the mean has a gradient through its count too
             return (total / count).reshape(())
         return total.reshape(()), count
     shape = getattr(loss, "shape", None)

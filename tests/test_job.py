@@ -145,7 +145,7 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
         ({"batch": 8}, r"a Job has no batch=; did you mean batch_size=\?"),
         ({"evaluation": [1]}, r"a Job has no evaluation=; did you mean eval_data=\?"),
         ({"max_grad_norm": 1.0}, r"a Job has no max_grad_norm=; did you mean clip_norm=\?"),
-        ({"xyzzy": 8}, r"a Job has no xyzzy=; its fields are model, optimizer, data, batch_size, loss"),
+        ({"xyzzy": 8}, r"a Job has no xyzzy=; known names: model=, optimizer=, data=, batch_size=, loss="),
         (
             {"loss": lambda output: 0},
             r"loss= is called as loss\(output, batch\), and .*test_job.py line \d+ takes \(output\)",

@@ -31,7 +31,6 @@ from echelon.world import World, single_process_variables
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from echelon.engine.process_groups import WorldCommunicator
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
 _WAIT_LIMIT = timedelta(days=365)
@@ -191,15 +190,12 @@ def _share_rank_0_plans(job_source: JobSource, requested: PlanLike, world: World
                     if candidate.plan.ranks == world.size and not candidate.is_fallback
                 ]
                 own_plans = own_plans or [candidate for candidate in candidates if not candidate.is_fallback][-1:]
-        plan_documents = _broadcast(ranks, [(candidate.plan.to_json(), candidate.fallback) for candidate in own_plans])
+        plan_documents = ranks.broadcast_object(
+            [(candidate.plan.to_json(), candidate.fallback) for candidate in own_plans]
+        )
     finally:
         ranks.close()
     return own_plans or [
         ResolvedPlan(plan=Plan.from_json(document, source="the plan of rank 0"), fallback=fallback)
         for document, fallback in plan_documents
     ]
-
-
-def _broadcast(ranks: WorldCommunicator, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    gathered: list[tuple[str, str]] = ranks.all_gather_object(value)[0]
-    return gathered

@@ -88,16 +88,6 @@ def digest_value(
     return ValueDigest(code_hasher.hexdigest(), value_hasher.hexdigest() if walker.has_values else "")
 
 
-def digest_code(value: Any, folder: Path | None = None) -> str:
-    """What a function, a class or a model does."""
-    return digest_value(value, folder, is_model=True).code
-
-
-def digest_data(value: Any) -> str:
-    """What a data set holds, without reading a sample through its own code, which may draw random numbers."""
-    return digest_value(value, include_length=True).code
-
-
 def digest_weights(path: str | Path) -> str:
     """What `weights=` names, by content: a file, an index and its files, or the checkpoint of a folder."""
     from echelon.checkpoint_files.checkpoint_reader import read_manifest

@@ -28,54 +28,7 @@ _SYSTEM_PREFIXES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", "/run/
 #: Variables that differ between ranks, launches, shells or machines, or hold secrets.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _SESSION_VARIABLES = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "ROLE_NAME",
-        "NODE_RANK",
-        "NNODES",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "HOSTNAME",
-        "HOST",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "PATH",
-        "PWD",
-        "OLDPWD",
-        "SHLVL",
-        "_",
-        "TERM",
-        "COLORTERM",
-        "LANG",
-        "LANGUAGE",
-        "COLUMNS",
-        "LINES",
-        "TMPDIR",
-        "TEMP",
-        "TMP",
-        "DISPLAY",
-        "EDITOR",
-        "PAGER",
-        "VIRTUAL_ENV",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-        "LS_COLORS",
-        "MAIL",
-        "TZ",
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "CI",
-        "TOKENIZERS_PARALLELISM",
-    ]
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT", "HOSTNAME", "HOST", "HOME", "USER", "LOGNAME", "SHELL", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLORTERM", "LANG", "LANGUAGE", "COLUMNS", "LINES", "TMPDIR", "TEMP", "TMP", "DISPLAY", "EDITOR", "PAGER", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "LS_COLORS", "MAIL", "TZ", "NO_COLOR", "FORCE_COLOR", "CI", "TOKENIZERS_PARALLELISM"]
 )
 _SESSION_PREFIXES = (
     "ECHELON_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "NCCL_", "GLOO_", "TORCH", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
@@ -84,20 +37,7 @@ _SESSION_PREFIXES = (
 )  # fmt: skip
 #: Libraries that read the environment on a user's behalf.
 _SETTINGS_LIBRARIES = frozenset(
-    [
-        "dotenv",
-        "decouple",
-        "environs",
-        "pydantic_settings",
-        "hydra",
-        "omegaconf",
-        "absl",
-        "click",
-        "typer",
-        "configargparse",
-        "jsonargparse",
-        "environ",
-    ]
+    ["dotenv", "decouple", "environs", "pydantic_settings", "hydra", "omegaconf", "absl", "click", "typer", "configargparse", "jsonargparse", "environ"]
 )
 
 
@@ -168,16 +108,6 @@ def record_variables() -> Iterator[set[str]]:
     with _watch_environment(recorded):
         yield names
     names.update(recorded.variables)
-
-
-@contextmanager
-def pause_recording() -> Iterator[None]:
-    """Our own reads within a recording."""
-    paused, _active_records[:] = list(_active_records), []
-    try:
-        yield
-    finally:
-        _active_records[:] = paused
 
 
 _active_records: list[RecordedInputs] = []

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from echelon.errors import DocumentError, EchelonError
+from echelon.files import atomic_write
 from echelon.flow.run_settings import JobRecord, with_variables
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
@@ -68,10 +69,8 @@ class RunFolder:
 
     def write_record(self, record: JobRecord) -> None:
         """Remember which job trains here."""
-        partial_path = self.path / "job.json.partial"
         try:
-            partial_path.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-            partial_path.replace(self.path / "job.json")
+            atomic_write(self.path / "job.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
         except OSError as error:
             raise unwritable_error(self.path, error) from error
 
@@ -148,15 +147,13 @@ class RunFolder:
 
     def write_best(self, checkpoint: Path, loss: float, evaluation_digest: str) -> None:
         """Remember the best. `evaluation_digest`: digest of what it was evaluated with."""
-        partial_path = self.checkpoints / f"{_BEST_FILE}.partial"
         document = {
             "checkpoint": checkpoint.name,
             "loss": loss,
             "judge": evaluation_digest,
             "manifest": _manifest_digest(checkpoint),
         }
-        partial_path.write_text(json.dumps(document))
-        partial_path.replace(self.checkpoints / _BEST_FILE)
+        atomic_write(self.checkpoints / _BEST_FILE, json.dumps(document))
 
     def last_checked_step(self) -> int:
         """The last step up to which checkpoints are known to be right; 0 where nothing is known."""
@@ -166,9 +163,7 @@ class RunFolder:
 
     def write_checked_step(self, step: int) -> None:
         """Remember it."""
-        partial_path = self.path / f"{_CHECKED_FILE}.partial"
-        partial_path.write_text(json.dumps({"step": step}))
-        partial_path.replace(self.path / _CHECKED_FILE)
+        atomic_write(self.path / _CHECKED_FILE, json.dumps({"step": step}))
 
     def newest_checked(self) -> Path | None:
         """The newest checkpoint that is known to be right."""

@@ -8,9 +8,9 @@ otherwise. A longer or shorter training is no such change: it goes on, with its 
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
+import operator
 import os
 import re
 import sys
@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import IncompatibleCheckpointError, JobError
+from echelon.errors import IncompatibleCheckpointError, JobError, suggest_name
 from echelon.plan.document_cache import user_source_files
 from echelon.plan.input_digests import describe_differences, digest_variable
 
@@ -229,15 +229,11 @@ def changed_settings(
         have_both = isinstance(old_code, list) and isinstance(new_code, list)
         has_named_change = any(name.startswith(prefix) and not name.endswith(_CODE_SUFFIX) for name in changed)
         # Code that differs only in the length, or in a setting that is compared by its own name, is the same.
-        if has_named_change or (have_both and any(map(_equal, old_code, new_code))):  # type: ignore[arg-type]
+        if has_named_change or (have_both and any(map(operator.eq, old_code, new_code))):  # type: ignore[arg-type]
             del changed[f"{prefix}{_CODE_SUFFIX}"]
     return {
         name: pair for name, pair in changed.items() if name not in _LENGTH_SETTINGS and name not in _CHECKED_ON_LOAD
     }
-
-
-def _equal(left: Any, right: Any) -> bool:
-    return bool(left == right)
 
 
 def _without_length(
@@ -390,13 +386,7 @@ def _require_known_names(override: Sequence[str], *settings: Mapping[str, Any]) 
     known_names = {_INPUTS, _SOURCE}.union(*settings)
     for name in override:
         if not any(_is_overridden([name], known_name) for known_name in known_names):
-            close_matches = difflib.get_close_matches(name, sorted(known_names), 1)
-            hint = (
-                f"did you mean {close_matches[0]}?"
-                if close_matches
-                else f"its settings are {', '.join(sorted(known_names))}"
-            )
-            raise JobError(f"override={name}: the job has no such setting; {hint}")
+            raise JobError(f"override={name}: the job has no such setting; {suggest_name(name, sorted(known_names))}")
 
 
 def _diff(old_settings: Mapping[str, Any], new_settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

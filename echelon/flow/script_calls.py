@@ -119,7 +119,7 @@ def prepare_process(entry_point: str) -> World:
     file = file_being_read()
     if file is not None:
         raise JobError(
-            f"echelon.{entry_point} was called while {file} is read, which would run it twice; put the call under "
+            f"echelon.{entry_point} was called while {file} is read, which would run it twice; put it under "
             "if __name__ == '__main__':"
         )
     if "torch" not in sys.modules:

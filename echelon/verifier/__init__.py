@@ -29,6 +29,7 @@ After a failure
     known_bugs.py          what common mistakes would have computed; explain_failure.py: the sentence for each
 
 Before and during training
+    fingerprints.py        what a certificate is valid for
     spot_check.py          recompute random steps of a training on one device: spot_check_pass.py on the ranks,
                            spot_check_device.py on rank 0, spot_check_batch.py its samples, forward_state.py what is put back
 """

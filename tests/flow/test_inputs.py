@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from echelon.errors import VerificationError
 from echelon.flow import gate
-from echelon.flow.job_code import digest_code, digest_data
+from echelon.flow.job_code import digest_value
 from echelon.flow.job_identity import JobIdentity
 from echelon.flow.job_inputs import RecordedInputs, record_inputs
 from echelon.flow.job_source import JobSource
@@ -206,19 +206,19 @@ def _weighed(weight: float) -> Any:
     ],
 )
 def test_functions_and_models_count_by_what_they_do(one: Any, same: Any, other: Any) -> None:
-    assert digest_code(one) == digest_code(same)
-    assert digest_code(one) != digest_code(other)
+    assert digest_value(one, is_model=True).code == digest_value(same, is_model=True).code
+    assert digest_value(one, is_model=True).code != digest_value(other, is_model=True).code
 
 
 def test_data_is_described_without_reading_a_sample() -> None:
     data = Drawing(1.0)
     before = data.generator.bit_generator.state
-    assert digest_data(data) == digest_data(Drawing(1.0))
+    assert digest_value(data, include_length=True).code == digest_value(Drawing(1.0), include_length=True).code
     assert data.generator.bit_generator.state == before
-    assert digest_data(data) != digest_data(Drawing(2.0))
+    assert digest_value(data, include_length=True).code != digest_value(Drawing(2.0), include_length=True).code
     values = torch.arange(4096 * 256, dtype=torch.float32).reshape(4096, 256)
-    assert digest_data(values) != digest_data(values * 2)
-    assert digest_data(values) != digest_data(values[:-1])
+    assert digest_value(values, include_length=True).code != digest_value(values * 2, include_length=True).code
+    assert digest_value(values, include_length=True).code != digest_value(values[:-1], include_length=True).code
 
 
 def test_a_script_without_a_file_has_an_identity_too() -> None:

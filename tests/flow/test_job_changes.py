@@ -25,7 +25,7 @@ import echelon
 from echelon.errors import IncompatibleCheckpointError, JobError
 from echelon.events import Event
 from echelon.flow import job_identity
-from echelon.flow.job_code import digest_code, digest_data
+from echelon.flow.job_code import digest_value
 from echelon.flow.job_source import JobSource
 from echelon.flow.train import train
 from echelon.flow.train_result import TrainResult
@@ -227,9 +227,9 @@ def test_data_counts_whole(values: Any) -> None:
         other[place] = 1 if not isinstance(other[place], tuple) else (torch.ones(2), 0)
         return other
 
-    found = [digest_data(each) for each in (values, changed(7), changed(11))]
+    found = [digest_value(each, include_length=True).code for each in (values, changed(7), changed(11))]
     assert len(set(found)) == 3
-    assert found[0] == digest_data(values)
+    assert found[0] == digest_value(values, include_length=True).code
 
 
 @pytest.mark.slow
@@ -283,8 +283,8 @@ def test_modules_count_by_hooks_and_tensors_that_they_hold() -> None:
         model.register_forward_hook(lambda module, args, output: output * hook)
         return model
 
-    assert digest_code(held(1.0)) == digest_code(held(1.0))
-    assert digest_code(held(1.0)) != digest_code(held(2.0))
+    assert digest_value(held(1.0), is_model=True).code == digest_value(held(1.0), is_model=True).code
+    assert digest_value(held(1.0), is_model=True).code != digest_value(held(2.0), is_model=True).code
 
 
 # The folder's record, and the checkpoints' own
@@ -298,7 +298,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(other / name)
     shutil.copytree(one / name, other / name)
     with pytest.raises(IncompatibleCheckpointError, match=r"another run's.*\n.*optimizer\.lr: 0\.05 then, 0\.01 now"):
-        quick(make(optimizer=rated(0.01)), folder=other)
+        quick(make(optimizer=rated(0.01)), out=other)
 
 
 @pytest.mark.slow
@@ -396,4 +396,4 @@ def test_ids_of_parameters_in_closures_are_no_change(kind: str) -> None:
         return lambda params: SGD([each for each in params if id(each) not in held], lr=0.1)
 
     kept: list[Any] = []
-    assert digest_code(optimizer()) == digest_code(optimizer())
+    assert digest_value(optimizer(), is_model=True).code == digest_value(optimizer(), is_model=True).code
