@@ -1,4 +1,4 @@
-"""Samples into a batch, and a batch into page-locked memory."""
+"""Collates samples as torch does, and pins batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.tree import tree_map
 
 
 def collate(samples: list[Any]) -> Any:
-    """What torch's default_collate gives, for tuples of tensors and numbers in half its time."""
+    """Return what torch's default_collate does, for tuples of tensors and numbers in half the time."""
     if type(samples[0]) is not tuple or get_worker_info() is not None:  # in a worker torch collates into shared memory
         return default_collate(samples)
     return [_collate_column(values) for values in zip(*samples, strict=True)]
@@ -31,5 +31,5 @@ def _collate_column(values: tuple[Any, ...]) -> Any:
 
 
 def pin_batch(batch: Any) -> Any:
-    """The batch in page-locked memory, from which copies to a device run beside the computation."""
+    """Copy the batch to page-locked memory, from which copies to a device overlap with computation."""
     return tree_map(lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf, batch)

@@ -1,4 +1,4 @@
-"""Samples and data sets in words, for error messages."""
+"""Describes samples and data sets in error messages."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from echelon.errors import DataError
 
 
 def type_name(data: Any) -> str:
-    """What a person would call it: its type's name."""
+    """The name of its type."""
     return {"Tensor": "tensor", "ndarray": "array"}.get(type(data).__name__, type(data).__name__)
 
 
 def describe_shape(sample: Any) -> str:
-    """A sample's structure with shapes, as `(float32[3, 32, 32], int)`."""
+    """Describe a sample's structure with shapes, as `(float32[3, 32, 32], int)`."""
     if isinstance(sample, Tensor | np.ndarray):
         return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {describe_shape(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, list | tuple):
-        shown_parts = sample if len(sample) <= 8 else sample[:3]
-        contents = ", ".join(describe_shape(part) for part in shown_parts) + (
-            "" if shown_parts is sample else f", ... {len(sample)} in all"
-        )
+        shown = [describe_shape(part) for part in (sample if len(sample) <= 8 else sample[:3])]
+        contents = ", ".join(shown if len(sample) <= 8 else [*shown, f"... {len(sample)} in all"])
         return f"({contents})" if isinstance(sample, tuple) else f"[{contents}]"
     return type(sample).__name__
 
 
 def collation_error(samples: list[Any], indices: list[int], error: Exception, custom_collate: bool) -> DataError:
-    """Why these samples do not make a batch: the first two that differ, or what they are if they do not. `custom_collate`: by collate=."""
+    """Explain why samples do not collate: name the first two that differ, or describe all of them. `custom_collate`: the job's."""
     shapes = [describe_shape(sample) for sample in samples]
     method = "by the job's collate=" if custom_collate else "as torch does (default_collate)"
     remedy = "repair collate=" if custom_collate else "make them alike (pad, crop, convert), or give the job collate="
@@ -44,14 +42,10 @@ def collation_error(samples: list[Any], indices: list[int], error: Exception, cu
             f"samples {indices[0]} and {indices[mismatch]} cannot be put into one batch {method}: "
             f"sample {indices[0]} is {shapes[0]}, sample {indices[mismatch]} is {shapes[mismatch]}"
         )
-    return DataError(
-        f"{problem}; {remedy} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    )
+    first_line = str(error).partition("\n")[0]
+    return DataError(f"{problem}; {remedy} ({type(error).__name__}: {first_line})")
 
 
 def _format_indices(indices: list[int]) -> str:
-    return (
-        ", ".join(map(str, indices))
-        if len(indices) <= 8
-        else f"{', '.join(map(str, indices[:8]))}, ... ({len(indices)})"
-    )
+    shown = ", ".join(map(str, indices[:8]))
+    return shown if len(indices) <= 8 else f"{shown}, ... ({len(indices)})"

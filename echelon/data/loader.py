@@ -1,4 +1,4 @@
-"""The batches of each step as one data rank needs them: its share of the global batch, cut into micro-batches."""
+"""Batches of each step for one data rank: its share of the global batch, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +19,15 @@ from echelon.data.workers import BatchRequest, read_with_workers
 from echelon.errors import DataError
 from echelon.plan.batch_split import split_batch
 
-#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
+#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares.
 _GATHER_BYTES = 2**21
-#: Shares that are gathered ahead while the device computes: one ready, one being made.
+#: Shares that are gathered ahead while the device computes: one ready, one in progress.
 _PREFETCH_DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: the collated `batch` and how many `samples` of it count (0: a filler that only keeps step)."""
+    """The collated `batch` and how many `samples` of it count (0: a filler that keeps ranks in step)."""
 
     batch: Any
     samples: int
@@ -35,7 +35,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """What one rank computes in one step. `samples` is the global batch's size, `wait_seconds` the seconds that getting it took."""
+    """What one rank computes in one step. `samples`: the global batch's size; `wait_seconds`: how long reading took."""
 
     step: int
     epoch: int
@@ -53,9 +53,9 @@ class _BatchSlice(NamedTuple):
 
 
 class Loader:
-    """Reads, for data rank `rank` of `ranks`, its part of each global batch of `order` in micro-batches of `micro` samples.
+    """Reads a data rank's part of each global batch of `order` in micro-batches.
 
-    `workers`: processes that read ahead; for data sets whose samples are made in Python. `pin`: into page-locked memory.
+    `workers`: processes that read ahead, for data sets whose samples are made in Python. `pin`: into page-locked memory.
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class Loader:
                 f"use dp={order.samples} or less, or more data"
             )
         if order.batch < dp_size:
-            raise DataError(
-                f"a batch of {order.batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
-            )
+            raise small_batch_error(order.batch, dp_size)
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"rank {dp_rank} is not one of {dp_size} data ranks")
         self.source, self.order = source, order
@@ -81,12 +79,12 @@ class Loader:
         self._slices: dict[int, _BatchSlice] = {}  # by the batch's size, of which there are two at most
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
-        """The batches of steps `start` to `stop` (exclusive); a run that begins at `start` sees what an unbroken one would."""
+        """The batches of steps `start` to `stop` (exclusive), the same as in a run from step 0 on."""
         self._check_short_batch(start, stop)
         return self._read_steps(start, stop)
 
     def _check_short_batch(self, start: int, stop: int) -> None:
-        """Refuse now, not at the end of the first epoch, a last batch that is too short for the ranks."""
+        """Refuse a last batch that is too short for the ranks now, not at the end of the first epoch."""
         order, per_epoch = self.order, self.order.steps_per_epoch
         last_size = order.batch_size(per_epoch - 1)
         last_step = start + (per_epoch - 1 - start) % per_epoch  # the first step from `start` on that ends an epoch
@@ -95,7 +93,7 @@ class Loader:
         raise DataError(
             f"step {last_step} is the last of epoch {order.epoch_of(last_step)} and has {last_size} of {order.samples} samples left for "
             f"{self._dp_size} data ranks: each needs at least one; leave them out (drop_last=True), use dp={last_size} or less, "
-            f"or a batch that does not leave so few (batch={_nearest_valid_batch(order, self._dp_size)})"
+            f"or another batch (batch={_nearest_valid_batch(order, self._dp_size)})"
         )
 
     def _read_steps(self, start: int, stop: int) -> Iterator[StepBatch]:
@@ -107,21 +105,13 @@ class Loader:
                 batches = next(fetched_batches)
                 size = order.batch_size(step)
                 micro_batches = tuple(map(MicroBatch, batches, self._find_slice(size).sizes))
-                wait_seconds = time.perf_counter() - start_time
-                yield StepBatch(
-                    step=step,
-                    epoch=order.epoch_of(step),
-                    samples=size,
-                    micro_batches=micro_batches,
-                    wait_seconds=wait_seconds,
-                )
+                epoch, wait = order.epoch_of(step), time.perf_counter() - start_time
+                yield StepBatch(step=step, epoch=epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait)
 
     def _make_request(self, step: int) -> BatchRequest:
         order = self.order
-        batch_slice = self._find_slice(order.batch_size(step))
-        return BatchRequest(
-            order.ids(step, batch_slice.start, batch_slice.stop), batch_slice.sizes, order.epoch_of(step)
-        )
+        part = self._find_slice(order.batch_size(step))
+        return BatchRequest(order.ids(step, part.start, part.stop), part.sizes, order.epoch_of(step))
 
     def _find_slice(self, size: int) -> _BatchSlice:
         batch_slice = self._slices.get(size)
@@ -135,21 +125,19 @@ class Loader:
 def evaluation_batches(
     source: Source, *, dp_rank: int, dp_size: int, batch_size: int, pin: bool = False, workers: int = 0
 ) -> Iterator[MicroBatch]:
-    """Every sample of `source` exactly once over all ranks: rank after rank a consecutive share, `batch_size` samples at a time.
+    """Read every sample of `source` exactly once over all ranks: each rank a consecutive share, `batch_size` samples at a time.
 
-    All ranks give the same number of micro-batches, because the forward of a sharded model needs every rank: one that has
-    run out gives a single sample that counts as none (`samples=0`).
+    All ranks yield the same number of micro-batches, because the forward of a sharded model needs every rank: one that has run out yields
+    a sample that does not count (`samples=0`).
     """
     if batch_size < 1:
         raise ValueError(f"size={batch_size}: an evaluation batch has at least one sample")
-    # Cut as packed files are: ranks whose number divides them read their own.
+    # Cut as packed files are: ranks whose number divides the files read their own.
     first_id, end_id = (boundary * len(source) // dp_size for boundary in (dp_rank, dp_rank + 1))
-    rounds = -(-len(source) // dp_size) // batch_size + bool(-(-len(source) // dp_size) % batch_size)
-    spans = [
-        (min(first_id + round_index * batch_size, end_id), min(first_id + (round_index + 1) * batch_size, end_id))
-        for round_index in range(rounds)
-    ]
-    filler_id = max(end_id - 1, 0)  # one of its own, where it has any
+    rounds = -(-len(source) // (dp_size * batch_size))
+    bounds = [min(first_id + index * batch_size, end_id) for index in range(rounds + 1)]
+    spans = list(pairwise(bounds))
+    filler_id = max(end_id - 1, 0)  # one of its own, if it has any
     requests = (_make_evaluation_request(start, stop, filler_id) for start, stop in spans)
     with closing(_fetch_batches(source, requests, pin=pin, workers=workers)) as fetched_batches:
         for (start, stop), batches in zip(spans, fetched_batches, strict=True):
@@ -169,32 +157,27 @@ def _fetch_batches(
     if source.supports_gather:
         # A gather is one memory copy: a worker process would only add two more.
         return _fetch_in_thread(source, requests) if pin else _fetch_inline(source, requests, pin)
-    return (
-        read_with_workers(source, requests, pin=pin, workers=workers)
-        if workers
-        else _fetch_inline(source, requests, pin)
-    )
+    if workers:
+        return read_with_workers(source, requests, pin=pin, workers=workers)
+    return _fetch_inline(source, requests, pin)
 
 
 def _fetch_inline(source: Source, requests: Iterator[BatchRequest], pin: bool) -> Generator[list[Any]]:
-    for request_group in _group_requests(requests, _GATHER_BYTES / source.sample_bytes):
-        if len(request_group) == 1:
-            yield source.read_micro_batches(
-                request_group[0].ids, request_group[0].sizes, request_group[0].epoch, pin=pin
-            )
+    for group in _group_requests(requests, _GATHER_BYTES / source.sample_bytes):
+        if len(group) == 1:
+            yield source.read_micro_batches(group[0].ids, group[0].sizes, group[0].epoch, pin=pin)
             continue
-        sizes = [size for request in request_group for size in request.sizes]
-        micro_batches = iter(
-            source.read_micro_batches(
-                np.concatenate([request.ids for request in request_group]), sizes, request_group[0].epoch, pin=pin
-            )
+        ids, sizes = (
+            np.concatenate([request.ids for request in group]),
+            [size for request in group for size in request.sizes],
         )
-        for request in request_group:
+        micro_batches = iter(source.read_micro_batches(ids, sizes, group[0].epoch, pin=pin))
+        for request in group:
             yield list(islice(micro_batches, len(request.sizes)))
 
 
 def _prefetch_requests(source: Source, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
-    """The same requests, each told to the source some steps before it is read."""
+    """Announce each request to the source some steps before it is read."""
     pending_requests: deque[BatchRequest] = deque()
     for request in requests:
         source.prefetch(request.ids)
@@ -205,7 +188,7 @@ def _prefetch_requests(source: Source, requests: Iterator[BatchRequest]) -> Iter
 
 
 def _group_requests(requests: Iterator[BatchRequest], max_samples: float) -> Iterator[list[BatchRequest]]:
-    """Requests that are read together: as many as have no more than `max_samples` samples, one at least."""
+    """Group requests to read together: up to `max_samples` samples, at least one request."""
     request_group: list[BatchRequest] = []
     sample_count = 0
     for request in requests:
@@ -219,24 +202,31 @@ def _group_requests(requests: Iterator[BatchRequest], max_samples: float) -> Ite
 
 
 def _fetch_in_thread(source: Source, requests: Iterator[BatchRequest]) -> Generator[list[Any]]:
-    """Gathered ahead by a thread, for a device that computes meanwhile (on a CPU it would take a core from the computation).
+    """Gather ahead in a thread while a device computes (on a CPU it would take a core from the computation).
 
-    Only for sources that draw no random numbers: another thread's draws would land in the training's.
+    Only for sources that draw no random numbers: another thread's draws would get into the training's.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="echelon-data") as executor:
-        pending_batches: deque[Any] = deque()
+        pending: deque[Any] = deque()
         for request in requests:
-            pending_batches.append(
+            pending.append(
                 executor.submit(source.read_micro_batches, request.ids, request.sizes, request.epoch, pin=True)
             )
-            if len(pending_batches) > _PREFETCH_DEPTH:
-                yield pending_batches.popleft().result()
-        while pending_batches:
-            yield pending_batches.popleft().result()
+            if len(pending) > _PREFETCH_DEPTH:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def small_batch_error(batch: int, dp_size: int) -> DataError:
+    """A global batch of fewer samples than data ranks."""
+    return DataError(
+        f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
+    )
 
 
 def _nearest_valid_batch(order: Order, ranks: int) -> int:
-    """The batch next to the wanted one whose last step feeds all ranks."""
+    """Find the batch nearest to the order's whose last step feeds all ranks."""
     for distance in count():
         for batch in (order.batch - distance, order.batch + distance):
             if ranks <= batch <= order.samples and not 0 < order.samples % batch < ranks:

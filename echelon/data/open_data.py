@@ -84,15 +84,14 @@ def _require_dataset(data: Any) -> None:
 
 def open_if_packed(data: Any) -> Any:
     """Open `data` if it is the folder or URL of a packed data set; return anything else as it is."""
-    is_url = isinstance(data, str) and "://" in data
-    if is_url or (
-        isinstance(data, str | Path)
-        and any((Path(data) / name).is_file() for name in ("manifest.json", "packing.json"))
-    ):
-        from echelon.data.packed.reader import Packed
+    if not isinstance(data, str | Path):
+        return data
+    is_url = "://" in data if isinstance(data, str) else False
+    if not is_url and not any((Path(data) / name).is_file() for name in ("manifest.json", "packing.json")):
+        return data
+    from echelon.data.packed.reader import Packed
 
-        return Packed(data)
-    return data
+    return Packed(data)
 
 
 def _is_packed(data: Any) -> bool:
@@ -125,7 +124,5 @@ def _subset_rows(data: Any) -> np.ndarray | None:
     selected = np.asarray(data.indices, dtype=np.int64)
     invalid = selected[(selected < -length) | (selected >= length)]
     if len(invalid):
-        raise DataError(
-            f"Subset has the index {invalid[0]}, its data set {length} samples: make the Subset of this data set"
-        )
+        raise DataError(f"Subset has the index {invalid[0]}, its data set {length} samples: give it this data set")
     return selected % length if rows is None else rows[selected]

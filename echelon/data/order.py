@@ -1,7 +1,7 @@
 """Which samples are in the global batch of each step. Pure: the seed decides, never the number of ranks.
 
-The samples are dealt into `lanes`, consecutive parts of equal size. Each lane is shuffled by itself and gives the same part of
-every batch: ranks whose number divides the lanes read from their own lanes only, and the order is the same for all of them.
+The samples are split into `lanes`, consecutive parts of equal size. Each lane is shuffled separately and fills the same part of every
+batch: ranks whose number divides the lanes read only from their own lanes, and the order is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from echelon.errors import DataError
 
 #: Up to this many samples an epoch's order is a table (32 MB); above, a formula.
 _MAX_TABLE_SAMPLES = 2**22
-#: Numbers that are worked out at once, where they are not in a table.
+#: Numbers that are computed at once where they are not in a table.
 _IDS_PER_CHUNK = 2**16
+
+_Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The order in which a training visits `samples` samples, `batch` at a time; steps count from 0 over all epochs."""
+    """The order in which a training visits its samples, `batch` at a time; steps count from 0 over all epochs."""
 
     samples: int
     batch: int
     seed: int = 0
     shuffle: bool = True
-    #: Leave out the last batch of an epoch where it is short, instead of training on it as it is.
+    #: Leave out the last batch of an epoch if it is short.
     drop_last: bool = False
-    #: Parts of the data that ranks may own; the batch is dealt over as many of them as divide it.
+    #: Parts of the data that ranks may own; the batch is split over as many of them as divide it.
     lanes: int = 1
-    #: Shuffle so many files of a lane at a time, of `files` in all, instead of the whole lane (None): fewer are needed at once.
+    #: Shuffle this many files of a lane at a time, of `files` in total; None: the whole lane.
     window: int | None = None
     files: int = 1
-    # What was worked out last. Two of each: one epoch may be fetched ahead while another is trained on.
-    _table_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _chunk_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What was computed last. Two of each: one epoch may be prefetched while another is trained on.
+    _table_cache: dict[_Key, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chunk_cache: dict[_Key, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch", "lanes", "files"):
@@ -52,13 +54,13 @@ class Order:
             )
         if self.drop_last and self.samples < self.batch:
             raise DataError(
-                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}, and drop_last leaves out what does not: "
-                f"no batch remains; use a batch of at most {self.samples}, or keep the short batch"
+                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}, and drop_last "
+                f"leaves no other; use a batch of at most {self.samples}, or keep the short batch"
             )
 
     @property
     def rule(self) -> str:
-        """How samples are ordered, in words: for the same samples, batch and seed, an equal rule is an equal order."""
+        """How samples are ordered: for the same samples, batch and seed, an equal rule means an equal order."""
         return ", ".join(self._rule_parts())
 
     def _rule_parts(self) -> list[str]:
@@ -93,47 +95,42 @@ class Order:
                 f"positions {start} to {stop} of step {step} are outside its batch of {self.batch_size(step)}"
             )
         epoch, batch_index = divmod(step, self.steps_per_epoch)
-        first_position = batch_index * self.batch
+        first = batch_index * self.batch
         if not self.shuffle:
-            return np.arange(first_position + start, first_position + stop, dtype=np.int64)
+            return np.arange(first + start, first + stop, dtype=np.int64)
         lanes = gcd(self.lanes, self.batch)
         if lanes == 1 and self.window is None and self.samples <= _MAX_TABLE_SAMPLES:
-            return self._get_table(epoch, self.samples)[first_position + start : first_position + stop]
+            return self._get_table(epoch, self.samples)[first + start : first + stop]
         if start == stop:
             return np.empty(0, np.int64)
         if batch_index == self.samples // self.batch:
             return self._short_batch_ids(epoch, start, stop, lanes)
-        batches_per_chunk = max(1, _IDS_PER_CHUNK // (stop - start))
-        chunk = batch_index // batches_per_chunk
+        chunk_size = max(1, _IDS_PER_CHUNK // (stop - start))
+        chunk, row = divmod(batch_index, chunk_size)
         key = epoch, chunk, start, stop
         cached = self._chunk_cache.get(key)
         if cached is None:
-            cached = self._compute_chunk(
-                epoch, chunk * batches_per_chunk, (chunk + 1) * batches_per_chunk, start, stop, lanes
-            )
+            batches = range(chunk * chunk_size, min((chunk + 1) * chunk_size, self.samples // self.batch))
+            cached = self._compute_chunk(epoch, batches, start, stop, lanes)
             _add_to_cache(self._chunk_cache, key, cached, 2)
-        return cached[batch_index - chunk * batches_per_chunk]
+        return cached[row]
 
-    def _compute_chunk(
-        self, epoch: int, first_batch: int, end_batch: int, start: int, stop: int, lanes: int
-    ) -> np.ndarray:
-        """Positions `start` to `stop` of the whole batches from `first_batch` to `end_batch` of an epoch, one batch per row."""
-        end_batch = min(end_batch, self.samples // self.batch)
+    def _compute_chunk(self, epoch: int, batches: range, start: int, stop: int, lanes: int) -> np.ndarray:
+        """Compute positions `start` to `stop` of consecutive full batches of an epoch, one batch per row."""
         lane_batch = self.batch // lanes
-        chunk_ids = np.empty((end_batch - first_batch, stop - start), np.int64)
+        chunk_ids = np.empty((len(batches), stop - start), np.int64)
         for lane in range(start // lane_batch, (stop - 1) // lane_batch + 1):
-            low, high = max(start, lane * lane_batch), min(stop, (lane + 1) * lane_batch)
-            # Those of this share alone: the others of a batch may be many times as many.
-            positions = np.arange(first_batch, end_batch)[:, None] * lane_batch + np.arange(
-                low - lane * lane_batch, high - lane * lane_batch
-            )
+            first = lane * lane_batch
+            low, high = max(start, first), min(stop, first + lane_batch)
+            # Only those of this share: a batch may have many times as many.
+            positions = np.array(batches)[:, None] * lane_batch + np.arange(low - first, high - first)
             ids = self._lane_ids(epoch, lane, lanes, positions.reshape(-1))
-            chunk_ids[:, low - start : high - start] = ids.reshape(end_batch - first_batch, high - low)
+            chunk_ids[:, low - start : high - start] = ids.reshape(len(batches), high - low)
         chunk_ids.flags.writeable = False
         return chunk_ids
 
     def _short_batch_ids(self, epoch: int, start: int, stop: int, lanes: int) -> np.ndarray:
-        """Positions of the short batch: what whole batches left in each lane, lane after lane."""
+        """Compute positions of the short batch: what full batches left in each lane, lane after lane."""
         consumed = self.samples // self.batch * (self.batch // lanes)
         parts = []
         for lane in range(lanes):
@@ -141,29 +138,25 @@ class Order:
             offset = lane_start - lane * consumed  # samples that the lanes before this one have left
             low, high = max(start, offset), min(stop, offset + lane_end - lane_start - consumed)
             if low < high:
-                parts.append(
-                    self._lane_ids(epoch, lane, lanes, np.arange(consumed + low - offset, consumed + high - offset))
-                )
+                positions = consumed - offset + np.arange(low, high)
+                parts.append(self._lane_ids(epoch, lane, lanes, positions))
         return np.concatenate(parts)
 
     def _lane_ids(self, epoch: int, lane: int, lanes: int, positions: np.ndarray) -> np.ndarray:
-        """The samples at `positions`, which ascend, of a lane's own order."""
+        """The samples at ascending `positions` of a lane's own order."""
         lane_start, lane_end = _part_start(lane, self.samples, lanes), _part_start(lane + 1, self.samples, lanes)
         if self.window is None:
-            return lane_start + self._permute(
-                (epoch, lane) if lanes > 1 else (epoch,), lane_end - lane_start, positions
-            )
+            key = (epoch, lane) if lanes > 1 else (epoch,)
+            return lane_start + self._permute(key, lane_end - lane_start, positions)
         lane_files = self.files // lanes
         file_order = self._get_table(epoch, lane, -1, lane_files)
         parts, offset = [], 0
         for window_index in range(-(-lane_files // self.window)):
-            window_files = lane * lane_files + file_order[window_index * self.window : (window_index + 1) * self.window]
-            file_starts = np.array(
-                [_part_start(int(file_index), self.samples, self.files) for file_index in window_files]
-            )
+            first = window_index * self.window
+            window_files = (lane * lane_files + file_order[first : first + self.window]).tolist()
+            file_starts = np.array([_part_start(file, self.samples, self.files) for file in window_files])
             file_sizes = (
-                np.array([_part_start(int(file_index) + 1, self.samples, self.files) for file_index in window_files])
-                - file_starts
+                np.array([_part_start(file + 1, self.samples, self.files) for file in window_files]) - file_starts
             )
             window_samples = int(file_sizes.sum())
             low, high = np.searchsorted(positions, (offset, offset + window_samples))
@@ -176,20 +169,20 @@ class Order:
         return np.concatenate(parts)
 
     def _permute(self, key: tuple[int, ...], samples: int, positions: np.ndarray) -> np.ndarray:
-        """What stands at `positions` of `samples` numbers in the random order of `key`."""
+        """The numbers at `positions` of the random order of `samples` numbers by `key`."""
         if not self._uses_formula(samples):
             return self._get_table(*key, samples)[positions]
         return FeistelPermutation(samples, self.seed, *key).at(positions)
 
     def _uses_formula(self, samples: int) -> bool:
-        """Whether parts of `samples`, one of each lane, are too much for tables."""
+        """Whether parts of `samples`, one per lane, are too many for tables."""
         return (self.samples if self.window is None else samples * self.lanes) > _MAX_TABLE_SAMPLES
 
     def _get_table(self, *key: int) -> np.ndarray:
         table = self._table_cache.get(key)
         if table is None:
             table = random_permutation(key[-1], self.seed, *key[:-1])
-            # Each lane has its own; of a window also the order of its files.
+            # One per lane, and with windows one for the order of its files.
             _add_to_cache(self._table_cache, key, table, 2 * self.lanes * (1 if self.window is None else 2))
         return table
 
@@ -198,23 +191,22 @@ class Order:
 class BucketedOrder(Order):
     """An order whose batches hold samples of similar length, so that little is padded.
 
-    Of each `pool_size` consecutive batches the samples are sorted by length, cut into batches again, and these are visited in random
-    order. Each sample stays in its epoch and its pool; the short batch at the end stays as it is.
+    The samples of each `pool_size` consecutive batches are sorted by length and cut into batches again, which are visited in random
+    order. Each sample stays in its epoch and its pool; the short batch at the end does not change.
     """
 
     lengths: np.ndarray = field(repr=False, compare=False)
     pool_size: int = 32
-    _pool_cache: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _pool_cache: dict[_Key, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Order.__post_init__(self)
         if len(self.lengths) != self.samples or self.pool_size < 1:
-            raise DataError(
-                f"{len(self.lengths):,} lengths for {self.samples:,} samples in pools of {self.pool_size}: give one for each"
-            )
+            counts = f"{len(self.lengths):,} lengths for {self.samples:,} samples"
+            raise DataError(f"{counts} in pools of {self.pool_size}: give one length per sample")
 
     def _rule_parts(self) -> list[str]:
-        # Another column of the same samples has other lengths: an order of its own.
+        # Another column of the same samples has other lengths, and so another order.
         lengths = hashlib.blake2b(np.ascontiguousarray(self.lengths, np.int64).data, digest_size=8).hexdigest()
         return [*Order._rule_parts(self), f"alike in length ({lengths}) in pools of {self.pool_size} batches"]
 
@@ -230,9 +222,8 @@ class BucketedOrder(Order):
             steps = range(first_batch, min(first_batch + self.pool_size, full_batches))
             epoch_start = epoch * self.steps_per_epoch
             pool_samples = np.concatenate([Order.ids(self, epoch_start + index, 0, self.batch) for index in steps])
-            sorted_batches = pool_samples[np.argsort(self.lengths[pool_samples], kind="stable")].reshape(
-                len(steps), self.batch
-            )
+            by_length = np.argsort(self.lengths[pool_samples], kind="stable")
+            sorted_batches = pool_samples[by_length].reshape(len(steps), self.batch)
             pool_ids = sorted_batches[random_permutation(len(steps), self.seed, epoch, first_batch, 1)]
             pool_ids.flags.writeable = False
             _add_to_cache(self._pool_cache, (epoch, first_batch), pool_ids, 2)
@@ -240,13 +231,11 @@ class BucketedOrder(Order):
 
 
 def _part_start(part: int, samples: int, parts: int) -> int:
-    """Where a part begins. Rounded down, so that parts of parts begin where whole parts do."""
+    """The first sample of a part, rounded down, so that parts of parts begin where whole parts do."""
     return part * samples // parts
 
 
-def _add_to_cache(
-    cache: dict[tuple[int, ...], np.ndarray], key: tuple[int, ...], value: np.ndarray, max_entries: int
-) -> None:
+def _add_to_cache(cache: dict[_Key, np.ndarray], key: _Key, value: np.ndarray, max_entries: int) -> None:
     while len(cache) >= max_entries:
         cache.pop(next(iter(cache)), None)
     cache[key] = value

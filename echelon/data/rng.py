@@ -1,7 +1,7 @@
-"""The global random generators that a data set may draw from: torch's, Python's and NumPy's.
+"""Isolates the global random generators that a data set may draw from: torch's, Python's and NumPy's.
 
-Seeded for each sample and apart from the training's own: augmentation then depends on the seed, the epoch and the sample
-alone, not on which rank or worker happens to load it, and loading does not disturb what the model draws.
+They are seeded for each sample and separate from the training's: augmentation depends only on the seed, the epoch and the sample, not on
+the rank or worker that loads it, and loading does not change what the model draws.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-_numpy_random: Any = np.random  # whose type stubs lack the two functions that exchange its generator
-#: Bytes of a Mersenne twister as Python and NumPy hold it: 624 words and the position in them.
+_numpy_random: Any = np.random  # its type stubs lack the functions that exchange the generator
+#: Bytes of a Mersenne twister in Python and NumPy: 624 words and the position in them.
 _MT_STATE_BYTES = 4 * 625
 
 GENERATOR_KINDS = ("torch", "python", "numpy")
 
 
 def derive_seeds(seed: int, epoch: int, ids: np.ndarray) -> list[int]:
-    """One well-mixed number per sample (splitmix64 over seed, epoch, id), for `seed`."""
-    base_seed = _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
-    sample_seeds: list[int] = _splitmix64(base_seed + ids.astype(np.uint64)).tolist()
-    return sample_seeds
+    """Derive one seed per sample (splitmix64 over seed, epoch, id)."""
+    base = _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+    seeds: list[int] = _splitmix64(base + ids.astype(np.uint64)).tolist()
+    return seeds
 
 
 def _splitmix64(x: Any) -> Any:
@@ -36,7 +36,7 @@ def _splitmix64(x: Any) -> Any:
 
 
 def seed_generators(seed_value: int, kinds: Iterable[str] = GENERATOR_KINDS) -> None:
-    """Start the generators of these kinds from `seed_value`. CPU only: torch.manual_seed would also reseed every accelerator."""
+    """Seed the generators of these kinds. CPU only: torch.manual_seed would also reseed every accelerator."""
     for kind in kinds:
         if kind == "torch":
             torch.default_generator.manual_seed(seed_value)
@@ -47,21 +47,21 @@ def seed_generators(seed_value: int, kinds: Iterable[str] = GENERATOR_KINDS) -> 
 
 
 class IsolatedRng:
-    """A second set of generators that takes the place of the global ones while a data set is read: `with apart: ...`.
+    """A second set of generators that replaces the global ones inside `with`.
 
-    It is entered for every batch, so it costs microseconds: NumPy's generator is exchanged as an object (which drops the spare
-    number that its old normal distribution may hold), and Python's is put back only if it moved.
+    It is entered for every batch, so it costs microseconds: NumPy's generator is exchanged as an object (which drops the spare number of
+    its old normal distribution), and Python's is restored only if it moved.
     """
 
     def __init__(self) -> None:
         self._torch_state = torch.Generator().get_state()
         self._torch_state_bytes = _tensor_bytes(self._torch_state)
         self._numpy_generator = np.random.MT19937(0)
-        self._python_state: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
+        self._python_state: Any = None  # None: the global one, which is seeded before use or restored
         self._python_address = _python_address()
 
     def __getstate__(self) -> dict[str, Any]:
-        # An address of this process is none in a worker that was spawned, and neither is what stands while it is entered.
+        # Addresses differ in a spawned worker, and so does what is saved while it is entered.
         excluded = ("_python_address", "_outer", "_start")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
@@ -88,20 +88,14 @@ class IsolatedRng:
             random.setstate(python_words if self._python_address is None else _decode_python_words(*python_words))
 
     def find_used_kinds(self) -> set[str]:
-        """Which kinds have been drawn from, or seeded, since it was entered."""
-        states = (
-            _tensor_bytes(torch.default_generator.get_state()),
-            self._read_python_words(),
-            _numpy_words(self._numpy_generator),
-        )
-        if states == self._start:
-            return set()
-        return {
-            kind for kind, before, after in zip(GENERATOR_KINDS, self._start, states, strict=True) if before != after
-        }
+        """The kinds that were drawn from, or seeded, since it was entered."""
+        torch_bytes = _tensor_bytes(torch.default_generator.get_state())
+        states = torch_bytes, self._read_python_words(), _numpy_words(self._numpy_generator)
+        pairs = zip(GENERATOR_KINDS, self._start, states, strict=True)
+        return {kind for kind, before, after in pairs if before != after}
 
     def save_state(self) -> None:
-        """Go on from here when it is entered again, instead of from where it was entered this time."""
+        """Continue from here when it is entered again."""
         self._torch_state, self._python_state = torch.default_generator.get_state(), random.getstate()
         self._torch_state_bytes = _tensor_bytes(self._torch_state)
 
@@ -116,7 +110,7 @@ def _tensor_bytes(state: torch.Tensor) -> bytes:
 
 
 def _numpy_words(generator: np.random.MT19937) -> bytes:
-    """NumPy's state as it lies in memory, at the address that NumPy gives: its own copy of it takes 80 microseconds."""
+    """NumPy's state in memory, at the address that NumPy gives: asking for a copy takes 80 microseconds."""
     return ctypes.string_at(generator.ctypes.state_address, _MT_STATE_BYTES)
 
 
@@ -126,16 +120,16 @@ def _python_generator() -> Any:
 
 
 def _python_address() -> int | None:
-    """Where CPython holds the state of `random` (`getstate` makes 625 objects of it); None if it is not found there."""
+    """Where CPython holds the state of `random`, of which `getstate` makes 625 objects; None if it is not found there."""
     address = id(_python_generator()) + object.__basicsize__
     try:
-        decoded_state = _decode_python_words(ctypes.string_at(address, _MT_STATE_BYTES), _python_generator().gauss_next)
+        state = _decode_python_words(ctypes.string_at(address, _MT_STATE_BYTES), _python_generator().gauss_next)
     except AttributeError:
         return None
-    return address if decoded_state == random.getstate() else None
+    return address if state == random.getstate() else None
 
 
 def _decode_python_words(words: bytes, gauss_next: float | None) -> tuple[Any, ...]:
-    """The words in memory (position first) as `random.setstate` takes them (position last)."""
+    """Convert words in memory (position first) to what `random.setstate` takes (position last)."""
     position, *key = np.frombuffer(words, np.uint32).tolist()
     return 3, (*key, position), gauss_next

@@ -1,4 +1,4 @@
-"""A sample as one short text, to compare it between processes."""
+"""Digests samples, to compare them between processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Write = Callable[[bytes], None]
 
 
 def digest(sample: Any) -> str:
-    """Equal for equal samples. Things that are neither numbers nor text count by their type alone: two processes would never agree
-    on an object's own words about itself, which may hold its address."""
+    """Digest a sample: equal for equal samples. Values that are neither numbers nor text count by their type only, because their repr may
+    hold an address."""
     hasher = hashlib.blake2b(digest_size=16)
     _hash_value(sample, hasher.update)
     return hasher.hexdigest()
@@ -33,7 +33,7 @@ def _hash_value(value: Any, write: _Write) -> None:
         for key in sorted(value, key=repr):
             write(f"{key!r} ".encode())
             _hash_value(value[key], write)
-    elif isinstance(value, Set):  # in an order that text's hashes, and so each process, decide
+    elif isinstance(value, Set):  # its order differs between processes
         for part_digest in sorted(map(digest, value)):
             write(part_digest.encode())
     elif isinstance(value, list | tuple | np.ndarray):

@@ -1,9 +1,8 @@
 """Data that can only be read from its start (IterableDataset): every rank reads the whole stream and keeps its own part.
 
-That is right at any number of ranks, also where nobody knows how long the stream is. The ranks tell each other how much they
-read before they compute with it: where one stream ends before the others, all of them stop with a message instead of waiting
-for each other for ever. Ranks that compute the same samples together (tp, pp) also compare what the first batch holds: a stream
-that deals its samples out by rank gives each of them another, as many as the others have.
+This works for any number of ranks, and for streams of unknown length. The ranks exchange how much they have read before they compute
+with it: if one stream ends before the others, all ranks stop with a message instead of deadlocking. Ranks that compute the same samples
+together (tp, pp) also compare the first batch: a stream that splits its samples by rank gives each of them another one of equal size.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from echelon.data import rng
 from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pin_batch
 from echelon.data.error_text import collation_error, type_name
-from echelon.data.loader import MicroBatch, StepBatch
+from echelon.data.loader import MicroBatch, StepBatch, small_batch_error
 from echelon.data.open_data import is_stream
 from echelon.data.sample_digest import digest
 from echelon.data.source import Collate
@@ -28,34 +27,32 @@ from echelon.errors import DataError
 from echelon.job import with_torch_format
 from echelon.plan.batch_split import SampleRange, split_batch, split_evenly
 
-#: Gathers one small value from each rank, in rank order, on every rank.
+#: Gathers one small value from each rank, in rank order, to every rank.
 AllGather = Callable[[Any], list[Any]]
 
-_READ_FAILED = -1  # instead of a place: this rank could not read or collate
-_EPOCH_SHIFT = 40  # a place is one number: the epoch above this many bits of samples
+_READ_FAILED = -1  # instead of a position: this rank could not read or collate
+_EPOCH_SHIFT = 40  # a position is one number: the epoch above this many bits of samples
 
 _T = TypeVar("_T")
 _LocalBatch = tuple[int, list[Any], list[int]]
 
 
 class Stream:
-    """An IterableDataset and how its samples become batches; `make_reader` begins to read it."""
+    """An IterableDataset and how its samples are collated; `make_reader` starts to read it."""
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         if not is_stream(data):
-            raise DataError(
-                f"{type_name(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
-            )
+            raise DataError(f"{type_name(data)} is not a stream (torch IterableDataset): read it with open_source")
         self._data, self._seed = with_torch_format(data) if collate is None else data, seed
         self._collate = collate_as_torch if collate is None else collate
 
     def make_reader(self) -> StreamReader:
-        """A new way through the stream, from its first sample."""
+        """Start to read the stream from its first sample."""
         return StreamReader(self._data, self._collate, self._seed)
 
 
 class StreamReader:
-    """Reads a stream in pieces, epoch after epoch, with random generators of its own (the same on every rank)."""
+    """Reads a stream piece by piece, epoch after epoch, with its own random generators (the same on every rank)."""
 
     def __init__(self, data: Any, collate: Collate, seed: int) -> None:
         self.name = type_name(data)
@@ -68,38 +65,38 @@ class StreamReader:
         self.samples_read = 0
 
     def start_next_epoch(self) -> None:
-        """Begin the next epoch (the first, at first) at its first sample."""
+        """Start the next epoch, or the first one."""
         self.epoch, self.samples_read = self.epoch + 1, 0
         with self._read_rng:
             rng.seed_generators(self._derive_seed(0))
             try:
-                if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
+                if hasattr(self._data, "set_epoch"):  # HF streams shuffle by it
                     self._data.set_epoch(self.epoch)
                 self._samples = iter(self._data)
                 self._read_rng.save_state()
             except Exception as error:
                 raise DataError(
-                    f"{self.name}: epoch {self.epoch} could not begin: {type(error).__name__}: {error}; repair its `__iter__`"
+                    f"{self.name}: epoch {self.epoch} could not start: {type(error).__name__}: {error}; repair its `__iter__`"
                 ) from error
 
     def read(self, count: int) -> list[Any]:
-        """The next `count` samples; fewer only at the epoch's end."""
+        """Read the next `count` samples; fewer only at the end of the epoch."""
         samples: list[Any] = []
         with self._read_rng:
             try:
                 samples.extend(islice(self._samples, count))
                 self._read_rng.save_state()
             except Exception as error:
-                # A sample that was read before the failing one is in the list already: extend adds one by one.
+                # `extend` adds one by one: the samples before the failing one are in the list.
                 raise DataError(
                     f"{self.name}: sample {self.samples_read + len(samples)} of epoch {self.epoch} could not be read: "
-                    f"{type(error).__name__}: {error}; repair the stream or let it pass over such a sample"
+                    f"{type(error).__name__}: {error}; repair the stream or let it skip such a sample"
                 ) from error
         self.samples_read += len(samples)
         return samples
 
     def collate_batch(self, samples: list[Any], first_index: int, *, pin: bool) -> Any:
-        """Collated. `first_index` is the number of the first sample in the epoch."""
+        """Collate samples; `first_index`: the number of the first one in the epoch."""
         with self._collate_rng:
             rng.seed_generators(self._derive_seed(1 + first_index))
             try:
@@ -114,31 +111,27 @@ class StreamReader:
 
 
 class StreamLoader:
-    """Like Loader, for a stream: the steps of data rank `rank` of `ranks`. `agree` is collective: all ranks step together."""
+    """Like Loader, for a stream. `all_gather` is collective: all ranks step together."""
 
     def __init__(
         self, stream: Stream, *, batch: int, dp_rank: int, dp_size: int, micro_batch_size: int | None, all_gather: AllGather,
         drop_last: bool = False, pin: bool = False, workers: int = 0, model_parallel_size: int = 1, shares: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`model_parallel_size`: how many ranks are data rank `dp_rank` together, tp x pp; `all_gather` is over all of them. `workers`: of any number one
-        reads ahead, because a stream has one order."""
+        """`model_parallel_size`: tp x pp, the ranks of one data rank; `all_gather` is over all ranks. `workers`: if any, one reads
+        ahead, because a stream has one order."""
         if batch < dp_size:
-            raise DataError(
-                f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
-            )
+            raise small_batch_error(batch, dp_size)
         self._stream, self._batch, self._micro_batch_size = stream, batch, micro_batch_size
         self._dp_rank, self._dp_size, self._shares = dp_rank, dp_size, shares
         self._all_gather, self._drop_last, self._model_parallel_size = all_gather, drop_last, model_parallel_size
         self._pin, self._workers = pin, workers
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
-        """The batches of steps `start` to `stop` (exclusive); what lies before is read and skipped."""
+        """The batches of steps `start` to `stop` (exclusive); what is before them is read and skipped."""
         reader = self._stream.make_reader()
-        local_batches = (
-            _prefetch_local_batches(self._local_batches(reader, start), reader, self._pin)
-            if self._workers
-            else self._local_batches(reader, start)
-        )
+        local_batches = self._local_batches(reader, start)
+        if self._workers:
+            local_batches = _prefetch_local_batches(local_batches, reader, self._pin)
         for step in range(start, stop):
             start_time = time.perf_counter()
             item = _next_in_lockstep(local_batches, reader, self._all_gather, f"step {step}")
@@ -148,15 +141,13 @@ class StreamLoader:
             micro_batches = tuple(map(MicroBatch, batches, sizes))
             if step == start and self._model_parallel_size > 1:
                 _require_same_batch(reader.name, self._dp_rank, micro_batches, self._all_gather)
-            wait_seconds = time.perf_counter() - start_time
-            yield StepBatch(
-                step=step, epoch=reader.epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait_seconds
-            )
+            epoch, wait = reader.epoch, time.perf_counter() - start_time
+            yield StepBatch(step=step, epoch=epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait)
 
     def _local_batches(self, reader: StreamReader, start: int) -> Iterator[_LocalBatch | DataError]:
-        """For each step from `start` on the global batch's size, this rank's micro-batches of it and their sizes. Not collective.
+        """Yield, for each step from `start` on, the global batch's size, this rank's micro-batches and their sizes. Not collective.
 
-        A batch that feeds no training is given as the error to raise once the ranks agree: where they do not, that comes first.
+        A batch that cannot be used is yielded as the error to raise once the ranks agree: a disagreement is reported first.
         """
         step = 0
         reader.start_next_epoch()
@@ -167,7 +158,7 @@ class StreamLoader:
             if not first_index and (not size or (size < self._batch and self._drop_last)):
                 yield DataError(
                     f"{reader.name}: epoch {reader.epoch} ends after {size} sample{'s' * (size != 1)}, before the first batch of {self._batch}; "
-                    "give a stream that has more, from its start each time it is iterated"
+                    "give a stream with more samples, which starts again each time it is iterated"
                 )
             if size == self._batch or (size and not self._drop_last):
                 if step >= start:
@@ -186,15 +177,13 @@ class StreamLoader:
                 "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
             )
         spans = split_batch(size, self._dp_size, self._micro_batch_size, self._shares)[self._dp_rank]
-        pin = self._pin and not self._workers  # a worker leaves that to the process that has the device
-        batches = [
-            reader.collate_batch(samples[span.start : span.stop], first_index + span.start, pin=pin) for span in spans
-        ]
-        return size, batches, [span.size for span in spans]
+        pin = self._pin and not self._workers  # with a worker, the training process pins
+        parts = [(samples[span.start : span.stop], first_index + span.start) for span in spans]
+        return size, [reader.collate_batch(*part, pin=pin) for part in parts], [span.size for span in spans]
 
 
 def _prefetch_local_batches(local_batches: Iterator[_T], reader: StreamReader, pin: bool) -> Iterator[_T]:
-    """`local_batches` in a process that reads ahead; `reader`, which stays behind here, is told where that one stood."""
+    """Run `local_batches` in a process that reads ahead; `reader`, which does not read here, gets the position of that process."""
     positioned_items = ((item, reader.epoch, reader.samples_read) for item in local_batches)
     for item, epoch, count in prefetch_in_process(positioned_items, pin=pin):
         reader.epoch, reader.samples_read = epoch, count
@@ -202,16 +191,10 @@ def _prefetch_local_batches(local_batches: Iterator[_T], reader: StreamReader, p
 
 
 def evaluation_stream(
-    stream: Stream,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    batch_size: int,
-    all_gather: AllGather,
-    pin: bool = False,
+    stream: Stream, *, dp_rank: int, dp_size: int, batch_size: int, all_gather: AllGather, pin: bool = False,
     model_parallel_size: int = 1,
-) -> Iterator[MicroBatch]:
-    """Like evaluation_batches, for a stream: each sample once over all ranks, as many micro-batches on each."""
+) -> Iterator[MicroBatch]:  # fmt: skip
+    """Like evaluation_batches, for a stream: each sample once over all ranks, and equally many micro-batches on each."""
     reader = stream.make_reader()
     local_batches = _local_evaluation_batches(reader, dp_rank, dp_size, batch_size, pin)
     is_first = True
@@ -232,10 +215,9 @@ def _local_evaluation_batches(
     while samples := reader.read(dp_size * batch_size):
         first_index = reader.samples_read - len(samples)
         span = split_evenly(0, len(samples), dp_size)[dp_rank]
-        collated_span = span if span.size else SampleRange(0, 1)
-        batch = reader.collate_batch(
-            samples[collated_span.start : collated_span.stop], first_index + collated_span.start, pin=pin
-        )
+        collated = span if span.size else SampleRange(0, 1)
+        part = samples[collated.start : collated.stop]
+        batch = reader.collate_batch(part, first_index + collated.start, pin=pin)
         yield MicroBatch(batch=batch, samples=span.size)
     if not reader.samples_read:
         raise DataError(f"{reader.name}: the stream is empty: an evaluation needs at least one sample")
@@ -243,18 +225,17 @@ def _local_evaluation_batches(
 
 
 def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: AllGather, context: str) -> _T:
-    """The next of `items`, once every rank has it and stands at the same sample of the same epoch."""
+    """Return the next item once every rank has it and is at the same sample of the same epoch."""
     try:
         item = next(items)
     except DataError:
-        all_gather(_READ_FAILED)  # so that the others, who wait for this rank, stop too
+        all_gather(_READ_FAILED)  # the other ranks wait for this one, and stop too
         raise
     positions = all_gather(reader.epoch << _EPOCH_SHIFT | reader.samples_read)
     failed_ranks = [rank for rank, position in enumerate(positions) if position == _READ_FAILED]
     if failed_ranks:
-        raise DataError(
-            f"{reader.name}: rank {_format_ranks(failed_ranks)} could not read its part of {context}; its own message says why"
-        )
+        ranks = _format_ranks(failed_ranks)
+        raise DataError(f"{reader.name}: rank {ranks} could not read its part of {context}; its own message says why")
     if len(set(positions)) > 1:
         epoch = min(position >> _EPOCH_SHIFT for position in positions)
         counts = [position & ((1 << _EPOCH_SHIFT) - 1) for position in positions]
@@ -265,13 +246,13 @@ def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: All
         )
         raise DataError(
             f"{reader.name}: the stream ended early on rank {_format_ranks(early_ranks)}: at {context} the ranks 0 to {len(positions) - 1} have read "
-            f"{progress}; give every rank the same whole stream (one that deals its samples out to the ranks itself must not)"
+            f"{progress}; give every rank the same whole stream (it must not split its samples by rank)"
         )
     return item
 
 
 def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch, ...], all_gather: AllGather) -> None:
-    """Refuse a batch that is not the same on every rank that is data rank `dp_rank`."""
+    """Refuse a batch that differs between the ranks of a data rank."""
     digests = all_gather((dp_rank, digest([micro_batch.batch for micro_batch in micro_batches])))
     first_of_replica: dict[int, tuple[int, str]] = {}
     for rank, (replica, batch_digest) in enumerate(digests):
@@ -279,8 +260,8 @@ def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch
         if batch_digest != expected:
             raise DataError(
                 f"{name}: ranks {other_rank} and {rank} compute the same samples together (tp, pp), and their first batches differ; give every "
-                "rank the same whole stream: one that deals its samples out to the ranks itself (split_dataset_by_node, WebDataset's "
-                "split_by_node) must not, and random numbers of its own need the same seed everywhere"
+                "rank the same whole stream: it must not split its samples by rank (split_dataset_by_node, WebDataset's split_by_node), and "
+                "its random numbers need the same seed everywhere"
             )
 
 

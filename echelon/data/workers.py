@@ -1,4 +1,4 @@
-"""Reading ahead by torch's DataLoader worker processes, micro-batch by micro-batch, the same at any number of workers."""
+"""Reads ahead with torch's DataLoader workers, micro-batch by micro-batch, with the same result for any number of workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.errors import DataError
 
 
 class BatchRequest(NamedTuple):
-    """The samples of one rank's share of a step, and the micro-batches to cut them into."""
+    """The samples of a rank's share of a step, and the micro-batches to cut them into."""
 
     ids: np.ndarray
     sizes: list[int]
@@ -27,13 +27,13 @@ class BatchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _WorkerError:
-    """A worker's DataError on its way home: torch would wrap the message in a traceback."""
+    """A worker's DataError, sent as a value: torch would wrap the message in a traceback."""
 
     message: str
 
 
 class _RequestDataset(Dataset[Any]):
-    """A source whose "samples" are whole micro-batches: what a worker is asked for."""
+    """A source whose "samples" are whole micro-batches."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -52,14 +52,12 @@ def _no_collate(batch: Any) -> Any:
 def read_with_workers(
     source: Source, requests: Iterable[BatchRequest], *, pin: bool, workers: int
 ) -> Generator[list[Any]]:
-    """The micro-batches of each request in turn, made by `workers` processes that read ahead."""
-    micro_batch_counts: list[
-        int
-    ] = []  # micro-batches per request, in order; the sampler runs ahead of what is handed out
+    """Yield the micro-batches of each request, which `workers` processes read ahead."""
+    counts: list[int] = []  # micro-batches per request; the sampler runs ahead of what is yielded
 
     def iterate_micro_batches() -> Iterator[tuple[np.ndarray, int]]:
         for request in requests:
-            micro_batch_counts.append(len(request.sizes))
+            counts.append(len(request.sizes))
             for ids in np.split(request.ids, np.cumsum(request.sizes)[:-1]):
                 yield ids, request.epoch
 
@@ -70,17 +68,17 @@ def read_with_workers(
         collate_fn=_no_collate,
         num_workers=workers,
         pin_memory=pin,
-        generator=torch.Generator(),  # else it draws its workers' seeds from the training's generator
+        generator=torch.Generator(),  # else it draws the workers' seeds from the training's generator
     )
     with closing(_iterate_loader(loader)) as batches:
         for first_batch in batches:
-            yield [first_batch, *islice(batches, micro_batch_counts.pop(0) - 1)]
+            yield [first_batch, *islice(batches, counts.pop(0) - 1)]
 
 
 def prefetch_in_process(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
-    """The same items, made by one process that is a little ahead. A DataError that ends them is raised here.
+    """Yield the same items, made by one process a little ahead. A DataError that ends them is raised here.
 
-    The process is forked, whatever the program has chosen for others: an iterator that has begun cannot be sent to one that was started anew.
+    The process is forked, whatever the start method of others: an iterator that has begun cannot be sent to a spawned process.
     """
     loader = DataLoader(
         _IteratorDataset(items),
@@ -95,7 +93,7 @@ def prefetch_in_process(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
 
 
 def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
-    """What its workers make, one after the other. Their errors are raised here."""
+    """Yield what the workers make, in order. Their errors are raised here."""
     iterator = _start_workers(loader)
     while True:
         try:
@@ -103,14 +101,14 @@ def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            # Of the latter kinds is what torch meets when it receives the last that the dead one had sent.
+            # OSError and EOFError: torch receives what a dead worker had sent last.
             cause = f"{type(error).__name__}: {error}"
         else:
             if isinstance(item, _WorkerError):
                 raise DataError(item.message)
             yield item
             continue
-        # Let go of the workers first: while torch knows of the dead one it raises again at any signal of a child.
+        # Drop the workers first: while torch knows of the dead one, it raises again at any child's signal.
         del iterator
         raise DataError(
             f"a data worker process died: {cause}; workers=0 reads in the training's own process and shows why"
@@ -118,9 +116,9 @@ def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
 
 
 def _start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Its iterator, whose workers never look for garbage in what they inherit.
+    """Start workers that never collect garbage in what they inherit.
 
-    Else one may find what is left of an earlier run here, and end with it: what belongs to a GPU cannot be given back by a forked process.
+    A worker could collect GPU objects of an earlier run, which a forked process cannot release, and crash.
     """
     froze_here = not gc.get_freeze_count()
     gc.freeze()
@@ -143,7 +141,7 @@ class _IteratorDataset(IterableDataset[Any]):
 
 
 class _IteratorSampler:
-    """An iterator as the sampler that DataLoader asks for."""
+    """An iterator as a sampler of DataLoader."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items

@@ -289,9 +289,7 @@ def test_a_file_that_cannot_be_written_is_not_blamed_on_the_store(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "cache").glob("*.arrow*"))
-    with pytest.raises(
-        DataError, match=rf"^{tmp_path}/far: cannot hold copies: .*; give cache= another folder"
-    ):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/far: cannot hold copies: .*; give cache= another folder"):
         FileCache(tmp_path / "far", 2**30)
 
 

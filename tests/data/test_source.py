@@ -276,7 +276,7 @@ class Endless(IterableDataset[int]):
         ({"train": [1], "test": [2]}, r"dict with the keys 'train', 'test': give one of its data sets"),
         ("data/train", r"'data/train' is text: give a torch Dataset"),
         (DataLoader([1, 2]), r"data is a DataLoader: give its data set, data=loader.dataset"),
-        (Subset(COLUMNS, [3, 20]), r"Subset has the index 20, its data set 20 samples: make"),
+        (Subset(COLUMNS, [3, 20]), r"Subset has the index 20, its data set 20 samples: give"),
         (Endless(), r"Endless is a stream \(IterableDataset\)"),
         (torch.tensor(3.0), r"tensor has no length"),
     ],

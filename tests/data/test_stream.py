@@ -312,11 +312,11 @@ class Ragged(Numbers):
         (
             Numbers(0),
             1,
-            r"Numbers: epoch 0 ends after 0 samples, before the first batch of 4; give a stream that has more",
+            r"Numbers: epoch 0 ends after 0 samples, before the first batch of 4; give a stream with more samples",
         ),
-        (OnlyOnce(8), 1, r"OnlyOnce: epoch 1 ends after 0 samples.*from its start each time it is iterated"),
+        (OnlyOnce(8), 1, r"OnlyOnce: epoch 1 ends after 0 samples.*starts again each time it is iterated"),
         (Numbers(9), 2, r"Numbers: epoch 0 ends at step 2 with 1 sample for 2 data ranks: each needs at least one"),
-        (NoBeginning(9), 1, r"NoBeginning: epoch 0 could not begin: OSError: no route; repair its `__iter__`"),
+        (NoBeginning(9), 1, r"NoBeginning: epoch 0 could not start: OSError: no route; repair its `__iter__`"),
         (
             Ragged(9),
             1,

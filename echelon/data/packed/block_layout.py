@@ -14,7 +14,7 @@ _WORDS_PER_ROW = 509
 
 
 def block_checksum(
-    files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int
+    files: Sequence[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int
 ) -> int | None:
     """Compute the checksum of rows `start` to `stop` over the columns in turn; None where offsets point outside of the values.
 
@@ -62,11 +62,8 @@ def frame_checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard) ->
 
 def offset_spans(columns: Sequence[Column], shard: Shard) -> list[tuple[int, int]]:
     """Where the offsets of ragged columns are in the file, column after column."""
-    return [
-        (buffers[0], buffers[0] + 8 * (shard.samples + 1))
-        for column, buffers in zip(columns, shard.buffers, strict=True)
-        if column.ragged
-    ]
+    starts = [buffers[0] for column, buffers in zip(columns, shard.buffers, strict=True) if column.ragged]
+    return [(start, start + 8 * (shard.samples + 1)) for start in starts]
 
 
 def offsets_checksum(parts: Iterable[np.ndarray]) -> int:

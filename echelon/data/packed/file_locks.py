@@ -17,13 +17,9 @@ def lock_file(
 
     Without `heartbeat`, another holder counts as one, and so does a file that appears in or vanishes from the lock's folder.
     """
+    heartbeat = heartbeat or (lambda: (describe_holders(path), path.parent.stat().st_mtime_ns))
     try:
-        return acquire_lock(
-            path,
-            timeout=timeout,
-            heartbeat=heartbeat or (lambda: (describe_holders(path), path.parent.stat().st_mtime_ns)),
-        )
+        return acquire_lock(path, timeout=timeout, heartbeat=heartbeat)
     except TimeoutError as error:
-        raise DataError(
-            f"{error}, which made no progress for {timeout:g} s: resume it if it is stopped, or end it"
-        ) from None
+        problem = f"{error}, which made no progress for {timeout:g} s"
+        raise DataError(f"{problem}: resume it if it is stopped, or end it") from None

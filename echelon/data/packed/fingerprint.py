@@ -1,4 +1,4 @@
-"""What a function or a data set does, as one short text: equal in another process, and another one once it does something else."""
+"""Digests what a function or a data set does: equal in another process, different once it does something else."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from echelon.data.sample_digest import digest
 
 
 def fingerprint(value: Any) -> str:
-    """Functions count by their code, what they have taken with them, and the functions, classes and values of the user's own code
-    that they name; objects by their class and what they hold, as pickle would send it; arrays by their content; paths of files by size
-    and time of change. Installed packages count by their version, own modules that a function imports when it runs by their file."""
+    """Digest a value. Functions count by their code, their closure, and the functions, classes and values of the user's own code that they
+    name; objects by their class and state, as pickle would send them; arrays by content; paths of files by size and modification time;
+    installed packages by version; own modules that a function imports when it runs by their file."""
     return _hash_value(value, frozenset(os.listdir()))
 
 
@@ -37,26 +37,26 @@ def _hash_value(value: Any, local_names: frozenset[str]) -> str:
 
 
 class FingerprintWalker:
-    """Writes down what a value is. `here`: the names in the current folder, which text may name as files."""
+    """Hashes what a value is. `local_names`: the names in the current folder, which text may name as files."""
 
     def __init__(self, write: Callable[[Any], Any], local_names: frozenset[str]) -> None:
         self.write, self._local_names = write, local_names
-        self._object_numbers: dict[int, int] = {}  # of each thing, by its address
-        self._objects: list[Any] = []  # held, or another may get its address
+        self._object_numbers: dict[int, int] = {}  # of each object, by its address
+        self._objects: list[Any] = []  # kept alive, or another could get its address
 
     def walk(self, value: Any) -> None:
-        """Write down all that `value` is. Things come in turn, not inside of each other: functions may call each other through any depth."""
+        """Hash all of `value`. Objects are queued, not nested: functions may call each other through any depth."""
         self.visit(value)
-        for visited_object in self._objects:  # which grows meanwhile
+        for visited_object in self._objects:  # grows meanwhile
             self.visit_object(visited_object)
 
     @property
     def object_count(self) -> int:
-        """Things met so far."""
+        """Objects met so far."""
         return len(self._objects)
 
     def visit(self, value: Any) -> None:
-        """Write down a small value, or the number of a thing that has its turn."""
+        """Hash a small value, or the number of a queued object."""
         if isinstance(value, str | os.PathLike):
             self.write_text(os.fspath(value))
         elif value is None or isinstance(value, bool | int | float | complex | np.generic):
@@ -76,7 +76,7 @@ class FingerprintWalker:
             self.write_words("thing", str(self._object_numbers[id(value)]))
 
     def visit_object(self, value: Any) -> None:
-        """Write down a thing, whose parts have their turn later."""
+        """Hash an object; its parts are queued."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value)
         elif isinstance(value, types.MethodType):
@@ -126,7 +126,7 @@ class FingerprintWalker:
             self.visit(list(part) if isinstance(part, Iterator) else part)
 
     def _visit_unpicklable(self, value: Any) -> None:
-        """What cannot be sent to another process: memory by its content, a file by its name, a lock by nothing."""
+        """Hash what cannot be sent to another process: memory by its content, a file by its name, a lock by nothing."""
         try:
             self.write(memoryview(value).tobytes())
         except TypeError:
@@ -161,23 +161,21 @@ class FingerprintWalker:
                 self.write(file.read_bytes())
 
     def visit_referenced(self, value: Any, used_names: Set[str]) -> None:
-        """Write down what a function has taken with it or names. `used_names`: names and texts in its code."""
+        """Hash what a function names or has in its closure. `used_names`: names and texts in its code."""
         self.visit(value)
 
     def _visit_global(self, value: Any, names: list[str], used_names: Set[str], visited_modules: set[str]) -> None:
         self.visit_referenced(value, used_names)
-        if (
-            isinstance(value, types.ModuleType)
-            and is_user_module(value.__name__)
-            and value.__name__ not in visited_modules
-        ):
+        if not isinstance(value, types.ModuleType) or value.__name__ in visited_modules:
+            return
+        if is_user_module(value.__name__):
             visited_modules.add(value.__name__)
             for name in names:  # `tools.image.clean(x)`: the function named after its modules
                 if name in vars(value):
                     self._visit_global(vars(value)[name], names, used_names, visited_modules)
 
     def class_name(self, value: type) -> str:
-        """How a class is named."""
+        """The name that identifies a class."""
         return f"{value.__module__}.{value.__qualname__}"
 
     def _visit_class(self, value: type) -> None:
@@ -186,7 +184,7 @@ class FingerprintWalker:
             self.write_words(_module_version(value.__module__))
             return
         for name, part in sorted(vars(value).items()):
-            # Of what Python itself puts into a class only its methods do something.
+            # Of what Python itself puts into a class, only methods matter.
             if isinstance(part, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl"):
                 self.write_words(name)
                 self.visit(part)
@@ -203,7 +201,7 @@ class FingerprintWalker:
                 self.visit(part)
 
     def write_text(self, text: str | bytes) -> None:
-        """Write down text, and of what file it may be the path."""
+        """Hash text, and the file that it may name."""
         self.write_words("text", repr(text))
         name = os.fsdecode(text)
         if (os.sep in name or name in self._local_names) and len(name) < 4096 and "\0" not in name:
@@ -211,23 +209,23 @@ class FingerprintWalker:
                 stat = os.stat(name)
             except OSError:
                 return
-            if Path(name).is_file():  # a folder changes by what is written beside the data
+            if Path(name).is_file():  # a folder changes with other files than the data
                 self.write_words(str(stat.st_size), str(stat.st_mtime_ns))
 
     def visit_parts(self, kind: str, *parts: Any) -> None:
-        """Write down what kind of thing it is and its parts."""
+        """Hash a kind of object and its parts."""
         self.write_words(kind)
         for part in parts:
             self.visit(part)
 
     def write_words(self, *words: str) -> None:
-        """Write down words."""
+        """Hash words."""
         for word in words:
             self.write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
 
 
 def _nested_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions in it."""
+    """The code of a function and of the functions in it."""
     yield code
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
@@ -235,19 +233,19 @@ def _nested_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _imported_modules(code: types.CodeType, package: str) -> Iterator[str]:
-    """The modules, or what may be one, that the code imports when it runs."""
+    """The names that the code imports when it runs, which may be modules."""
     instructions = list(dis.get_instructions(code))
     for position, instruction in enumerate(instructions):
         if instruction.opname == "IMPORT_NAME":
             level, names = (operand.argval for operand in instructions[position - 2 : position])
             parent_package = package.rsplit(".", level - 1)[0] if level else ""
             module = ".".join(part for part in (parent_package, instruction.argval) if part)
-            yield from accumulate(module.split("."), "{}.{}".format)  # the packages that it is in
+            yield from accumulate(module.split("."), "{}.{}".format)  # with the packages that it is in
             yield from (f"{module}.{name}" for name in names or ())
 
 
 def _find_module_file(module: str) -> Path | None:
-    """The file of a module, found without running it or a package around it."""
+    """Find the file of a module without running it or its packages."""
     top_package, *rest = module.split(".")
     try:
         spec = find_spec(top_package)
@@ -263,7 +261,7 @@ def _find_module_file(module: str) -> Path | None:
 
 @cache
 def is_user_module(module: str | None) -> bool:
-    """Whether it is the user's code, not an installed package or Python's own library."""
+    """Whether a module is the user's code, not an installed package or Python's library."""
     if module is None or module.partition(".")[0] == "echelon":
         return False
     file = getattr(sys.modules.get(module), "__file__", None)

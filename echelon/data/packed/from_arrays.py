@@ -60,9 +60,8 @@ def open_numpy_file(path: Path) -> ArrayPackingSource:
             arrays, sample = {"value": np.load(path, mmap_mode="r", allow_pickle=False)}, "value"
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read as a NumPy file of numbers: {error}") from None
-    return ArrayPackingSource(
-        arrays, sample, {"source": str(path), "kind": "NumPy", "stamp": digest_file_stats([path])}
-    )
+    provenance = {"source": str(path), "kind": "NumPy", "stamp": digest_file_stats([path])}
+    return ArrayPackingSource(arrays, sample, provenance)
 
 
 def find_idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
@@ -89,9 +88,8 @@ def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
     files = pairs[chosen_split]
     images, labels = map(read_idx, files)
     provenance = {"source": str(folder), "kind": "IDX", "split": chosen_split, "stamp": digest_file_stats(files)}
-    return ArrayPackingSource(
-        {"image": images, "label": labels.astype(np.int64)}, {"tuple": ["image", "label"]}, provenance
-    )
+    arrays = {"image": images, "label": labels.astype(np.int64)}
+    return ArrayPackingSource(arrays, {"tuple": ["image", "label"]}, provenance)
 
 
 def read_idx(path: Path) -> np.ndarray:

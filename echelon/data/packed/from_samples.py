@@ -43,19 +43,16 @@ class SamplePackingSource(PackingSource):
             _infer_column(name, values, inspected_indices)
             for name, values in zip(_unique_column_names(self.sample), zip(*inspected_leaves, strict=True), strict=True)
         )
-        rows = [
-            self._row_arrays(values, index) for values, index in zip(inspected_leaves, inspected_indices, strict=True)
-        ]
+        pairs = zip(inspected_leaves, inspected_indices, strict=True)
+        rows = [self._row_arrays(values, index) for values, index in pairs]
         self.provenance = {**provenance, "content": digest(rows)}
         sizes = [sum(array.nbytes for array in row) for row in rows]
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         rows = [self._row_arrays(self._read_leaves(index), index) for index in range(start, stop)]
-        return [
-            list(values) if column.ragged else np.stack(values)
-            for column, values in zip(self.columns, zip(*rows, strict=True), strict=True)
-        ]
+        columns = zip(self.columns, zip(*rows, strict=True), strict=True)
+        return [list(values) if column.ragged else np.stack(values) for column, values in columns]
 
     def _row_arrays(self, values: Sequence[Any], index: int) -> list[np.ndarray]:
         return [_to_column_array(value, column, index) for value, column in zip(values, self.columns, strict=True)]
@@ -87,18 +84,14 @@ class JsonLines(Sequence[Any]):
         self._path = path
         self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
         scan_starts = range(0, len(self._bytes), _SCAN_BYTES)  # comparing takes a byte of memory per byte
-        newlines = [
-            np.flatnonzero(self._bytes[scan_start : scan_start + _SCAN_BYTES] == ord("\n")) + scan_start
-            for scan_start in scan_starts
-        ]
+        chunks = [(first, self._bytes[first : first + _SCAN_BYTES]) for first in scan_starts]
+        newlines = [first + np.flatnonzero(chunk == ord("\n")) for first, chunk in chunks]
         ends = np.concatenate([np.empty(0, np.int64), *newlines])
         if len(self._bytes) and (not len(ends) or ends[-1] != len(self._bytes) - 1):
             ends = np.append(ends, len(self._bytes))
         starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-        is_nonblank = [
-            bool(self._bytes[start:end].tobytes().strip()) if end - start < 8 else True
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        lines = zip(starts, ends, strict=True)
+        is_nonblank = [end - start >= 8 or bool(self._bytes[start:end].tobytes().strip()) for start, end in lines]
         self._starts, self._ends = starts[is_nonblank], ends[is_nonblank]
 
     def __len__(self) -> int:
@@ -114,9 +107,8 @@ class JsonLines(Sequence[Any]):
 
 def open_json_lines(path: Path) -> SamplePackingSource:
     """Open a .jsonl file."""
-    return SamplePackingSource(
-        JsonLines(path), {"source": str(path), "kind": "JSON lines", "stamp": digest_file_stats([path])}
-    )
+    provenance = {"source": str(path), "kind": "JSON lines", "stamp": digest_file_stats([path])}
+    return SamplePackingSource(JsonLines(path), provenance)
 
 
 def _unique_column_names(structure: Any) -> list[str]:

@@ -22,11 +22,9 @@ _TIMEOUT_SECONDS = 60.0
 
 def read_manifest(folder: str) -> Manifest:
     """Read the manifest of a folder, here or on a store."""
-    return (
-        RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
-        if is_url(folder)
-        else documents.load_manifest(Path(folder))
-    )
+    if is_url(folder):
+        return RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
+    return documents.load_manifest(Path(folder))
 
 
 def find_damage(folder: str, progress: ProgressCallback = lambda done, total: None) -> Iterator[str]:
@@ -72,14 +70,8 @@ def summarize(folder: str, samples: int) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "columns": {column.name: str(column) for column in manifest.columns},
         "sample": manifest.sample,
-        "shards": {
-            "count": len(counts),
-            "fewest": min(counts),
-            "most": max(counts),
-            "smallest": min(sizes),
-            "largest": max(sizes),
-            "lanes": len(counts),
-        },
+        "shards": {"count": len(counts), "fewest": min(counts), "most": max(counts), "smallest": min(sizes)}
+        | {"largest": max(sizes), "lanes": len(counts)},
         "block": manifest.block,
         "provenance": dict(manifest.provenance),
         "first": first,
@@ -113,6 +105,5 @@ def format_sample(value: Any) -> str:
     preview = ", ".join(f"{part:.4g}" if isinstance(part, float) else str(part) for part in flat[:6].tolist())
     if not value.ndim:
         return preview
-    return (
-        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} [{preview}{', ...' if flat.numel() > 6 else ''}]"
-    )
+    more = ", ..." if flat.numel() > 6 else ""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} [{preview}{more}]"

@@ -49,7 +49,6 @@ class RemoteRowReader(RowReader):
         files: Sequence[tuple[RemoteStore, ShardFile]],
         columns: Sequence[Column],
         cache: FileCache,
-        *,
         timeout: float,
     ) -> None:
         self._files, self._columns, self._cache, self._timeout = list(files), list(columns), cache, timeout
@@ -93,10 +92,8 @@ class RemoteRowReader(RowReader):
                 positions = np.flatnonzero(file_indices == file_index)
                 first_row = int(self._ends[file_index]) - self._files[file_index][1].shard.samples
                 parts.append((positions, self._take_rows(file_index, ids[positions] - first_row, needed)))
-        return [
-            _join_rows(len(ids), [(positions, part[column]) for positions, part in parts], pin)
-            for column in range(len(self._columns))
-        ]
+        columns = ([(positions, part[index]) for positions, part in parts] for index in range(len(self._columns)))
+        return [_join_rows(len(ids), column_parts, pin) for column_parts in columns]
 
     def lengths(self, column: int) -> np.ndarray:
         def read_file_lengths(store_and_file: tuple[RemoteStore, ShardFile]) -> np.ndarray:
@@ -106,9 +103,7 @@ class RemoteRowReader(RowReader):
             is_complete = [len(part) for part in contents] == [8 * (file.shard.samples + 1)] * len(contents)
             file_lengths = parse_lengths(parts, self._columns, column, file) if is_complete else None
             if file_lengths is None:
-                raise MissingDataError(
-                    f"{store.display_url}/{file.shard.file}: its offsets are damaged; {RESTORE_SHARD}"
-                )
+                raise MissingDataError(f"{store.display_url}/{file.shard.file}: damaged offsets; {RESTORE_SHARD}")
             return file_lengths
 
         with ThreadPoolExecutor(_MAX_COPIES, thread_name_prefix="echelon-lengths") as threads:
@@ -116,9 +111,8 @@ class RemoteRowReader(RowReader):
 
     def select(self, file_indices: Sequence[int]) -> RemoteRowReader:
         """A reader of some of the files."""
-        return RemoteRowReader(
-            [self._files[file_index] for file_index in file_indices], self._columns, self._cache, timeout=self._timeout
-        )
+        files = [self._files[file_index] for file_index in file_indices]
+        return RemoteRowReader(files, self._columns, self._cache, self._timeout)
 
     def find_problem(self, file_index: int) -> str | None:
         """Why a file is lost, if it is. One that cannot be copied now, for lack of space or time, is an error."""
@@ -223,9 +217,8 @@ class RemoteRowReader(RowReader):
                 raise MissingDataError(problem.replace(str(path), f"{store.display_url}/{file.shard.file}"))
 
         key = f"{store.url}/{file.shard}"
-        return self._cache.acquire(
-            key, file.shard.bytes, fill, space_timeout=space_timeout, fill_timeout=2 * self._timeout
-        )
+        timeouts = {"space_timeout": space_timeout, "fill_timeout": 2 * self._timeout}
+        return self._cache.acquire(key, file.shard.bytes, fill, **timeouts)
 
 
 def open_remote_rows(
@@ -234,7 +227,7 @@ def open_remote_rows(
     """Open consecutive data sets on stores."""
     file_stores = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
     files = list_shard_files([Path(store.display_url) for store in stores], manifests)
-    return RemoteRowReader(list(zip(file_stores, files, strict=True)), manifests[0].columns, cache, timeout=timeout)
+    return RemoteRowReader(list(zip(file_stores, files, strict=True)), manifests[0].columns, cache, timeout)
 
 
 def _run_in_thread(work: Callable[[], None]) -> Future[None]:

@@ -52,11 +52,9 @@ class ShardFile:
         expected = self.shard.checksums[block]
         if actual == expected:
             return None
-        reason = (
-            "its offsets point outside of the file"
-            if actual is None
-            else f"its checksum is {actual:08x}, not {expected:08x}"
-        )
+        reason = "its offsets point outside of the file"
+        if actual is not None:
+            reason = f"its checksum is {actual:08x}, not {expected:08x}"
         return f"{self.describe(start, stop, block)} is damaged: {reason}"
 
     def find_damage(self, columns: Sequence[Column]) -> Iterator[tuple[int, int, str]]:
@@ -76,10 +74,9 @@ class ShardFile:
         """Read everything; yield each problem, also of Arrow's metadata, which reading samples does not need."""
         for _, _, problem in self.find_damage(columns):
             yield problem
-        if (
-            self.find_problem() is None
-            and block_layout.frame_checksum(self._map(), columns, self.shard) != self.shard.frame
-        ):
+        if self.find_problem():
+            return
+        if block_layout.frame_checksum(self._map(), columns, self.shard) != self.shard.frame:
             yield f"{self.path}: Arrow's metadata in it is damaged (its samples are not): other programs may fail to read it"
 
     def _map(self) -> np.ndarray:
@@ -91,10 +88,8 @@ def list_shard_files(folders: Sequence[Path], manifests: Sequence[Manifest]) -> 
     files: list[ShardFile] = []
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest.shards:
-            first_sample = files[-1].end_sample if files else 0
-            files.append(
-                ShardFile(path=folder / shard.file, shard=shard, block=manifest.block, first_sample=first_sample)
-            )
+            first, path = files[-1].end_sample if files else 0, folder / shard.file
+            files.append(ShardFile(path=path, shard=shard, block=manifest.block, first_sample=first))
     if not files[-1].end_sample:
         raise DataError(f"{folders[0]} holds no samples")
     return files
