@@ -24,6 +24,8 @@ _GATHER_BYTES = 2**21
 #: Shares that are gathered ahead while the device computes: one ready, one in progress.
 _PREFETCH_DEPTH = 2
 
+_Requests = Iterator[BatchRequest]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -149,9 +151,7 @@ def _make_evaluation_request(start: int, stop: int, filler_id: int) -> BatchRequ
     return BatchRequest(ids, [len(ids)], 0)
 
 
-def _fetch_batches(
-    source: Source, requests: Iterator[BatchRequest], *, pin: bool, workers: int
-) -> Generator[list[Any]]:
+def _fetch_batches(source: Source, requests: _Requests, *, pin: bool, workers: int) -> Generator[list[Any]]:
     if source.prefetch_steps:
         requests = _prefetch_requests(source, requests)
     if source.supports_gather:
@@ -162,21 +162,19 @@ def _fetch_batches(
     return _fetch_inline(source, requests, pin)
 
 
-def _fetch_inline(source: Source, requests: Iterator[BatchRequest], pin: bool) -> Generator[list[Any]]:
+def _fetch_inline(source: Source, requests: _Requests, pin: bool) -> Generator[list[Any]]:
     for group in _group_requests(requests, _GATHER_BYTES / source.sample_bytes):
         if len(group) == 1:
             yield source.read_micro_batches(group[0].ids, group[0].sizes, group[0].epoch, pin=pin)
             continue
-        ids, sizes = (
-            np.concatenate([request.ids for request in group]),
-            [size for request in group for size in request.sizes],
-        )
+        ids = np.concatenate([request.ids for request in group])
+        sizes = [size for request in group for size in request.sizes]
         micro_batches = iter(source.read_micro_batches(ids, sizes, group[0].epoch, pin=pin))
         for request in group:
             yield list(islice(micro_batches, len(request.sizes)))
 
 
-def _prefetch_requests(source: Source, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
+def _prefetch_requests(source: Source, requests: _Requests) -> _Requests:
     """Announce each request to the source some steps before it is read."""
     pending_requests: deque[BatchRequest] = deque()
     for request in requests:
@@ -187,7 +185,7 @@ def _prefetch_requests(source: Source, requests: Iterator[BatchRequest]) -> Iter
     yield from pending_requests
 
 
-def _group_requests(requests: Iterator[BatchRequest], max_samples: float) -> Iterator[list[BatchRequest]]:
+def _group_requests(requests: _Requests, max_samples: float) -> Iterator[list[BatchRequest]]:
     """Group requests to read together: up to `max_samples` samples, at least one request."""
     request_group: list[BatchRequest] = []
     sample_count = 0
@@ -201,7 +199,7 @@ def _group_requests(requests: Iterator[BatchRequest], max_samples: float) -> Ite
         yield request_group
 
 
-def _fetch_in_thread(source: Source, requests: Iterator[BatchRequest]) -> Generator[list[Any]]:
+def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]]:
     """Gather ahead in a thread while a device computes (on a CPU it would take a core from the computation).
 
     Only for sources that draw no random numbers: another thread's draws would get into the training's.
@@ -209,9 +207,8 @@ def _fetch_in_thread(source: Source, requests: Iterator[BatchRequest]) -> Genera
     with ThreadPoolExecutor(1, thread_name_prefix="echelon-data") as executor:
         pending: deque[Any] = deque()
         for request in requests:
-            pending.append(
-                executor.submit(source.read_micro_batches, request.ids, request.sizes, request.epoch, pin=True)
-            )
+            ids, sizes, epoch = request
+            pending.append(executor.submit(source.read_micro_batches, ids, sizes, epoch, pin=True))
             if len(pending) > _PREFETCH_DEPTH:
                 yield pending.popleft().result()
         while pending:
@@ -220,9 +217,8 @@ def _fetch_in_thread(source: Source, requests: Iterator[BatchRequest]) -> Genera
 
 def small_batch_error(batch: int, dp_size: int) -> DataError:
     """A global batch of fewer samples than data ranks."""
-    return DataError(
-        f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
-    )
+    remedy = f"use batch={dp_size} or more, or fewer ranks"
+    return DataError(f"a batch of {batch} cannot feed {dp_size} data ranks: {remedy}")
 
 
 def _nearest_valid_batch(order: Order, ranks: int) -> int:

@@ -91,9 +91,8 @@ class Order:
     def ids(self, step: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions `start` to `stop` (exclusive) of the global batch of `step`."""
         if not (step >= 0 and 0 <= start <= stop <= self.batch_size(step)):
-            raise ValueError(
-                f"positions {start} to {stop} of step {step} are outside its batch of {self.batch_size(step)}"
-            )
+            size = self.batch_size(step)
+            raise ValueError(f"positions {start} to {stop} of step {step} are outside its batch of {size}")
         epoch, batch_index = divmod(step, self.steps_per_epoch)
         first = batch_index * self.batch
         if not self.shuffle:
@@ -155,9 +154,8 @@ class Order:
             first = window_index * self.window
             window_files = (lane * lane_files + file_order[first : first + self.window]).tolist()
             file_starts = np.array([_part_start(file, self.samples, self.files) for file in window_files])
-            file_sizes = (
-                np.array([_part_start(file + 1, self.samples, self.files) for file in window_files]) - file_starts
-            )
+            next_starts = np.array([_part_start(file + 1, self.samples, self.files) for file in window_files])
+            file_sizes = next_starts - file_starts
             window_samples = int(file_sizes.sum())
             low, high = np.searchsorted(positions, (offset, offset + window_samples))
             if low < high:

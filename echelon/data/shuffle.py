@@ -58,11 +58,9 @@ class FeistelPermutation:
         return row * self._columns + column
 
 
-def _rotate_by_hash(
-    coordinate: np.ndarray, other_coordinate: np.ndarray, size: np.uint64, key: np.uint64
-) -> np.ndarray:
-    """Move `coordinate` by a hash of `other_coordinate`, around a circle of `size` places."""
-    hashed = (other_coordinate + key) * np.uint64(0x9E3779B97F4A7C15)
+def _rotate_by_hash(coordinate: np.ndarray, other: np.ndarray, size: np.uint64, key: np.uint64) -> np.ndarray:
+    """Move `coordinate` by a hash of `other`, around a circle of `size` places."""
+    hashed = (other + key) * np.uint64(0x9E3779B97F4A7C15)
     hashed ^= hashed >> np.uint64(32)
     hashed *= np.uint64(0xD6E8FEB86659FD93)
     hashed >>= np.uint64(32)

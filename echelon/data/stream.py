@@ -241,9 +241,8 @@ def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: All
         counts = [position & ((1 << _EPOCH_SHIFT) - 1) for position in positions]
         ranks_ahead = [rank for rank, position in enumerate(positions) if position >> _EPOCH_SHIFT > epoch]
         early_ranks = ranks_ahead or [rank for rank, count in enumerate(counts) if count < max(counts)]
-        progress = ", ".join(
-            f"{count} of epoch {position >> _EPOCH_SHIFT}" for position, count in zip(positions, counts, strict=True)
-        )
+        pairs = zip(counts, positions, strict=True)
+        progress = ", ".join(f"{count} of epoch {position >> _EPOCH_SHIFT}" for count, position in pairs)
         raise DataError(
             f"{reader.name}: the stream ended early on rank {_format_ranks(early_ranks)}: at {context} the ranks 0 to {len(positions) - 1} have read "
             f"{progress}; give every rank the same whole stream (it must not split its samples by rank)"

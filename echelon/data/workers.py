@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -50,7 +50,7 @@ def _no_collate(batch: Any) -> Any:
 
 
 def read_with_workers(
-    source: Source, requests: Iterable[BatchRequest], *, pin: bool, workers: int
+    source: Source, requests: Iterator[BatchRequest], *, pin: bool, workers: int
 ) -> Generator[list[Any]]:
     """Yield the micro-batches of each request, which `workers` processes read ahead."""
     counts: list[int] = []  # micro-batches per request; the sampler runs ahead of what is yielded
@@ -110,9 +110,7 @@ def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
             continue
         # Drop the workers first: while torch knows of the dead one, it raises again at any child's signal.
         del iterator
-        raise DataError(
-            f"a data worker process died: {cause}; workers=0 reads in the training's own process and shows why"
-        )
+        raise DataError(f"a data worker process died: {cause}; workers=0 reads in the training process and shows why")
 
 
 def _start_workers(loader: DataLoader[Any]) -> Iterator[Any]:

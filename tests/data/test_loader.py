@@ -230,7 +230,7 @@ def test_a_worker_that_dies_is_named() -> None:
     # In a process of its own: torch reports a dead worker from a signal handler, which may strike again later.
     said = subprocess.run([sys.executable, "-c", DEADLY], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith("a data worker process died: ")
-    assert said.endswith("; workers=0 reads in the training's own process and shows why\n")
+    assert said.endswith("; workers=0 reads in the training process and shows why\n")
 
 
 # The thread that gathers ahead (for pinned memory; pinning itself needs a device)

@@ -44,7 +44,7 @@ def _make_column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
     if dtype not in ITEM_BYTES or 0 in array.shape[1:]:
         raise DataError(
-            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: give numbers, in rows that are not empty"
+            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: give non-empty rows of numbers"
         )
     return Column(name=name, dtype=dtype, shape=array.shape[1:])
 
@@ -82,9 +82,8 @@ def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
         split = "train" if "train" in pairs else None
     chosen_split = split if split is not None else next(iter(pairs), "")
     if chosen_split not in pairs:
-        raise DataError(
-            f"{folder} has no split {chosen_split!r}; it has {', '.join(pairs) or 'no pair of IDX images and labels'}"
-        )
+        available = ", ".join(pairs) or "no pair of IDX images and labels"
+        raise DataError(f"{folder} has no split {chosen_split!r}; it has {available}")
     files = pairs[chosen_split]
     images, labels = map(read_idx, files)
     provenance = {"source": str(folder), "kind": "IDX", "split": chosen_split, "stamp": digest_file_stats(files)}
@@ -103,7 +102,6 @@ def read_idx(path: Path) -> np.ndarray:
     shape = tuple(np.frombuffer(content, ">u4", content[3], 4).tolist())
     dtype, header_bytes = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
     if len(content) - header_bytes != dtype.itemsize * int(np.prod(shape, dtype=object)):
-        raise DataError(
-            f"{path} has {len(content) - header_bytes:,} bytes of values, but its header declares {shape} of {dtype.itemsize} bytes"
-        )
+        declared = f"but its header declares {shape} of {dtype.itemsize} bytes"
+        raise DataError(f"{path} has {len(content) - header_bytes:,} bytes of values, {declared}")
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(shape)

@@ -38,9 +38,8 @@ class TablePackingSource(PackingSource):
 
     def __init__(self, paths: Sequence[Path], temp_folder: Path) -> None:
         self._paths, self._temp_folder, self._format = list(paths), temp_folder, _format_of(paths[0])
-        self.provenance = {
-            "source": ", ".join(map(str, paths)), "kind": self._format, "stamp": digest_file_stats(paths)
-        }  # fmt: skip
+        source = ", ".join(map(str, paths))
+        self.provenance = {"source": source, "kind": self._format, "stamp": digest_file_stats(paths)}
 
     @property
     def identity(self) -> str:
@@ -55,9 +54,8 @@ class TablePackingSource(PackingSource):
         for path in self._paths:
             file_schema, fragments = self._open_file(path)
             if schema is not None and not file_schema.equals(schema):
-                raise DataError(
-                    f"{path} has other columns than {self._paths[0]}: {_describe_schema(file_schema)}, not {_describe_schema(schema)}"
-                )
+                differences = f"{_describe_schema(file_schema)}, not {_describe_schema(schema)}"
+                raise DataError(f"{path} has other columns than {self._paths[0]}: {differences}")
             schema = file_schema
             for fragment, rows in fragments:
                 self._fragments.append(fragment)
@@ -198,9 +196,7 @@ def _dtype_name(arrow_type: Any, name: str) -> str:
     except (NotImplementedError, TypeError):
         dtype = ""
     if dtype not in ITEM_BYTES:
-        raise DataError(
-            f"column {name!r} is {arrow_type}: numbers, lists of numbers, text, bytes and images can be packed"
-        )
+        raise DataError(f"column {name!r} is {arrow_type}: use numbers, lists of numbers, text, bytes or images")
     return dtype
 
 
@@ -218,9 +214,7 @@ def _column_rows(chunked: Any, column: Column, start: int) -> Any:
         array = array.field("bytes")
     if array.null_count:
         row = start + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise DataError(
-            f"column {column.name!r} has no value in row {row}: fill such rows or leave them out before packing"
-        )
+        raise DataError(f"column {column.name!r} has no value in row {row}: fill or delete such rows before packing")
     if not column.ragged:
         flat = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
         return _to_numpy(flat, column, start).reshape(len(array), *column.shape)
@@ -237,8 +231,6 @@ def _column_rows(chunked: Any, column: Column, start: int) -> Any:
 
 def _to_numpy(array: Any, column: Column, start: int) -> np.ndarray:
     if array.null_count:
-        raise DataError(
-            f"column {column.name!r} has an empty place inside a row from {start} on: fill it before packing"
-        )
+        raise DataError(f"column {column.name!r} has a null inside a row from {start} on: fill it before packing")
     values: np.ndarray = array.to_numpy(zero_copy_only=False)
     return values.astype(np.uint8) if values.dtype == bool else values

@@ -41,9 +41,8 @@ class TokenPackingSource(PackingSource):
         self._token_dtype: np.dtype[Any] = np.dtype(np.uint8 if tokens == "byte" else np.int32)
         self._work_folder = None if tokens == "byte" else SharedTempDir(work_folder)
         self._tokenize = partial(_tokenize_files, files, tokens, work_folder, processes, progress)
-        self.columns = (
-            Column(name="tokens", dtype=dtype, shape=() if length is None else (length,), ragged=length is None),
-        )
+        shape = () if length is None else (length,)
+        self.columns = (Column(name="tokens", dtype=dtype, shape=shape, ragged=length is None),)
         self.sample = "tokens"
         self.provenance = {
             "source": f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""), "kind": "text",
@@ -61,7 +60,7 @@ class TokenPackingSource(PackingSource):
         self.samples = len(self._token_files) if self._length is None else total // self._length
         if not self.samples:
             raise DataError(
-                f"{total:,} tokens do not fill a row of {self._length}: use a shorter --length, or more text"
+                f"{total:,} tokens do not fill a row of {self._length}: use a shorter --length or more text"
             )
         self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
         self.remarks = {"left out": str(0 if self._length is None else total % self._length)}
@@ -108,9 +107,8 @@ def _tokenize_files(
     """Make the missing token files; returns one per text file."""
     tokenizer = _load_tokenizer(tokens)  # refuse a bad one before doing anything
     tokenizer_hash = _hash_file(tokens)
-    targets = {
-        work_folder / f"{_short_hash(f'{tokenizer_hash} {digest_file_stats([path])}')}.int32": path for path in files
-    }
+    hashes = {_short_hash(f"{tokenizer_hash} {digest_file_stats([path])}"): path for path in files}
+    targets = {work_folder / f"{name}.int32": path for name, path in hashes.items()}
     sizes = {target: path.stat().st_size for target, path in targets.items()}
     missing = sorted((target for target in targets if not target.exists()), key=lambda target: -sizes[target])
     total_bytes = sum(sizes.values())
@@ -177,9 +175,7 @@ def _load_tokenizer(tokens: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
-        raise DataError(
-            "a tokenizer file needs the package tokenizers: pip install tokenizers, or --tokens byte"
-        ) from None
+        raise DataError("a tokenizer file needs tokenizers: pip install tokenizers, or use --tokens byte") from None
     try:
         tokenizer = Tokenizer.from_file(tokens)
         tokenizer.no_truncation()  # some files limit the input to what their model takes

@@ -63,11 +63,8 @@ def _run_tasks_here(tasks: Sequence[Task]) -> Iterator[int]:
             last_progress = time.monotonic()
         elif not has_warned and time.monotonic() > last_progress + _WARN_AFTER_SECONDS:
             has_warned = True
-            task = locked_elsewhere[0]
-            warnings.warn(
-                f"{task.target.parent}: still waiting for {describe_holders(task.lock)}, which makes {task.target.stem}",
-                stacklevel=2,
-            )
+            target, holders = locked_elsewhere[0].target, describe_holders(locked_elsewhere[0].lock)
+            warnings.warn(f"{target.parent}: still waiting for {holders}, which makes {target.stem}", stacklevel=2)
         else:
             time.sleep(0.05)
         remaining = locked_elsewhere

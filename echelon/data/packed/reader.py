@@ -85,9 +85,8 @@ class Packed:
     def _open(self) -> None:
         options, folders = self._options, self._options.folders
         stores = [RemoteStore(str(folder), options.timeout) for folder in folders if is_url(folder)]
-        self.manifests = [store.read_manifest() for store in stores] or [
-            documents.load_manifest(Path(folder)) for folder in folders
-        ]
+        local = [] if stores else [documents.load_manifest(Path(folder)) for folder in folders]
+        self.manifests = [*(store.read_manifest() for store in stores), *local]
         first_manifest = self.manifests[0]
         for folder, manifest in zip(folders, self.manifests, strict=True):
             if (manifest.columns, manifest.sample) != (first_manifest.columns, first_manifest.sample):
@@ -235,18 +234,16 @@ class Packed:
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a ragged column."""
         if name not in self._column_names or not self.columns[self._column_names.index(name)].ragged:
-            raise DataError(
-                f"{name!r} is not a column of rows that differ in length; the columns are {describe_columns(self.manifests[0])}"
-            )
+            columns = describe_columns(self.manifests[0])
+            raise DataError(f"{name!r} is not a column of rows that differ in length; the columns are {columns}")
         return self._rows.lengths(self._column_names.index(name))
 
     def pack_sequences(self, length: int, column: str | None = None) -> PackedSequences:
         """Fill rows of `length` tokens with whole samples of a ragged column; other columns are left out."""
         ragged = [candidate.name for candidate in self.columns if candidate.ragged and candidate.kind == "array"]
         if column is None and len(ragged) > 1:
-            raise DataError(
-                f"pack_sequences({length}) takes one of {', '.join(ragged)}: choose one, as pack_sequences({length}, {ragged[0]!r})"
-            )
+            example = f"pack_sequences({length}, {ragged[0]!r})"
+            raise DataError(f"pack_sequences({length}) takes one of {', '.join(ragged)}: choose one, as {example}")
         return PackedSequences(self, column or (ragged[0] if ragged else ""), length)
 
     def __getstate__(self) -> Any:

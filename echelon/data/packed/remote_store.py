@@ -16,6 +16,8 @@ from echelon.errors import DataError, MissingDataError
 #: Bytes per request: few enough for a slow link to deliver them within the time limit.
 _CHUNK_BYTES = 2**22
 
+_Report = Callable[[int], None]  # of received bytes
+
 _T = TypeVar("_T")
 
 
@@ -36,9 +38,7 @@ class RemoteStore:
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:
-            raise DataError(
-                f"{redact_credentials(url)}: remote data needs fsspec: pip install 'echelon[remote]'"
-            ) from None
+            raise DataError(f"{redact_credentials(url)} needs fsspec: pip install 'echelon[remote]'") from None
         self.url, self._timeout = url.rstrip("/"), timeout
         self.display_url = redact_credentials(self.url)
         self._connect = url_to_fs
@@ -61,9 +61,9 @@ class RemoteStore:
             except OSError as error:
                 raise DataError(f"{path} cannot be written: {error.strerror}; give cache= another disk") from None
 
-        def transfer(report_progress: Callable[[int], None]) -> None:
+        def transfer(report: _Report) -> None:
             with target:
-                for chunk in self._read_chunks(name, report_progress):
+                for chunk in self._read_chunks(name, report):
                     write_chunk(memoryview(chunk))
                     if target.tell() > reserved_bytes:
                         break
@@ -74,14 +74,12 @@ class RemoteStore:
     def read_spans(self, name: str, spans: Sequence[tuple[int, int | None]]) -> list[bytes]:
         """Read spans of a file of the folder, each from and to (None: to its end)."""
 
-        def read_all(report_progress: Callable[[int], None]) -> list[bytes]:
-            return [b"".join(self._read_chunks(name, report_progress, start, stop)) for start, stop in spans]
+        def read_all(report: _Report) -> list[bytes]:
+            return [b"".join(self._read_chunks(name, report, start, stop)) for start, stop in spans]
 
         return self._run_with_timeout(name, read_all)
 
-    def _read_chunks(
-        self, name: str, report_progress: Callable[[int], None], start: int = 0, stop: int | None = None
-    ) -> Iterator[bytes]:
+    def _read_chunks(self, name: str, report: _Report, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the content of a file as it arrives. fsspec caches the connection, and makes a new one in a forked process."""
         filesystem, folder = self._connect(self.url)
         # Without fsspec's own buffer, which would read up to 50 MB before the first byte arrives here.
@@ -90,24 +88,24 @@ class RemoteStore:
                 file.seek(start)
             while chunk := file.read(_CHUNK_BYTES if stop is None else min(_CHUNK_BYTES, stop - start)):
                 start += len(chunk)
-                report_progress(len(chunk))
+                report(len(chunk))
                 yield chunk
 
-    def _run_with_timeout(self, name: str, operation: Callable[[Callable[[int], None]], _T]) -> _T:
+    def _run_with_timeout(self, name: str, operation: Callable[[_Report], _T]) -> _T:
         """Run `operation` in a thread, which is abandoned if it stalls."""
         location = f"{self.display_url}/{name}"
         has_progressed, is_done = threading.Event(), threading.Event()
         results: list[Any] = []
         received_bytes = 0
 
-        def report_progress(size: int) -> None:
+        def report(size: int) -> None:
             nonlocal received_bytes
             received_bytes += size
             has_progressed.set()
 
         def run_operation() -> None:
             try:
-                results.append((operation(report_progress), None))
+                results.append((operation(report), None))
             except BaseException as error:
                 results.append((None, error))
             is_done.set()
@@ -127,8 +125,7 @@ class RemoteStore:
             # fsspec reports a server that does not answer as a missing file, with the reason as its cause.
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             error_type = MissingDataError if isinstance(cause, FileNotFoundError) else DataError
-            raise error_type(
-                f"{location} cannot be read: {type(cause).__name__}: {redact_credentials(cause)}"
-            ) from None
+            reason = f"{type(cause).__name__}: {redact_credentials(cause)}"
+            raise error_type(f"{location} cannot be read: {reason}") from None
         result: _T = value
         return result

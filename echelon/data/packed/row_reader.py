@@ -148,9 +148,7 @@ class LocalRowReader(RowReader):
         contents = [file_map.file_bytes(file_index, file.shard.bytes) for file_map in self._maps]
         problem = file.find_block_damage(contents, self._columns, block - int(self._first_block[file_index]))
         if problem:
-            raise CorruptDataError(
-                f"{problem}; {RESTORE_SHARD}, or leave such blocks out with Packed(..., damaged='skip')"
-            )
+            raise CorruptDataError(f"{problem}; {RESTORE_SHARD}, or skip such blocks with Packed(..., damaged='skip')")
         self._checked_blocks[block] = True
         self._unchecked_blocks -= 1
 

@@ -111,10 +111,9 @@ def pack_best_fit(lengths: np.ndarray, row_length: int) -> RowLayout:
             row_of[by_size[first_piece : first_piece + placed]] = np.repeat(rows, per_row)[:placed]
             first_piece += placed
             last_row_pieces = per_row - (len(rows) * per_row - placed)  # pieces in the last of these rows
-            _add_free_rows(free_rows, room - per_row * size, rows if last_row_pieces == per_row else rows[:-1])
-            _add_free_rows(
-                free_rows, room - last_row_pieces * size, rows[:0] if last_row_pieces == per_row else rows[-1:]
-            )
+            full = len(rows) if last_row_pieces == per_row else len(rows) - 1
+            _add_free_rows(free_rows, room - per_row * size, rows[:full])
+            _add_free_rows(free_rows, room - last_row_pieces * size, rows[full:])
     order = np.argsort(row_of, kind="stable")
     bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=row_count))])
     return RowLayout(samples=samples[order], starts=starts[order], sizes=sizes[order], rows=bounds)

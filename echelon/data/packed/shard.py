@@ -115,9 +115,8 @@ def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: i
             for start in range(0, samples, block)
         ]
         frame = block_layout.frame_checksum(file, columns, shard)
-        offsets_checksum = block_layout.offsets_checksum(
-            file[start:stop] for start, stop in block_layout.offset_spans(columns, shard)
-        )
+        spans = block_layout.offset_spans(columns, shard)
+        offsets_checksum = block_layout.offsets_checksum(file[start:stop] for start, stop in spans)
         del file, array, batch, buffers, values, file_buffer  # the mapping can be closed
     checksums = tuple(checksum for checksum in block_checksums if checksum is not None)
     if len(checksums) < len(block_checksums):
