@@ -1,12 +1,12 @@
-"""Settings of a run's optimizers and schedules: read by name, and changed when a run is resumed with other ones.
+"""Settings of a run's optimizers and schedules: read by name, and changed when a run is resumed with others.
 
-A checkpoint brings back what each parameter group was set to. `InitialSettings` keeps what the job asks for now, so that settings which the
-user overrides can be applied after loading. Schedules for another length or around other settings are replayed:
+A checkpoint restores what each parameter group was set to. `InitialSettings` keeps what the job asks for now, so that settings which the
+user overrides are applied after loading. Schedules for another length or around other settings are replayed:
 
     before   the schedule as it was, from the first settings, advanced to the checkpoint's step
-    now      the schedule as it is to be, from the settings of now, advanced as far
+    now      the new schedule, from the current settings, advanced as far
 
-Where both come to the same, the checkpoint's state stays. Where `before` gives what the checkpoint holds, `now` replaces it. Else
+Where both give the same, the checkpoint's state stays. Where `before` gives what the checkpoint holds, `now` replaces it. Otherwise
 something besides the schedule moves the settings, and a schedule for another length cannot be derived.
 """
 
@@ -32,11 +32,11 @@ from echelon.engine.optimizers import make_schedules
 from echelon.engine.run_state import RunState
 from echelon.errors import JobError
 
-#: How far a schedule has come, and what it keeps for each group: not what it is set to.
+#: A schedule's progress, and what it keeps for each group: no settings.
 _PROGRESS_KEYS = frozenset(
     {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "_get_lr_called_within_step", "_is_initial", "verbose", "lr_lambdas"}
 )  # fmt: skip
-#: Names that are no settings of a group or an optimizer.
+#: Keys of `optimizer_settings` that are no settings.
 _NON_SETTINGS = ("groups", "code")
 
 
@@ -49,7 +49,7 @@ class InitialSettings:
 
 
 def initial_settings(run: RunState) -> InitialSettings:
-    """Keep what the groups and optimizers are set to now."""
+    """The current settings."""
     return InitialSettings(
         tuple(tuple(map(_initial_group_settings, optimizer.param_groups)) for optimizer in run.optimizers),
         tuple(_user_attributes(optimizer) for optimizer in run.optimizers),
@@ -57,22 +57,21 @@ def initial_settings(run: RunState) -> InitialSettings:
 
 
 def _initial_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group; a schedule has changed the rate already, and keeps the first one with it."""
+    """The settings of a group, with the first rate, which a schedule keeps."""
     initial = {key: copy.deepcopy(value) for key, value in group.items() if key in read_group_settings(group)}
     if "initial_lr" in initial:
-        initial_rate = initial.pop("initial_lr")
-        initial["lr"] = initial_rate
+        initial["lr"] = initial.pop("initial_lr")
     return initial
 
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """What torch itself keeps in every optimizer."""
+    """Attributes of every torch optimizer."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 
 
 def _user_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What the user's class keeps in plain attributes (`self.factor = 0.9`)."""
+    """Plain attributes of the user's class (`self.factor = 0.9`)."""
     return {
         key: copy.deepcopy(value)
         for key, value in vars(optimizer).items()
@@ -80,8 +79,12 @@ def _user_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def _prefix(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name}{index + 1}"
+
+
 def _optimizer_prefix(run: RunState, index: int) -> str:
-    return "optimizer" if len(run.optimizers) == 1 else f"optimizer{index + 1}"
+    return _prefix("optimizer", index, len(run.optimizers))
 
 
 def optimizer_settings(run: RunState) -> dict[str, Any]:
@@ -91,46 +94,32 @@ def optimizer_settings(run: RunState) -> dict[str, Any]:
     for optimizer in run.optimizers:
         groups = []
         for group in optimizer.param_groups:
-            members = sorted(names_by_id[id(setting)] for setting in group["params"] if id(setting) in names_by_id)
-            values_by_key = {
-                key: setting
-                for key, setting in read_group_settings(_initial_group_settings(group)).items()
-                if is_plain_json(setting)
-            }
-            groups.append((members, values_by_key))
+            members = sorted(names_by_id[id(p)] for p in group["params"] if id(p) in names_by_id)
+            values = read_group_settings(_initial_group_settings(group))
+            groups.append((members, {key: value for key, value in values.items() if is_plain_json(value)}))
         local_groups.append((type(optimizer).__name__, groups))
-    settings_by_name: dict[str, Any] = {}
-    for position, stages in enumerate(zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)):
-        prefix = _optimizer_prefix(run, position)
-        settings_by_name |= {
-            f"{prefix}.{key}": setting for key, setting in _user_attributes(run.optimizers[position]).items()
-        }
-        settings_by_name[prefix] = stages[0][0]
-        groups = sorted(
-            (
-                (members, values_by_key)
-                for _, stage_groups in stages
-                for members, values_by_key in stage_groups
-                if members
-            ),
-            key=lambda group: group[0],
-        )
-        distinct = _distinct_groups([values_by_key for _, values_by_key in groups])
+    settings: dict[str, Any] = {}
+    for index, stages in enumerate(zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)):
+        prefix = _optimizer_prefix(run, index)
+        settings |= {f"{prefix}.{key}": value for key, value in _user_attributes(run.optimizers[index]).items()}
+        settings[prefix] = stages[0][0]
+        groups = sorted((group for _, stage in stages for group in stage if group[0]), key=lambda group: group[0])
+        distinct = _distinct_groups([values for _, values in groups])
         if len(distinct) > 1:
-            settings_by_name[f"{prefix}.groups"] = {
-                name: distinct.index(values_by_key) for members, values_by_key in groups for name in members
+            settings[f"{prefix}.groups"] = {
+                name: distinct.index(values) for members, values in groups for name in members
             }
-        for key in sorted({key for values_by_key in distinct for key in values_by_key}):
-            values = [values_by_key.get(key) for values_by_key in distinct]
-            if all(setting == values[0] for setting in values):
-                settings_by_name[f"{prefix}.{key}"] = values[0]
+        for key in sorted({key for values in distinct for key in values}):
+            of_groups = [values.get(key) for values in distinct]
+            if all(value == of_groups[0] for value in of_groups):
+                settings[f"{prefix}.{key}"] = of_groups[0]
             else:
-                settings_by_name |= {f"{prefix}.{key}[{index}]": setting for index, setting in enumerate(values)}
-    return settings_by_name
+                settings |= {f"{prefix}.{key}[{group}]": value for group, value in enumerate(of_groups)}
+    return settings
 
 
 def _distinct_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A stage cuts a group in two: what is set alike is one."""
+    """Groups with equal settings are one: stages cut groups in two."""
     distinct: list[dict[str, Any]] = []
     for group in groups:
         if group not in distinct:
@@ -138,36 +127,35 @@ def _distinct_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return distinct
 
 
-def parameter_settings(settings_by_name: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
-    """What `optimizer_settings` found for one parameter, by key."""
-    group = settings_by_name.get(f"{prefix}.groups", {}).get(name)
-    settings_of_parameter = {}
-    for full_name, value in settings_by_name.items():
+def parameter_settings(settings: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
+    """The `optimizer_settings` of one parameter, by key."""
+    group = settings.get(f"{prefix}.groups", {}).get(name)
+    of_parameter = {}
+    for full_name, value in settings.items():
         key, _, index = full_name.removeprefix(f"{prefix}.").partition("[")
         if full_name.startswith(f"{prefix}.") and key not in _NON_SETTINGS and (not index or index == f"{group}]"):
-            settings_of_parameter[key] = value
-    return settings_of_parameter
+            of_parameter[key] = value
+    return of_parameter
 
 
 def schedule_settings(run: RunState, total_steps: int | None = None) -> dict[str, Any]:
-    """The schedules' settings by name (schedule.T_max). `total_steps`: those of a run of that many steps, before a checkpoint is loaded."""
-    schedules = run.schedules
+    """The schedules' settings by name (lr_schedule.T_max). `total_steps`: those of a run of that many steps, before a checkpoint is loaded."""
+    schedules, settings = run.schedules, dict[str, Any]()
     if total_steps is not None:
-        schedules = _replay_schedules(run, initial_settings(run).groups, total_steps, [0] * len(run.schedules))[1]
-    settings_by_name: dict[str, Any] = {}
+        _, schedules = _replay_schedules(run, initial_settings(run).groups, total_steps, [0] * len(run.schedules))
     for index, schedule in enumerate(schedules):
-        prefix = "lr_schedule" if len(schedules) == 1 else f"lr_schedule{index + 1}"
-        settings_by_name[prefix] = type(schedule).__name__
+        prefix = _prefix("lr_schedule", index, len(schedules))
+        settings[prefix] = type(schedule).__name__
         try:
             state = schedule_state.read_state(schedule)
         except JobError:  # saving it is refused
             continue
-        settings_by_name |= dict(_plain_leaves(state, prefix))
-    return settings_by_name
+        settings |= dict(_plain_leaves(state, prefix))
+    return settings
 
 
 def _plain_leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Plain values in a schedule's state, and in those of the schedules that it holds, by path."""
+    """Plain values in the state of a schedule and of those that it holds, by path."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             if key not in _PROGRESS_KEYS:
@@ -180,7 +168,7 @@ def _plain_leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def apply_overrides(run: RunState, initial: InitialSettings, saved: Mapping[str, Any], changed_names: Set[str]) -> bool:
-    """Set what `changed_names` names as the job has it now, and rebuild schedules around it; whether any was. `saved`: the settings with which
+    """Apply the job's current values of `changed_names`, and rebuild schedules around them; returns whether any was. `saved`: the settings with which
     the checkpoint was written."""
     schedules_replaced = any(name.startswith("lr_schedule") for name in changed_names)
     length_changed = saved.get("total_steps", run.total_steps) != run.total_steps
@@ -225,14 +213,14 @@ def _replay_schedules(
     """Copies of the optimizers with these settings, and their schedules for `total_steps` steps, advanced by `step_counts`."""
     copies = []
     for optimizer, group_settings in zip(run.optimizers, groups, strict=True):
-        copy_of_optimizer = object.__new__(type(optimizer))
-        vars(copy_of_optimizer).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        copy_of_optimizer.param_groups = [
+        optimizer_copy = object.__new__(type(optimizer))
+        vars(optimizer_copy).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+        optimizer_copy.param_groups = [
             {key: value for key, value in group.items() if key not in read_group_settings(group)}
-            | copy.deepcopy(dict(settings_of_group))
-            for group, settings_of_group in zip(optimizer.param_groups, group_settings, strict=True)
+            | copy.deepcopy(dict(settings))
+            for group, settings in zip(optimizer.param_groups, group_settings, strict=True)
         ]
-        copies.append(copy_of_optimizer)
+        copies.append(optimizer_copy)
     return copies, _make_advanced_schedules(run, copies, total_steps, step_counts)
 
 
@@ -261,13 +249,11 @@ def _rebuild_schedules(
     step_counts = [int(getattr(schedule, "last_epoch", run.step_number)) for schedule in old_schedules]
     if schedules_replaced:  # what was loaded, if anything, is of other schedules
         step_counts = [run.step_number] * len(old_schedules)
-    first_settings = [_first_settings(run, index, initial, saved) for index in range(len(run.optimizers))]
+    first = [_first_settings(run, index, initial, saved) for index in range(len(run.optimizers))]
     loaded = [[read_group_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
-    replayed = (
-        None
-        if schedules_replaced
-        else _replay_schedules(run, first_settings, saved.get("total_steps", run.total_steps), step_counts)
-    )
+    replayed = None
+    if not schedules_replaced:
+        replayed = _replay_schedules(run, first, saved.get("total_steps", run.total_steps), step_counts)
     for optimizer, groups in zip(run.optimizers, initial.groups, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             _set_keys(group, values, read_group_settings(group).keys() | values.keys())
@@ -275,50 +261,32 @@ def _rebuild_schedules(
     run.schedules = _make_advanced_schedules(run, run.optimizers, run.total_steps, step_counts)
     rebuilt = False
     for index, optimizer in enumerate(run.optimizers):
-        new_settings = [dict(read_group_settings(group)) for group in optimizer.param_groups]
-        old_settings = (
-            [read_group_settings(group) for group in replayed[0][index].param_groups]
-            if replayed is not None
-            else first_settings[index]
-        )
-        is_same = (
-            replayed is not None
-            and _same_settings(old_settings, new_settings)
-            and _same_schedule(replayed[1][index], run.schedules[index])
-        )
-        follows_metric = replayed is not None and takes_metric(old_schedules[index])
+        new = [dict(read_group_settings(group)) for group in optimizer.param_groups]
+        # What the optimizer moves by itself stays.
+        adopted = [set(keys[index]) | ({"initial_lr"} if "lr" in keys[index] else set())] * len(new)
+        keeps_old_schedule = False
         if replayed is None:
-            moved_keys = [
-                _keys_moved_by_schedule(*settings_of_group)
-                for settings_of_group in zip(
-                    loaded[index], old_settings, new_settings, initial.groups[index], strict=True
-                )
-            ]
-        elif follows_metric:
-            moved_keys = [set(keys[index]) | ({"initial_lr"} if "lr" in keys[index] else set()) for _ in new_settings]
-        elif not is_same and _same_settings(old_settings, loaded[index]):
-            moved_keys = [
-                _differing_keys(*settings_of_group)
-                for settings_of_group in zip(old_settings, new_settings, strict=True)
-            ]
-        elif not is_same and length_changed:
-            raise JobError(_irreproducible_message(run, old_settings, loaded[index], saved))
-        else:  # the optimizer moves its own settings
-            moved_keys = [set(keys[index]) | ({"initial_lr"} if "lr" in keys[index] else set()) for _ in new_settings]
-        for group, old_group, new_group, adopted in zip(
-            optimizer.param_groups, loaded[index], new_settings, moved_keys, strict=True
-        ):
-            _set_keys(
-                group,
-                {**old_group, **{key: new_group[key] for key in adopted & new_group.keys()}},
-                old_group.keys() | new_group.keys(),
-            )
-            for key in adopted - new_group.keys():
-                group.pop(key, None)
-        if replayed is not None and (is_same or follows_metric):
-            run.schedules[index] = old_schedules[index]
+            records = zip(loaded[index], first[index], new, initial.groups[index], strict=True)
+            adopted = [_keys_moved_by_schedule(*settings) for settings in records]
         else:
-            rebuilt = True
+            old = [read_group_settings(group) for group in replayed[0][index].param_groups]
+            is_same = _same_settings(old, new) and _same_schedule(replayed[1][index], run.schedules[index])
+            follows_metric = takes_metric(old_schedules[index])
+            keeps_old_schedule = is_same or follows_metric
+            if not keeps_old_schedule and _same_settings(old, loaded[index]):
+                adopted = [_differing_keys(*settings) for settings in zip(old, new, strict=True)]
+            elif not keeps_old_schedule and length_changed:
+                raise JobError(_irreproducible_message(run, old, loaded[index], saved))
+        for group, old_group, new_group, adopted_keys in zip(
+            optimizer.param_groups, loaded[index], new, adopted, strict=True
+        ):
+            values = {**old_group, **{key: new_group[key] for key in adopted_keys & new_group.keys()}}
+            _set_keys(group, values, old_group.keys() | new_group.keys())
+            for key in adopted_keys - new_group.keys():
+                group.pop(key, None)
+        if keeps_old_schedule:
+            run.schedules[index] = old_schedules[index]
+        rebuilt |= not keeps_old_schedule
     return rebuilt
 
 
@@ -328,16 +296,13 @@ def _first_settings(
     """What each group was set to before a schedule moved it, by the record of the checkpoint."""
     names_by_id, first_settings = map_parameter_names(run), []
     for group, initial_group in zip(run.optimizers[index].param_groups, initial.groups[index], strict=True):
-        name = next((names_by_id[id(parameter)] for parameter in group["params"] if id(parameter) in names_by_id), "")
+        name = next((names_by_id[id(p)] for p in group["params"] if id(p) in names_by_id), "")
         saved_settings = parameter_settings(saved, _optimizer_prefix(run, index), name)
         first_group = copy.deepcopy(initial_group)
         for key in first_group.keys() & saved_settings.keys():
             if is_plain_json(read_group_settings({key: first_group[key]})[key]):
-                _set_key(
-                    first_group,
-                    key,
-                    tuple(saved_settings[key]) if isinstance(first_group[key], tuple) else saved_settings[key],
-                )
+                value = saved_settings[key]
+                _set_key(first_group, key, tuple(value) if isinstance(first_group[key], tuple) else value)
         first_settings.append(first_group)
     return first_settings
 
@@ -346,12 +311,9 @@ def _keys_moved_by_schedule(
     loaded: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], initial: Mapping[str, Any]
 ) -> set[str]:
     """Settings that a schedule moves or moved: those that differ from the first ones, in the checkpoint or now."""
-    keys = (
-        {"lr", "initial_lr"}
-        | _differing_keys(read_group_settings(old), loaded)
-        | _differing_keys(read_group_settings(initial), new)
-    )
-    return keys & (loaded.keys() | new.keys())
+    moved_before = _differing_keys(read_group_settings(old), loaded)
+    moved_now = _differing_keys(read_group_settings(initial), new)
+    return ({"lr", "initial_lr"} | moved_before | moved_now) & (loaded.keys() | new.keys())
 
 
 def _differing_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> set[str]:
@@ -381,11 +343,7 @@ def _same_schedule(left: Any, right: Any) -> bool:
 def _irreproducible_message(
     run: RunState, replayed: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
 ) -> str:
-    index = next(
-        index_of_group
-        for index_of_group, pair in enumerate(zip(replayed, loaded, strict=True))
-        if _differing_keys(*pair)
-    )
+    index = next(i for i, pair in enumerate(zip(replayed, loaded, strict=True)) if _differing_keys(*pair))
     key = sorted(_differing_keys(replayed[index], loaded[index]))[0]
     return (
         f"lr_schedule=: cannot be rebuilt for {run.total_steps} steps ({saved.get('total_steps')} before): at step {run.step_number} it gives "
