@@ -1,4 +1,4 @@
-"""What a rank holds of a job's model under a plan: built, staged, cut and sharded, and what joins it with the other ranks."""
+"""Build this rank's part of a job's model under a plan: staged, cut and sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from echelon.engine.data_setup import BatchMover
 from echelon.engine.init_model import broadcast_model, initialize_model, model_fingerprint
 from echelon.engine.parallel.data_parallel import max_norm_weights
 from echelon.engine.parallel.fsdp import ZeroSharding, unit_modules
-from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
 from echelon.engine.parallel.module_tensors import move_model
 from echelon.engine.parallel.pipeline_parallel import Pipeline
 from echelon.engine.parallel.shard_layout import TPShard
@@ -37,12 +36,12 @@ from echelon.trials.example_batch import ExampleBatches
 
 
 def allows_sparse_gradients(plan: Plan) -> bool:
-    """Whether gradients may be sparse: one process steps on them as they are."""
+    """Whether gradients may be sparse: only one process steps on them as they are."""
     return plan.ranks == 1 and not plan.uses_servers
 
 
 class RankModel:
-    """The model on this rank, and how its parameters are joined with those of other ranks."""
+    """The model on this rank, and which ranks hold which of its parameters."""
 
     def __init__(
         self,
@@ -56,51 +55,40 @@ class RankModel:
         evaluation_loss: Callable[[nn.Module, Any], Any],
         warn: Callable[[str], None],
     ) -> None:
-        """`training_loss` and `evaluation_loss` are what stages have to compute, in training and in evaluation."""
+        """`training_loss`, `evaluation_loss`: what pipeline stages compute."""
         self._job, self._plan, self._ranks, self._axes = job, plan, ranks, axes
         self._data_parallel = axes["dp"]
         self._dtype, self._training_loss, self._evaluation_loss = dtype, training_loss, evaluation_loss
         self.pipeline: Pipeline | None = None
         self.sharding: ZeroSharding | None = None
-        self.gradient_allreduce: GradientAllReduce | None = None
-        #: Of the servers' tables what rows begin with; rank 0's until they are handed over.
+        #: Initial rows of the servers' tables, on rank 0 until the servers have them.
         self.initial_tables: dict[str, Tensor] = {}
         served_names = {table.parameter_name for table in plan.server.tables}
         self.model = self._build(warn)
-        #: Those that this rank trains: all but what other stages hold.
-        trained = [
-            (n, p)
-            for n, p in self.model.named_parameters()
-            if p.requires_grad and not p.is_meta and n not in served_names
-        ]
+        named = self.model.named_parameters()
+        trained = [(n, p) for n, p in named if p.requires_grad and not p.is_meta and n not in served_names]
+        #: The trained parameters on this rank, and how many ranks hold each.
         self.parameters = [parameter for _, parameter in trained]
         self.replica_counts = [self.count_replicas(name, parameter) for name, parameter in trained]
-        #: Held by several stages, with the ranks that hold them: their gradients add up over those.
+        #: Parameters that several stages hold, with their communicator, over which their gradients are summed.
         self.tied_parameters = self._find_tied(trained)
-        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
+        #: Parameters that are whole here, but used on a part of the columns or of each sequence: their gradients are summed over tp.
         partial_names = {name for placement in plan.tensor.placements for name in placement.partial_gradients}
-        partial_names |= {
-            name for segment in plan.tensor.segments for name in segment.partial_gradients
-        } - self.tp_shards.keys()
+        segment_names = {name for segment in plan.tensor.segments for name in segment.partial_gradients}
+        partial_names |= segment_names - self.tp_shards.keys()
         self.tp_partial = [parameter for name, parameter in trained if name in partial_names]
-        #: Changed by forward itself, on the ranks whose samples use them.
+        #: Weights that forward itself renormalizes, on the ranks whose samples use them.
         self.max_norm_weights = [parameter for parameter in max_norm_weights(self.model) if not parameter.is_meta]
-        allreduced = self.parameters if self.sharding is None else self.sharding.unsharded_parameters
-        if self._data_parallel.size > 1 and allreduced and plan.server.dense == "allreduce":
-            self.gradient_allreduce = GradientAllReduce(
-                allreduced, plan.data.bucket_megabytes, self._data_parallel.process_group
-            )
 
     def pipeline_ranks_of(self, name: str) -> frozenset[int]:
-        """The ranks of the pipeline axis that hold a parameter."""
+        """The pipeline ranks that hold a parameter."""
         return frozenset({0}) if self.pipeline is None else self.pipeline.holding_ranks[name]
 
     def count_replicas(self, name: str, parameter: Tensor) -> int:
-        """How many ranks hold what this one has of a parameter."""
+        """How many ranks hold the same part of a parameter as this one."""
         data_replicas = 1 if isinstance(parameter, DTensor) else self._data_parallel.size
-        return (
-            data_replicas * (1 if name in self.tp_shards else self._axes["tp"].size) * len(self.pipeline_ranks_of(name))
-        )
+        tp_replicas = 1 if name in self.tp_shards else self._axes["tp"].size
+        return data_replicas * tp_replicas * len(self.pipeline_ranks_of(name))
 
     def reshard(self) -> None:
         """Free the parameters that a forward without backward has gathered."""
@@ -109,7 +97,7 @@ class RankModel:
 
     @contextmanager
     def explain_step_errors(self, optimizer: Optimizer) -> Iterator[None]:
-        """Torch's optimizers are not all able to step on sharded parameters: then say so, and what to use."""
+        """Explain the error of an optimizer that cannot step on sharded parameters."""
         try:
             yield
         except (RuntimeError, NotImplementedError) as error:
@@ -121,13 +109,11 @@ class RankModel:
             ) from error
 
     def close(self) -> bool:
-        """Take hooks off the parameters; whether the model is of no use any more.
+        """Remove hooks; returns whether the model is unusable from now on.
 
         Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the process.
-        Without the group they could not be used any more anyway.
+        Without the group they are unusable anyway.
         """
-        if self.gradient_allreduce is not None:
-            self.gradient_allreduce.close()
         self._undo_checkpointing()
         if self.sharding is None:
             return False
@@ -154,11 +140,10 @@ class RankModel:
         self.full_shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         if plan.server.tables:
             self._remove_served_tables(model, warn)
-        if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
+        if self._axes["pp"].size > 1:  # before any communication: shapes are found without it
             example = BatchMover(ranks.device, self._dtype)(ExampleBatches(self._job).batch(2))
-            unchanged_state = partial(
-                preserve_function_state, self._job, model
-            )  # a loss that counts its calls must not count these
+            # A loss that counts its calls must not count these.
+            unchanged_state = partial(preserve_function_state, self._job, model)
             self.pipeline = Pipeline(
                 model.train(), self._training_loss, example, plan, self._axes["pp"], unchanged_state
             )
@@ -187,19 +172,18 @@ class RankModel:
         return model.train()
 
     def _remove_served_tables(self, model: nn.Module, warn: Callable[[str], None]) -> None:
-        """Leave the servers' tables to them. Weights from a file are read before, while the model is whole."""
+        """Leave the tables to the servers. Weights from a file are loaded before, while the model is whole."""
+        tables = self._plan.server.tables
         if self._job.weights is not None:
-            server_initialized = next(
-                (table.path for table in self._plan.server.tables if table.initialized_by == "server"), None
-            )
-            if server_initialized is not None:
+            server_table = next((table.path for table in tables if table.initialized_by == "server"), None)
+            if server_table is not None:
                 raise PlanError(
-                    f"weights=: {server_initialized} begins on the servers, because no host holds it whole, and weights are read by hosts; leave weights= "
+                    f"weights=: {server_table} begins on the servers, because no host holds it whole, and weights are read by hosts; leave weights= "
                     "out, or resume a run whose checkpoint has the servers' tables"
                 )
             load_weights(model, self._job.weights, tp_shards={}, warn=warn)
         with self._ranks.raise_on_all_ranks():
-            self.initial_tables = remove_tables(model, self._plan.server.tables, keep_values=self._ranks.world.is_main)
+            self.initial_tables = remove_tables(model, tables, keep_values=self._ranks.world.is_main)
 
     def _install_tp(self, model: nn.Module) -> dict[str, TPShard]:
         """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
@@ -218,34 +202,25 @@ class RankModel:
     def _find_tied(self, trained: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Communicator, list[nn.Parameter]]]:
         if self.pipeline is None:
             return []
-        trained_by_holders: dict[frozenset[int], list[nn.Parameter]] = {}
-        for name, parameter in trained:
-            trained_by_holders.setdefault(self.pipeline_ranks_of(name), []).append(parameter)
-        holder_sets = {
-            self.pipeline_ranks_of(name) for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
-        communicators = [
-            (holders, self._communicator_of(holders)) for holders in sorted(holder_sets, key=sorted) if len(holders) > 1
-        ]
-        return [
-            (communicator, trained_by_holders[holders])
-            for holders, communicator in communicators
-            if communicator is not None and holders in trained_by_holders
-        ]
+        # Over all parameters, also of other stages: every rank must make every group.
+        all_holders = {self.pipeline_ranks_of(n) for n, p in self.model.named_parameters() if p.requires_grad}
+        tied_parameters = []
+        for holders in sorted(all_holders, key=sorted):
+            communicator = self._communicator_of(holders) if len(holders) > 1 else None
+            tied = [parameter for name, parameter in trained if self.pipeline_ranks_of(name) == holders]
+            if communicator is not None and tied:
+                tied_parameters.append((communicator, tied))
+        return tied_parameters
 
     def _communicator_of(self, pipeline_ranks: Collection[int]) -> Communicator | None:
-        """This rank's group of its pipeline's ranks at some places; None where it is at another one. Every rank must call it."""
-        pipeline = self._axes["pp"]
-        if len(pipeline_ranks) == pipeline.size:
-            return pipeline
+        """This rank's communicator with these ranks of its pipeline; None where it is not among them. Every rank must call it."""
+        if len(pipeline_ranks) == self._axes["pp"].size:
+            return self._axes["pp"]
 
         def key(rank: int) -> tuple[tuple[str, int], ...] | None:
             coordinate = self._plan.mesh.coordinate(rank)
-            return (
-                tuple(axis_coordinate for axis_coordinate in coordinate.items() if axis_coordinate[0] != "pp")
-                if coordinate["pp"] in pipeline_ranks
-                else None
-            )
+            others = tuple(item for item in coordinate.items() if item[0] != "pp")
+            return others if coordinate["pp"] in pipeline_ranks else None
 
         return self._ranks.split_by(key)
 

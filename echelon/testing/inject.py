@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from echelon.engine import build_model
+from echelon.engine.backends import allreduce
 from echelon.engine.build_model import RankModel
 from echelon.engine.loss_weighing import LossWeighing
 
@@ -66,7 +66,7 @@ def skip_gradient_reduction(
 ) -> Sequence[AbstractContextManager[object]]:
     """Parameters whose gradients the data ranks do not add up."""
     skipped: set[int] = set()
-    original_exchange = build_model.GradientAllReduce
+    original_exchange = allreduce.GradientAllReduce
 
     def record_skipped(model: nn.Module) -> None:
         skipped.clear()
@@ -75,4 +75,4 @@ def skip_gradient_reduction(
     def exchange_others(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
         return original_exchange([parameter for parameter in parameters if id(parameter) not in skipped], *rest)
 
-    return [patch_model(record_skipped), patch.object(build_model, "GradientAllReduce", exchange_others)]
+    return [patch_model(record_skipped), patch.object(allreduce, "GradientAllReduce", exchange_others)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from echelon.engine import grad_clip
 from echelon.engine.backends.backend import Backend
 from echelon.engine.parallel.data_parallel import sum_gradients
+from echelon.engine.parallel.gradient_allreduce import GradientAllReduce
 from echelon.engine.run_state import RunState
 
 
@@ -19,29 +20,35 @@ class AllReduceBackend(Backend):
     def __init__(self, run: RunState) -> None:
         self._run = run
         self.step_ranks = run.data_parallel
+        sharding = run.rank_model.sharding
+        allreduced = run.rank_model.parameters if sharding is None else sharding.unsharded_parameters
+        self._gradient_allreduce: GradientAllReduce | None = None
+        if run.data_parallel.size > 1 and allreduced and run.plan.server.dense == "allreduce":
+            self._gradient_allreduce = GradientAllReduce(
+                allreduced, run.plan.data.bucket_megabytes, run.data_parallel.process_group
+            )
 
     def begin_micro_batch(self, batch: Any, *, is_last: bool) -> None:
         if self._run.rank_model.sharding is not None:
             self._run.rank_model.sharding.prepare_micro_batch(is_last=is_last)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        rank_model = self._run.rank_model
-        if is_last and rank_model.gradient_allreduce is not None:
-            rank_model.gradient_allreduce.sync_next_backward()
-        if rank_model.sharding is None:
+        if is_last and self._gradient_allreduce is not None:
+            self._gradient_allreduce.sync_next_backward()
+        if self._run.rank_model.sharding is None:
             loss.backward()
         else:
-            rank_model.sharding.backward(loss)
+            self._run.rank_model.sharding.backward(loss)
 
     def finish_backward(self) -> None:
-        run, rank_model = self._run, self._run.rank_model
-        sharding, gradient_allreduce = rank_model.sharding, rank_model.gradient_allreduce
-        if sharding is not None and rank_model.pipeline is not None:
+        run, sharding = self._run, self._run.rank_model.sharding
+        is_pipeline = run.rank_model.pipeline is not None  # which has run every backward itself
+        if sharding is not None and is_pipeline:
             sharding.reduce_kept_gradients()
-        if gradient_allreduce is not None:
-            if rank_model.pipeline is not None:  # it has run every backward itself
-                gradient_allreduce.sync_next_backward()
-            gradient_allreduce.wait()
+        if self._gradient_allreduce is not None:
+            if is_pipeline:
+                self._gradient_allreduce.sync_next_backward()
+            self._gradient_allreduce.wait()
         if sharding is not None:
             sharding.finish_backward()
         if run.data_parallel.size > 1:
@@ -51,3 +58,7 @@ class AllReduceBackend(Backend):
         return grad_clip.total_norm(
             gradients, replica_counts, self._run.ranks, same_parameters=self._run.rank_model.pipeline is None
         )
+
+    def close(self) -> None:
+        if self._gradient_allreduce is not None:
+            self._gradient_allreduce.close()

@@ -284,6 +284,7 @@ class ParameterServerBackend(AllReduceBackend):
 
     def close(self) -> None:
         """Leave the servers, and stop them if they were started here."""
+        super().close()
         for undo in self._undo_callbacks:
             undo()
         self._undo_callbacks = []
