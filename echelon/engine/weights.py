@@ -1,11 +1,11 @@
-"""Weights from files and checkpoints into the shards, each rank reading only the rows it keeps; and out again, into one file."""
+"""Load weights from files and checkpoints into shards, each rank reading only its rows; and export them into one file."""
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,19 @@ from echelon.errors import CheckpointError, EchelonError, JobError
 from echelon.plan.sealed_json import MAX_FILE_BYTES, parse_object
 
 ReadRows = Callable[[slice | None], Tensor]
-#: Under which a checkpoint holds the model's tensors; the optimizer's are beside them.
+#: Prefix of the model's tensors in a checkpoint.
 _MODEL_PREFIX = "model/"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSource:
-    """Tensors that can be read: their shapes, and what fills targets with them."""
+    """Stored tensors: their shapes and dtypes, and what copies them into targets."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Mapping[str, Tensor]], None]
-    #: Of tensors in files; those of a checkpoint are the model's own.
-    file_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    #: Of a checkpoint, whose tensors are the model's own.
+    manifest: Mapping[str, Any] | None = None
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def load_weights(
             model_shape = tuple(full_tensor_shape(targets[name], tp_shards.get(name)))
             if shape != model_shape:
                 raise JobError(f"{path}: {name} is {shape} there and {model_shape} in the model")
-        for name, dtype in source.file_dtypes.items():
+        for name, dtype in source.dtypes.items() if source.manifest is None else ():
             _require_compatible_dtype(path, name, dtype, targets[name].dtype)
         local_names = [name for name in source.shapes if not targets[name].is_meta]  # the others are other stages'
         source.fill({name: targets[name] for name in local_names if name not in tp_shards})
@@ -70,7 +71,7 @@ def load_weights(
 
 
 def _fill_tp_shard(target: Tensor, tp_shard: TPShard, source: _TensorSource, name: str) -> None:
-    """Cut in another way than by rows: the whole is read, one tensor at a time."""
+    """Not cut by rows: read the whole, one tensor at a time."""
     full_tensor = torch.empty(tp_shard.full_shape, dtype=target.dtype)
     source.fill({name: full_tensor})
     for region in local_regions(target, tp_shard):
@@ -82,7 +83,7 @@ def _fill_tp_shard(target: Tensor, tp_shard: TPShard, source: _TensorSource, nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What was written: of which checkpoint and step, how many tensors and bytes."""
+    """The checkpoint and step that were exported, and how many tensors and bytes."""
 
     checkpoint: Path
     step: int
@@ -94,35 +95,30 @@ def find_checkpoint(path: Path) -> Path:
     """`path` where it is a checkpoint; of a run the newest one."""
     if (path / MANIFEST_FILE).is_file():
         return path
-    step_folders = [
-        step_folder
-        for step_folder in (path / "checkpoints").glob("step-*")
-        if step_folder.name.removeprefix("step-").isdigit()
-    ]
-    checkpoints = [
-        step_folder
-        for step_folder in step_folders
-        if (step_folder / MANIFEST_FILE).is_file() and not step_folder.is_symlink()
-    ]
+    checkpoints = {
+        int(folder.name.removeprefix("step-")): folder
+        for folder in (path / "checkpoints").glob("step-*")
+        if folder.name.removeprefix("step-").isdigit()
+        and (folder / MANIFEST_FILE).is_file()
+        and not folder.is_symlink()
+    }
     if not checkpoints:
         problem = "a folder without a checkpoint" if path.is_dir() else "no such folder"
         raise CheckpointError(
             f"{path}: {problem}; give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
         )
-    return max(checkpoints, key=lambda step_folder: int(step_folder.name.removeprefix("step-")))
+    return checkpoints[max(checkpoints)]
 
 
 def export_weights(path: str | Path, out: str | Path) -> ExportResult:
-    """Write the model's tensors of a checkpoint, or of a run's last one, to one safetensors file. Needs no ranks and no model."""
+    """Write the model's tensors of a checkpoint, or of a run's newest one, to a safetensors file. Needs no ranks and no model."""
     from safetensors.torch import save_file
 
     folder, out = find_checkpoint(Path(path)), Path(out)
     if out.suffix != ".safetensors":
-        raise EchelonError(
-            f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors"
-        )
+        raise EchelonError(f"{out}: the export is a safetensors file; give a name that ends in .safetensors")
     source = _open_checkpoint(folder)
-    manifest = source.manifest
+    manifest = source.manifest or {}
     tensors = {name: torch.empty(shape, dtype=source.dtypes[name]) for name, shape in source.shapes.items()}
     source.fill(tensors)
     partial = out.with_name(out.name + ".partial")
@@ -137,7 +133,7 @@ def export_weights(path: str | Path, out: str | Path) -> ExportResult:
     return ExportResult(checkpoint=folder, step=manifest["step"], tensors=len(tensors), bytes=out.stat().st_size)
 
 
-def _open_checkpoint(folder: Path) -> _CheckpointSource:
+def _open_checkpoint(folder: Path) -> _TensorSource:
     stored = open_checkpoint(folder)  # every rank checks all of it: nobody waits here for the others
     manifest = stored.manifest
     entries = {
@@ -145,12 +141,8 @@ def _open_checkpoint(folder: Path) -> _CheckpointSource:
         for name, entry in stored.entries.items()
         if name.startswith(_MODEL_PREFIX)
     }
-
-    tables = {
-        name: tuple(manifest["parameters"][name])
-        for name in (manifest.get("served") or {}).get("trained", ())
-        if name not in entries
-    }
+    served_names = (manifest.get("served") or {}).get("trained", ())
+    tables = {name: tuple(manifest["parameters"][name]) for name in served_names if name not in entries}
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name in tables.keys() & targets.keys():
@@ -160,16 +152,16 @@ def _open_checkpoint(folder: Path) -> _CheckpointSource:
         }
         stored.load_into(stored_targets, is_single_process=True)
 
-    return _CheckpointSource(
+    return _TensorSource(
         shapes={name: tuple(entry.shape) for name, entry in entries.items()} | tables,
-        fill=fill,
         dtypes={name: entry.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
+        fill=fill,
         manifest=manifest,
     )
 
 
 def _fill_table(target: Tensor, folder: Path, name: str) -> None:
-    """A table whole, from what servers wrote of it."""
+    """Read a whole table from what servers wrote of it."""
     from echelon.server.store.table_export import iterate_complete_rows
 
     if isinstance(target, DTensor):
@@ -177,16 +169,9 @@ def _fill_table(target: Tensor, folder: Path, name: str) -> None:
             f"weights=: {name} is a table of a parameter server's, and zero shards it here; export the checkpoint to a file first "
             "(echelon export), or use zero=0"
         )
-    for ids, values in iterate_complete_rows(
-        folder, name, len(target), "f8" if target.dtype == torch.float64 else "f4"
-    ):
+    dtype = "f8" if target.dtype == torch.float64 else "f4"
+    for ids, values in iterate_complete_rows(folder, name, len(target), dtype):
         target[torch.from_numpy(ids)] = torch.from_numpy(values).to(target.device, target.dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckpointSource(_TensorSource):
-    dtypes: Mapping[str, torch.dtype]
-    manifest: Mapping[str, Any]
 
 
 # Files
@@ -202,25 +187,22 @@ def _open_file(path: Path, files: ExitStack) -> _TensorSource:
     if not readers:
         raise JobError(f"{path}: holds no tensors; save model.state_dict()")
     return _TensorSource(
-        shapes={name: tuple(shape) for name, (shape, _, _) in readers.items()},
+        shapes={name: shape for name, (shape, _, _) in readers.items()},
+        dtypes={name: dtype for name, (_, _, dtype) in readers.items()},
         fill=fill,
-        file_dtypes={name: dtype for name, (_, _, dtype) in readers.items()},
     )
 
 
 def _require_compatible_dtype(path: Path, name: str, file_dtype: torch.dtype, model_dtype: torch.dtype) -> None:
-    """Integers in place of numbers are codes of a quantized model: they mean nothing without its scales."""
-    if file_dtype == model_dtype or (file_dtype.is_floating_point and model_dtype.is_floating_point):
-        return
-    are_integers = not any(
-        dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in (file_dtype, model_dtype)
-    )
-    if are_integers or (file_dtype.is_complex and model_dtype.is_complex):
-        return
-    raise JobError(
-        f"{path}: {name} is {str(file_dtype).removeprefix('torch.')} there and {str(model_dtype).removeprefix('torch.')} in the model; convert it "
-        "in the file: dequantize integers, take the real part of complex numbers"
-    )
+    """Refuse integers in place of numbers: codes of a quantized model, which mean nothing without its scales."""
+    dtypes = (file_dtype, model_dtype)
+    are_integers = not any(d.is_floating_point or d.is_complex or d == torch.bool for d in dtypes)
+    have_one_kind = all(d.is_floating_point for d in dtypes) or all(d.is_complex for d in dtypes) or are_integers
+    if file_dtype != model_dtype and not have_one_kind:
+        raise JobError(
+            f"{path}: {name} is {str(file_dtype).removeprefix('torch.')} there and {str(model_dtype).removeprefix('torch.')} in the model; convert it "
+            "in the file: dequantize integers, take the real part of complex numbers"
+        )
 
 
 def _fill_target(target: Tensor, read: ReadRows) -> None:
@@ -229,9 +211,8 @@ def _fill_target(target: Tensor, read: ReadRows) -> None:
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = target.to_local()
-    if not local.numel():
-        return
-    local.copy_(read(slice(offset[0], offset[0] + shape[0])))
+    if local.numel():
+        local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
 def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], ReadRows, torch.dtype]]:
@@ -264,7 +245,7 @@ def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ..
 
 
 def list_shards(index: Path) -> list[Path]:
-    """The files that an index of safetensors or torch files lists: names in its own folder, each a file of weights."""
+    """The weight files that an index of safetensors or torch files lists, all in its own folder."""
     # Links are followed here: Hugging Face's cache is made of them.
     if index.stat().st_size > MAX_FILE_BYTES:
         raise JobError(f"{index}: too large for an index of weights")
@@ -284,7 +265,7 @@ def _slice_reader(tensor_slice: Any) -> tuple[tuple[int, ...], ReadRows, torch.d
         values: Tensor = tensor_slice[rows] if rows is not None else tensor_slice[:] if shape else tensor_slice[...]
         return values
 
-    # Its name in the file ("BF16") is not torch's; no row tells the dtype too.
+    # The dtype's name in the file ("BF16") is not torch's; an empty slice has it too.
     return shape, read, tensor_slice[:0].dtype if shape else tensor_slice[...].dtype
 
 
@@ -293,7 +274,7 @@ def _row_reader(value: Tensor) -> ReadRows:
 
 
 def _tied_names(model: nn.Module, loaded_names: set[str]) -> set[str]:
-    """Names whose tensor is shared with one that was found: a file holds a tied weight once."""
+    """Names whose tensor is shared with a loaded one: a file holds a tied weight once."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
