@@ -33,18 +33,18 @@ class LossTerm:
 
     name: str
     count: Scalar
-    #: What makes it its sum again: `count`, unless nothing was counted (a focal loss is a sum over negatives too).
+    #: The factor that makes it its sum again: `count`, unless nothing was counted (a focal loss is a sum over negatives too).
     scale: Scalar
-    #: Whether the count is the number of elements of a tensor, and not of those that a loss chose to count.
+    #: Whether the count is the number of elements of a tensor, not of those that a loss chose to count.
     counted_by_shape: bool = False
     #: Whether it is a sum divided by a number, which may be `max(count, least)`; and whether that number is 1, the usual least.
     is_divided: bool = False
     divided_by_one: bool | Tensor = False
-    #: Whether the number is more than what was counted.
+    #: Whether that number is more than what was counted.
     is_clamped: bool = False
     #: Whether it is multiplied by zero.
     is_zeroed: bool = False
-    #: What divides it besides its own count: the length, where it is an entry of a list whose mean is the loss.
+    #: A further divisor: the length of the list whose mean is the loss, if it is an entry of one.
     list_length: Scalar = 1.0
 
 
@@ -72,71 +72,61 @@ _TRANSPARENT_OPERATORS = {
     "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose", "T", "Expand", "Clone", "ToCopy", "Alias",
     "AliasBackward", "Copy", "CopyBackwards", "Neg", "Add", "Sub", "Rsub", "Where", "Select", "NanToNum",
 }  # fmt: skip
-#: Those of them that only look at it in another shape.
+#: Those of them that only change the shape.
 _VIEW_OPERATORS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Alias"}
+#: Operators that reduce or collect single numbers.
+_LIST_OPERATORS = ("Mean", "Sum", "Stack", "Cat")
 _SUM_OPERATORS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
 #: `reduction=` as autograd saves it.
 _REDUCED_BY_MEAN, _REDUCED_BY_SUM = 1, 2
 #: Operators through which numbers that do not require gradients may be samples.
 _MIXING_OPERATORS = {
-    "Mul",
-    "Mm",
-    "Bmm",
-    "Addmm",
-    "Baddbmm",
-    "Mv",
-    "Dot",
-    "Embedding",
-    "Index",
-    "Gather",
-    "Where",
-    "Div",
-}
-#: How the operators end that compare outputs with targets.
+    "Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div",
+}  # fmt: skip
+#: Suffixes of operators that compare outputs with targets.
 _LOSS_SUFFIXES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
 _MAX_PENALTY_NODES = 16
 #: A count that grows by more than rounding, and how far a sum may be off.
 _MIN_GROWTH, _SUM_TOLERANCE = 1 + 1e-6, 1e-3
-#: Elements of outputs and batches that are given again more than twice.
+#: Elements of outputs and batches that are repeated more than twice.
 _MAX_REPEATED_NUMEL = 2**24
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
 _MAX_NODES = 1024
 
 
 class ModelOutputMarker(torch.autograd.Function):
-    """Marks what a model returned, where nothing of the model is in the graph: it is no parameter."""
+    """Marks a model's output in a graph without the model: it is no parameter."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """The same numbers."""
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Nothing is done to them."""
         return gradient
 
 
 def read_counts(loss: Tensor, *, accept_sums: bool = True, max_terms: int | None = None) -> LossReading:
-    """The averages in `loss`, a single number; empty where it has no graph. `accept_sums`: a loss with reduction="sum" that is divided by a count is an
-    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's). `max_terms`: averages after which
-    reading ends."""
+    """The averages in `loss`, a single number; empty where it has no graph.
+
+    `accept_sums`: a loss with reduction="sum" that is divided by a count is an average too (not in a model that gets `num_items_in_batch`: that
+    number is the whole batch's). `max_terms`: averages after which reading ends.
+    """
     terms: list[LossTerm] = []
     opaque: list[str] = []
-    if loss.grad_fn is None:
-        return LossReading()
-    _collect_terms(loss.grad_fn, terms, opaque, accept_sums=accept_sums, max_terms=max_terms)
+    if loss.grad_fn is not None:
+        _collect_terms(loss.grad_fn, terms, opaque, accept_sums=accept_sums, max_terms=max_terms)
     return LossReading(terms=tuple(terms), opaque_operators=tuple(opaque))
 
 
 def recount_term(
     terms: Sequence[LossTerm], repeat_loss: Callable[[int], Tensor | None]
 ) -> tuple[LossTerm | None, bool]:
-    """The only term with what it really counts, where `max(count, least)` may hide that (None where it does not show), and whether that is sure.
+    """The only term with what it really counts, where `max(count, least)` may hide that (None where it does not show), and whether that is certain.
 
-    `repeat_loss(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`. So does
-    its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum. A sum of zero does not show whether it grows.
+    `repeat_loss(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`.
+    So does its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum. A sum of zero does not show whether it grows.
     """
     term, first_loss = terms[0], repeat_loss(1)
     if len(terms) > 1 or first_loss is None:
@@ -147,21 +137,19 @@ def recount_term(
         reading = None if loss is None else read_counts(loss).only_term
         if loss is None or reading is None:
             break
-        repeated_scale = reading.scale
-        # It may draw or ask other ranks, samples may lie in no row of their own, or the model computes the loss: then it does not grow so.
-        if not math.isclose(float(loss.detach()) * float(repeated_scale), times * total, rel_tol=_SUM_TOLERANCE):
+        # If it draws, asks other ranks, has no row per sample or is the model's own, it does not grow so.
+        if not math.isclose(float(loss.detach()) * float(reading.scale), times * total, rel_tol=_SUM_TOLERANCE):
             return None, False
-        if times > 1 and repeated_scale > term.scale * _MIN_GROWTH:
-            count = repeated_scale / times
-            return replace(
-                term, count=count, is_clamped=not math.isclose(count, term.scale, rel_tol=_SUM_TOLERANCE)
-            ), True
+        if times > 1 and reading.scale > term.scale * _MIN_GROWTH:
+            count = reading.scale / times
+            is_clamped = not math.isclose(count, term.scale, rel_tol=_SUM_TOLERANCE)
+            return replace(term, count=count, is_clamped=is_clamped), True
     return (replace(term, count=term.scale * 0, is_clamped=True), bool(total)) if times > 2 else (None, False)
 
 
 def repeat_samples(value: Any, sample_count: int, times: int) -> Any:
     """An output or a batch with every sample given `times` times; tensors without one row per sample stay as they are. None where that is too
-    much (twice is never), or where samples hold more than tensors."""
+    large (twice never is), or where samples hold more than tensors."""
     if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value)):
         return None
     if times > 2 and times * sum(tensor.numel() for tensor in tree_tensors(value)) > _MAX_REPEATED_NUMEL:
@@ -175,11 +163,9 @@ def _collect_terms(
     node: Any, terms: list[LossTerm], opaque: list[str], *, accept_sums: bool, max_terms: int | None
 ) -> None:
     """Add the averages below `node`, the loss itself."""
-    #: Operators, each with the factor by which its output enters the loss, what that was divided by last on the way, if anything, and the factor
-    #: before that.
+    # Operators, each with the factor by which its output enters the loss, the last divisor on the way, if any, and the factor before that.
     pending: list[tuple[Any, Scalar, Scalar | None, Scalar]] = [(node, 1.0, None, 1.0)]
-    #: Terms that are multiplied by zero.
-    zeroed_terms: list[LossTerm] = []
+    zeroed_term: LossTerm | None = None
     visits = 0
     while pending and len(terms) != max_terms:
         node, factor, divisor, list_length = pending.pop()
@@ -190,51 +176,47 @@ def _collect_terms(
             return
         operator = _operator_name(node)
         mean_divisor = _mean_divisor(node, operator)
-        if mean_divisor is not None or (
-            _is_sum(node, operator, accept_sums=accept_sums) and not _has_single_inputs(node)
-        ):
-            name = f"{operator} / count" if mean_divisor is None else operator
+        is_sum = mean_divisor is None and _is_sum(node, operator, accept_sums) and not _has_single_inputs(node)
+        if mean_divisor is not None or is_sum:
+            name = (f"{operator} / count" if is_sum else operator).lower()
             if not isinstance(factor, Tensor) and factor == 0:
-                zeroed_terms.append(LossTerm(name=name.lower(), count=0.0, scale=0.0, is_zeroed=True))
+                zeroed_term = zeroed_term or LossTerm(name=name, count=0.0, scale=0.0, is_zeroed=True)
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             elif (mean_divisor is not None or divisor is not None) and not _is_penalty(node):
                 count = scale = _absolute(_divide(1.0 if mean_divisor is None else mean_divisor, factor))
-                is_empty = mean_divisor is None and _is_empty_sum(node, divisor)
+                is_empty = is_sum and _is_empty_sum(node, divisor)
                 if isinstance(is_empty, Tensor):
                     count = torch.where(is_empty, 0.0, count)
                 elif is_empty:
                     count = 0.0
                 terms.append(
                     LossTerm(
-                        name=name.lower(),
+                        name=name,
                         count=count,
                         scale=scale,
-                        counted_by_shape=mean_divisor is not None and "NllLoss" not in operator,
-                        is_divided=mean_divisor is None,
-                        divided_by_one=mean_divisor is None and divisor == 1,
-                        list_length=_absolute(_divide(1.0, list_length if mean_divisor is None else factor)),
+                        counted_by_shape=not is_sum and "NllLoss" not in operator,
+                        is_divided=is_sum,
+                        divided_by_one=is_sum and divisor == 1,
+                        list_length=_absolute(_divide(1.0, list_length if is_sum else factor)),
                     )
                 )
-        elif operator == "Div" and _has_one_element(node) and not _has_gradient_input(node, 1):
+        elif operator == "Div" and _numel(node) == 1 and not _has_gradient_divisor(node):
             other = node._saved_other
             pending.append((node.next_functions[0][0], _divide(factor, other), _to_scalar(other), factor))
-        elif operator == "Mul" and _has_one_element(node) and _multiplies_averages(node):
+        elif operator == "Mul" and _numel(node) == 1 and _multiplies_averages(node):
             opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
-        elif operator == "Mul" and _has_one_element(node):
+        elif operator == "Mul" and _numel(node) == 1:
             pending.extend((*side, list_length) for side in _product_sides(node, factor, divisor))
-        elif operator in ("Mean", "Sum", "Stack", "Cat") or (
-            operator in _TRANSPARENT_OPERATORS and _has_one_element(node)
-        ):
+        elif operator in _LIST_OPERATORS or (operator in _TRANSPARENT_OPERATORS and _numel(node) == 1):
             if operator == "Mean":  # of a list
                 length = float(_numel(node.next_functions[0][0]) or 1)
                 factor, list_length = _divide(factor, length), _divide(list_length, length)
-            pending.extend(
-                (side, factor, divisor, list_length) for side, _ in reversed(node.next_functions) if side is not None
-            )
-        elif not _is_leaf(node):
+            sides = [side for side, _ in reversed(node.next_functions) if side is not None]
+            pending.extend((side, factor, divisor, list_length) for side in sides)
+        elif operator != "AccumulateGrad":
             opaque.append(node.name())
-    if zeroed_terms and not terms:
-        terms.append(zeroed_terms[0])
+    if zeroed_term is not None and not terms:
+        terms.append(zeroed_term)
 
 
 def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
@@ -247,11 +229,9 @@ def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
         return False
     if _numel(summed) == 0:
         return divisor == 1
-    saved = (
-        [getattr(summed, name, None) for name in ("_saved_self", "_saved_other")]
-        if _operator_name(summed) == "Mul"
-        else []
-    )
+    if _operator_name(summed) != "Mul":
+        return False
+    saved = [getattr(summed, name, None) for name in ("_saved_self", "_saved_other")]
     empty = [~mask.any() for mask in saved if type(mask) is Tensor]
     if not empty:
         return False
@@ -259,22 +239,19 @@ def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
     return is_empty if isinstance(divisor, Tensor) or is_empty.device.type != "cpu" else bool(is_empty)
 
 
-def _is_sum(node: Any, operator: str, *, accept_sums: bool) -> bool:
+def _is_sum(node: Any, operator: str, accept_sums: bool) -> bool:
     return operator in _SUM_OPERATORS or (accept_sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
 
 
 def _mean_divisor(node: Any, operator: str) -> Scalar | None:
-    """What an operator that averages divides by; None: it is none."""
+    """What an operator that averages divides by; None: it does not average."""
     if operator == "Mean" and not _has_single_inputs(node):
-        return float(
-            node._saved_self_sym_numel
-            if hasattr(node, "_saved_self_sym_numel")
-            else math.prod(node._saved_self_sym_sizes)
-        )
-    if operator in ("NllLoss", "NllLoss2D", "NllLossNd") and node._saved_reduction == _REDUCED_BY_MEAN:
-        return _to_scalar(node._saved_total_weight)
+        numel = getattr(node, "_saved_self_sym_numel", None)
+        return float(math.prod(node._saved_self_sym_sizes) if numel is None else numel)
     if getattr(node, "_saved_reduction", None) != _REDUCED_BY_MEAN:
         return None
+    if operator in ("NllLoss", "NllLoss2D", "NllLossNd"):
+        return _to_scalar(node._saved_total_weight)
     if operator in _MEAN_OPERATORS:
         return float(node._saved_self.numel())
     return float(len(node._saved_self)) if operator in _ROW_MEAN_OPERATORS and node._saved_self.dim() > 1 else None
@@ -289,7 +266,7 @@ def _is_penalty(node: Any) -> bool:
         operator = _operator_name(node)
         if operator == "AccumulateGrad":
             continue
-        if operator.endswith(_LOSS_SUFFIXES):  # first: of most losses this is all there is to look at, at every step
+        if operator.endswith(_LOSS_SUFFIXES):  # first: for most losses nothing else is looked at
             return False
         inputs = [input_node for input_node, _ in node.next_functions]
         has_constant = None in inputs and not _has_scalar_operand(node)
@@ -302,7 +279,7 @@ def _is_penalty(node: Any) -> bool:
 
 
 def _broadcasts(node: Any) -> bool:
-    """Whether an operator broadcasts what it differentiates by, as over samples."""
+    """Whether an operator broadcasts its differentiable inputs, as over samples."""
     largest = max(_numel(input_node) for input_node, _ in node.next_functions if input_node is not None)
     return _numel(node) > largest
 
@@ -313,7 +290,7 @@ def _numel(node: Any) -> int:
 
 
 def _has_scalar_operand(node: Any) -> bool:
-    """Whether what a product or quotient does not differentiate by is a single number."""
+    """Whether the constant operand of a product or quotient is a single number."""
     other = getattr(node, "_saved_other", None)
     return _operator_name(node) in ("Mul", "Div") and (not isinstance(other, Tensor) or other.numel() == 1)
 
@@ -335,7 +312,7 @@ def _product_sides(node: Any, factor: Scalar, divisor: Scalar | None) -> Iterato
             other = 1.0
         # A number times a sum is a coefficient; a tensor times a sum may be the reciprocal of a count.
         is_tensor = isinstance(other, Tensor) and other.dtype.is_floating_point
-        yield side, _multiply(factor, other), _to_scalar(other) if divisor is None and is_tensor else divisor
+        yield side, factor * _to_scalar(other), _to_scalar(other) if divisor is None and is_tensor else divisor
 
 
 def _operator_name(node: Any) -> str:
@@ -343,39 +320,26 @@ def _operator_name(node: Any) -> str:
     return name.rstrip("0123456789").removesuffix("Backward")
 
 
-def _has_one_element(node: Any) -> bool:
-    """Whether the operator's output is one number."""
-    return _numel(node) == 1
-
-
 def _has_single_inputs(node: Any) -> bool:
     """Whether an operator reduces single numbers, one by one or stacked: `torch.stack([a, b]).sum()`."""
     inputs = [input_node for input_node, _ in node.next_functions if input_node is not None]
     if inputs and _operator_name(inputs[0]) in ("Stack", "Cat"):
         inputs = [input_node for input_node, _ in inputs[0].next_functions if input_node is not None]
-        return bool(inputs) and all(_has_one_element(input_node) for input_node in inputs)
+        return bool(inputs) and all(_numel(input_node) == 1 for input_node in inputs)
     return bool(inputs) and all(_is_scalar(input_node) for input_node in inputs)
 
 
 def _is_scalar(node: Any) -> bool:
-    """Whether the output is one number without dimensions, or a view of such a one; a batch of one sample has a dimension too."""
-    while _has_one_element(node) and node._input_metadata[0].shape and _operator_name(node) in _VIEW_OPERATORS:
+    """Whether the output is a number without dimensions, or a view of one; a batch of one sample has a dimension too."""
+    while _numel(node) == 1 and node._input_metadata[0].shape and _operator_name(node) in _VIEW_OPERATORS:
         node = node.next_functions[0][0]
         if node is None:
             return False
-    return _has_one_element(node) and not node._input_metadata[0].shape
+    return _numel(node) == 1 and not node._input_metadata[0].shape
 
 
-def _has_gradient_input(node: Any, index: int) -> bool:
-    return len(node.next_functions) > index and node.next_functions[index][0] is not None
-
-
-def _is_leaf(node: Any) -> bool:
-    return _operator_name(node) == "AccumulateGrad"
-
-
-def _multiply(factor: Scalar, other: Scalar) -> Scalar:
-    return factor * _to_scalar(other)
+def _has_gradient_divisor(node: Any) -> bool:
+    return len(node.next_functions) > 1 and node.next_functions[1][0] is not None
 
 
 def _divide(value: Scalar, divisor: Scalar) -> Scalar:
@@ -386,12 +350,12 @@ def _divide(value: Scalar, divisor: Scalar) -> Scalar:
 
 
 def _absolute(weight: Scalar) -> Scalar:
-    """Whatever the sign of the loss is: that of a sum and its count cancel."""
+    """The signs of a sum and its count cancel."""
     return weight.abs() if isinstance(weight, Tensor) else abs(weight)
 
 
 def _to_scalar(value: Any) -> Scalar:
-    """A number; of an accelerator, which must not be waited for, a tensor in double precision."""
+    """A number; on an accelerator, which must not be waited for, a tensor in double precision."""
     if isinstance(value, Tensor):
         value = value.detach() if value.requires_grad else value
         if not value.is_cpu or type(value) is not Tensor:
