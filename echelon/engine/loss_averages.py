@@ -1,7 +1,7 @@
-"""Weigh each part of a batch by what its loss really averages over.
+"""Count what each part of a batch averages over, to weigh it by that where parts differ.
 
-By default a part (a rank's micro-batch) counts by its samples. That is exact where every part averages over the same number of items per
-sample, and that is checked at every step from the counts in the loss's graph. Where parts turn out to average over unequal counts (padding,
+By default a part (a rank's micro-batch) is weighed by its samples. That is exact where every part averages over the same number of items per
+sample, which is checked at every step from the counts in the loss's graph. Where parts average over unequal counts (padding,
 `ignore_index`, class weights), the step is computed again with each part weighed by its count, and so is every later one.
 """
 
@@ -20,15 +20,14 @@ from torch.utils._pytree import tree_leaves
 from echelon.errors import DivergenceError
 from echelon.loss_counts import LossTerm, Scalar, read_counts, recount_term
 
-#: Averages of one loss that are watched one by one.
+#: Averages of one loss that are counted one by one.
 _MAX_TERMS = 6
 _GOLDEN_RATIO = 0.6180339887498949
-#: Samples of a part up to which counts may always be as low as a minimum: then every count is looked at.
+#: Samples of a part up to which counts may always be as low as a minimum: then every count is checked.
 _FEW_SAMPLES = 4
-#: Parts, which averages each has (as a word and its square), parts whose sum was divided by more than was counted, and by what, parts of which it does
-#: not show what they count, and parts that have any averages.
-_HEADER_SIZE = 7
-_CLAMPED, _UNCERTAIN, _NONEMPTY = 3, 5, 6
+#: The numbers that are summed over parts: the number of parts; a hash of the averages' names and its square; the number of parts whose sum was
+#: divided by more than was counted, and those divisors; parts that do not show what they count; parts that have averages.
+_NAMES_HASH, _CLAMPED, _UNCERTAIN, _NONEMPTY, _HEADER_SIZE = 1, 3, 5, 6, 7
 #: For each average: its count per sample, the square of that, and its count.
 _NUMBERS_PER_TERM = 3
 #: Products of counts, each with each.
@@ -38,14 +37,14 @@ _COUNT_ROUNDING = 1e-14
 
 
 class LossAverages:
-    """The averages of one step's losses on this rank, as numbers that add up over ranks."""
+    """The averages of one step's losses on this rank, as numbers that are summed over ranks."""
 
     size = _PRODUCTS_START + _MAX_TERMS * _MAX_TERMS
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._numbers: list[float | Tensor] = [0.0] * self.size
-        #: The last part's averages by name, and a word that stands for them.
+        #: The names of the last part's averages, and a hash of them.
         self._term_names: tuple[str, ...] | None = None
         self._names_hash = 0.0
         #: The counts of each average so far, and of losses given as (sum, count).
@@ -61,13 +60,12 @@ class LossAverages:
     def add_part(
         self, loss: Tensor, sample_count: int, repeat_loss: Callable[[int], Tensor | None]
     ) -> tuple[LossTerm, ...]:
-        """Take the loss of one part of `sample_count` samples into account; returns its averages. `repeat_loss(times)` computes it with every sample given that
-        many times; None where that cannot be done."""
+        """Count the loss of a part of `sample_count` samples; returns its averages. `repeat_loss(times)` computes it with every sample given that
+        many times; None where it cannot."""
         terms = read_counts(loss, max_terms=1 if self._averages_sample_list else None).terms
         terms = _fold_terms(self._as_list_mean(terms, sample_count, repeat_loss))
-        maybe_clamped = [
-            self._may_be_clamped(index, term, sample_count) for index, term in enumerate(terms) if term.is_divided
-        ]
+        maybe_clamped = [self._may_be_clamped(i, t, sample_count) for i, t in enumerate(terms) if t.is_divided]
+        is_small = maybe_clamped and sample_count <= _FEW_SAMPLES and len(terms) == 1
         if any(maybe_clamped):
             recounted, is_certain = recount_term(terms, repeat_loss)
             if not is_certain:
@@ -76,12 +74,7 @@ class LossAverages:
                 terms = (recounted,)
                 if recounted.is_clamped:
                     self.note_clamped(recounted.scale)
-        elif (
-            maybe_clamped
-            and sample_count <= _FEW_SAMPLES
-            and len(terms) == 1
-            and not isinstance(terms[0].scale, Tensor)
-        ):
+        elif is_small and not isinstance(terms[0].scale, Tensor):
             recounted, _ = recount_term(terms, repeat_loss)
             if recounted is not None and recounted.is_clamped:
                 terms = (recounted,)
@@ -91,7 +84,7 @@ class LossAverages:
         if not (len(terms) == 1 and terms[0].is_zeroed):  # `output.sum() * 0` stands for any average over nothing
             if names != self._term_names:
                 self._term_names, self._names_hash = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
-            self._add_numbers(1, [self._names_hash, self._names_hash * self._names_hash])
+            self._add_numbers(_NAMES_HASH, [self._names_hash, self._names_hash * self._names_hash])
             self._add_numbers(_NONEMPTY, [1.0])
         for index, term in enumerate(terms):
             per_sample = term.count / sample_count
@@ -107,30 +100,25 @@ class LossAverages:
         """The averages; one that counts the list's length where they are entries of a list with one or more for each sample."""
         length = terms[0].list_length if terms else 0.0
         if self._averages_sample_list is None and (len(terms) > 1 or (terms and sample_count == 1)):
-            same_length = not isinstance(length, Tensor) and all(
-                not isinstance(term.list_length, Tensor) and term.list_length == length for term in terms
-            )
-            repeated_loss = repeat_loss(2) if same_length else None
-            self._averages_sample_list = repeated_loss is not None and len(read_counts(repeated_loss).terms) == 2 * len(
-                terms
-            )
-        return (
-            (LossTerm(name="mean of a list", count=length, scale=length),)
-            if terms and self._averages_sample_list
-            else terms
-        )
+            has_one_length = not any(isinstance(term.list_length, Tensor) for term in terms)
+            has_one_length = has_one_length and all(term.list_length == length for term in terms)
+            repeated = repeat_loss(2) if has_one_length else None
+            self._averages_sample_list = repeated is not None and len(read_counts(repeated).terms) == 2 * len(terms)
+        if not terms or not self._averages_sample_list:
+            return terms
+        return (LossTerm(name="mean of a list", count=length, scale=length),)
 
     def note_clamped(self, divisor: Scalar) -> None:
         """Note that a part's sum was divided by `divisor`, which is more than it counts."""
         self._add_numbers(_CLAMPED, [1.0, divisor])
 
     def note_uncertain(self) -> None:
-        """Note that it does not show what a part counts: the step is to be compared with one device."""
+        """Note that a part does not show what it counts: the step is compared with one device."""
         self._add_numbers(_UNCERTAIN, [1.0])
 
     def _may_be_clamped(self, index: int, term: LossTerm, sample_count: int) -> bool:
-        """Whether a count is 1, or as low as none before where counts per sample differ: `max(count, least)` gives such numbers. The host of an
-        accelerator does not know it, and waits for this alone."""
+        """Whether a count is 1, or the lowest so far where counts per sample differ: `max(count, least)` gives such numbers. Of an accelerator's
+        count the host waits only for whether it is 1."""
         if isinstance(term.scale, Tensor):
             return bool(term.divided_by_one)
         history = self._term_counts.setdefault(index, CountHistory())
@@ -142,7 +130,7 @@ class LossAverages:
             self._numbers[index] = self._numbers[index] + value
 
     def pack(self, extra: Sequence[float] = ()) -> Tensor:
-        """This rank's share of the sums, and `extra` numbers behind them."""
+        """This rank's share of the sums, followed by `extra` numbers."""
         numbers = [*self._numbers, *extra]
         if not any(isinstance(number, Tensor) for number in numbers):
             return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
@@ -154,39 +142,35 @@ class LossAverages:
         part_count = sums[0]
         if part_count < 2:
             return False
-        if round(sums[_NONEMPTY]) * round(sums[2]) != round(sums[1]) ** 2:
+        if round(sums[_NONEMPTY]) * round(sums[_NAMES_HASH + 1]) != round(sums[_NAMES_HASH]) ** 2:
             raise DivergenceError(
                 f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._term_names or ()) or 'none'}), "
                 "so that their sum is not the loss of the whole batch; add every term on every part (as zero where it does not apply), or "
                 "use one process without micro-batches (dp=1)",
                 cause="terms of the loss depend on the data",
             )
-        rates = [
-            sums[start : start + _NUMBERS_PER_TERM] for start in range(_HEADER_SIZE, _PRODUCTS_START, _NUMBERS_PER_TERM)
-        ]
-        varying = [
-            index
-            for index, (rate, square, _) in enumerate(rates)
-            if part_count * square - rate * rate > _COUNT_ROUNDING * part_count * part_count * square
-        ]
-        if not varying:
+        starts = range(_HEADER_SIZE, _PRODUCTS_START, _NUMBERS_PER_TERM)
+        rates = [sums[start : start + _NUMBERS_PER_TERM] for start in starts]
+
+        def vary(rate: float, square: float) -> bool:
+            return part_count * square - rate * rate > _COUNT_ROUNDING * part_count * part_count * square
+
+        first = next((index for index, (rate, square, _) in enumerate(rates) if vary(rate, square)), None)
+        if first is None:
             return bool(sums[_CLAMPED])  # one device divides the sum over all parts
-        first_varying = varying[0]
         products = [sums[start : start + _MAX_TERMS] for start in range(_PRODUCTS_START, self.size, _MAX_TERMS)]
         for index, (_, _, count) in enumerate(rates):
-            squared_counts = products[index][index] * products[first_varying][first_varying]
-            if (
-                count
-                and abs(products[first_varying][index] ** 2 - squared_counts)
-                > _COUNT_ROUNDING * part_count * part_count * squared_counts
-            ):
+            squared_counts = products[index][index] * products[first][first]
+            rounding = _COUNT_ROUNDING * part_count * part_count * squared_counts
+            if count and abs(products[first][index] ** 2 - squared_counts) > rounding:  # not in one proportion
+                counts_items = _is_integer(rates[first][2]) and _is_integer(count)
                 problem = (
                     "adds up averages over unequal counts"
-                    if all(_is_integer(rates[index_of_pair][2]) for index_of_pair in (first_varying, index))
+                    if counts_items
                     else "is not a mean over samples: its weight per sample changes from part to part"
                 )
                 raise DivergenceError(
-                    f"step {step + 1}: the loss {problem}, {self._describe_term(part_count, rates, first_varying)} and "
+                    f"step {step + 1}: the loss {problem}, {self._describe_term(part_count, rates, first)} and "
                     f"{self._describe_term(part_count, rates, index)}, so that no single weight per rank or micro-batch gives the loss of the whole batch; "
                     "divide all terms by one count and return (sum, count), or use one process without micro-batches (dp=1)",
                     cause="averages over unequal counts",
@@ -230,7 +214,7 @@ class CountHistory:
 
 
 def _fold_terms(terms: tuple[LossTerm, ...]) -> tuple[LossTerm, ...]:
-    """At most `_MAX_TERMS` terms. The last one stands for the rest: the sum of their counts, with weights by which changes do not cancel out by chance."""
+    """At most `_MAX_TERMS` terms. The last one is the sum of the rest's counts, weighted so that changes do not cancel out by chance."""
     if len(terms) <= _MAX_TERMS:
         return terms
     separate, rest = terms[: _MAX_TERMS - 1], terms[_MAX_TERMS - 1 :]
@@ -239,7 +223,7 @@ def _fold_terms(terms: tuple[LossTerm, ...]) -> tuple[LossTerm, ...]:
 
 
 def is_uncertain(sums: Sequence[float]) -> bool:
-    """Whether it does not show of some part what it counts."""
+    """Whether some part does not show what it counts."""
     return sums[_UNCERTAIN] > 0
 
 
@@ -255,7 +239,7 @@ def _is_integer(count: float) -> bool:
 
 
 def weigh_by_count(loss: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
-    """A loss that is an average as (sum, count). Nothing is averaged over no item: NaN then, and zero as a part of a sum."""
+    """A loss that is an average as (sum, count). An average over nothing is NaN, and zero as a part of a sum."""
     count, scale = (
         torch.as_tensor(number, dtype=torch.float64, device=loss.device) for number in (term.count, term.scale)
     )
@@ -264,8 +248,8 @@ def weigh_by_count(loss: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
 
 
 def zero_loss(output: Any, loss: Any) -> Tensor | None:
-    """Zero as a function of a model's output, to begin backward with where the loss counts nothing of it: every rank must go through
-    backward. None where the loss is a plain number, as almost always (asked of the host's tensors only)."""
+    """Zero as a function of a model's output, from which backward starts where the loss counts nothing of it: every rank must run backward. None
+    where the loss has a graph, as almost always (checked on the host only)."""
     loss_tensor = loss[0] if isinstance(loss, tuple) else loss
     if (
         loss_tensor.device.type != "cpu"

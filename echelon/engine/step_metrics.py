@@ -1,9 +1,9 @@
-"""What the ranks add up once a step, in one small message that travels while backward runs: the loss, the number of items
-it counts, whether anybody asks to stop, and the batch-norm statistics.
+"""Sum a step's numbers over the ranks in one small message that is sent while backward runs: the loss, the number of items
+it counts, the stop flag, buffers and batch-norm statistics.
 
 Running statistics after a step are exactly those of one device that runs all ranks' micro-batches one after another. A
 running mean r after micro-batches 1..G is (1-m)^G r0 plus a sum over them, so each rank's part of that sum, decayed by the
-micro-batches that come after it, adds up to the whole. How often each rank called each layer travels along: where a model calls one by chance,
+micro-batches that come after it, adds up to the whole. The message says how often each rank called each layer: where a model calls one by chance,
 ranks call it unequally often, and the parts are exchanged once more with the right decay.
 """
 
