@@ -1,8 +1,8 @@
-"""Numbers that the host reads from sharded tensors are those of the whole tensor.
+"""Make host reads of sharded tensors return the whole tensor's number.
 
 `parameter.norm().item()` of a sharded parameter is a sum that is still spread over the ranks when `.item()`, `float()` or `bool()` reads
-it, and torch 2.13 returns this rank's part: every rank goes on with another number, without an error. Here such a read adds the parts up
-first. It is a collective then: every rank that holds a shard must read, as it must compute.
+it, and torch 2.13 returns this rank's part: every rank continues with another number, without an error. With this patch such a read sums the
+parts first. It is a collective then: every rank that holds a shard must read, as it must compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOCAL_SCALAR_OP = torch.ops.aten._local_scalar_dense.default
 
 
 class _FullTensorRead:
-    """Handles torch's host reads of sharded tensors while runs are open that want it."""
+    """Handles torch's host reads of sharded tensors while a run uses it."""
 
     def __init__(self) -> None:
         self.user_count = 0

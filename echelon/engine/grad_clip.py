@@ -1,4 +1,4 @@
-"""The gradient norm of the whole model, and clipping by it, for parameters that are whole or sharded or some of each.
+"""The gradient norm of the whole model, and clipping by it, for whole and sharded parameters together.
 
 Not torch's clip_grad_norm_: it fails where plain and sharded parameters meet, and its local form clips by a shard's norm.
 """
@@ -15,7 +15,7 @@ from echelon.engine.process_groups import WorldCommunicator
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that exist; of a sparse one the rows that it holds."""
+    """The gradients that exist; of a sparse one its rows."""
     return [_dense_values(parameter) for parameter in parameters if parameter.grad is not None]
 
 
@@ -41,18 +41,18 @@ def total_norm(
 ) -> Tensor:
     """The 2-norm over all gradients as if they were on one device; the same value on every rank.
 
-    `replica_counts`: for each gradient, how many ranks hold the same part of it; each brings its share. `same_parameters`: all ranks hold parts of the
-    same parameters, as the stages of a pipeline do not.
+    `replica_counts`: for each gradient, how many ranks hold the same part of it. `same_parameters`: all ranks hold parts of the same parameters, as the
+    stages of a pipeline do not.
     """
     gradients_by_count: dict[int, list[Tensor]] = {}
     for grad, replica_count in zip(grads, replica_counts, strict=True):
         gradients_by_count.setdefault(replica_count, []).append(to_local(grad))
-    if same_parameters and list(gradients_by_count) == [ranks.size]:  # whole on every rank: nothing to add up
+    if same_parameters and list(gradients_by_count) == [ranks.size]:  # whole on every rank: nothing to sum
         return _local_norm(gradients_by_count[ranks.size], ranks)
     squared_norms = [
         _local_norm(values, ranks).square() / replica_count for replica_count, values in gradients_by_count.items()
     ]
-    # In one type on every rank: a stage without gradients has none of its own.
+    # In one dtype on every rank, also on a stage without gradients.
     zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
     local_sum = torch.stack(squared_norms).sum() if squared_norms else zero
     return ranks.all_reduce(local_sum.double()).sqrt().to(local_sum.dtype)

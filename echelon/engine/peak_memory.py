@@ -1,4 +1,4 @@
-"""How much memory this process has used at the most."""
+"""The most memory that this process has used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers are computed: autocast for half precision, a loss scale that fp16 needs, and torch's own switches for fp32.
+"""Precision of the computation: autocast for half precision, the loss scale of fp16, torch's switches for fp32.
 
 Parameters, gradients and optimizer state stay fp32.
 """
@@ -18,9 +18,9 @@ _MAX_OVERFLOWS = 5
 
 
 def set_fp32_precision(precision: str) -> Callable[[], None]:
-    """Set torch's switches for fp32 products and convolutions, which are the process's; returns what puts them back.
+    """Set torch's switches for fp32 products and convolutions, which belong to the process; returns what restores them.
 
-    By itself torch multiplies matrices in fp32 and convolves in tf32. Half precision leaves the switches as the user has them.
+    By default torch multiplies matrices in fp32 and convolves in tf32. Half precision leaves the switches as the user has them.
     """
     if precision not in ("fp32", "tf32"):
         return lambda: None
@@ -37,13 +37,13 @@ def set_fp32_precision(precision: str) -> Callable[[], None]:
 
 
 def _swap_cudnn_tf32(allow: bool) -> bool | None:
-    """Set whether cuDNN may use tf32; returns how it was, None where it was left alone.
+    """Set whether cuDNN may use tf32; returns the previous value, None where it was left alone.
 
-    By the older switch: torch refuses to read it (its own `cudnn.flags` does) once the newer ones say something else. A user
+    By the older switch: torch refuses to read it (as its own `cudnn.flags` does) once the newer ones differ. A user
     who set the newer ones has chosen by operator, and keeps that.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older switch announces the newer ones
+        warnings.simplefilter("ignore")  # the older switch warns about the newer ones
         try:
             before = torch.backends.cudnn.allow_tf32
         except RuntimeError:
@@ -69,11 +69,11 @@ class LossScale:
     scale: float = 2.0**16
     good_steps: int = 0
     growth_interval: int = 2000
-    overflow_streak: int = 0  #: overflows in a row at the least scale
+    overflow_streak: int = 0  #: consecutive overflows at the least scale
 
     @property
     def has_diverged(self) -> bool:
-        """Whether gradients overflow, step after step, at a scale that leaves them as they are."""
+        """Whether gradients overflow step after step although they are not scaled."""
         return self.overflow_streak >= _MAX_OVERFLOWS
 
     def update(self, *, overflowed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether anybody asks to stop, known for the same step on ranks that do not wait for each other."""
+"""Stop ranks that do not wait for each other after the same step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_STEPS_AHEAD = 64
 
 
 class CoordinatedStop:
-    """Every rank tells of every step, in order. What all of them said is looked at when it is there; only a rank that is `lead` steps ahead
-    waits for it, so that what was asked at a step can be done by all after `lead` more."""
+    """Every rank reports every step, in order, and reads the sum of the reports once it has arrived. Only a rank that is as far ahead as the plan
+    allows waits for it, so that all can stop that many steps after the request."""
 
     def __init__(self, communicator: Communicator, staleness: int | None) -> None:
         self._communicator = communicator
@@ -25,7 +25,7 @@ class CoordinatedStop:
         self._stop_step: int | None = None
 
     def report(self, step: int, stop_requested: bool) -> bool:
-        """This rank is done with `step`; whether all ranks stop after it."""
+        """Report `step` as finished; returns whether all ranks stop after it."""
         if self._communicator.size == 1:
             return stop_requested
         flag = torch.tensor([float(stop_requested)])
@@ -37,7 +37,7 @@ class CoordinatedStop:
         return self._stop_step is not None and step >= self._stop_step
 
     def wait(self) -> None:
-        """Wait until all have told as much as this rank; every rank must call it after the same step."""
+        """Wait until all have reported as many steps; every rank must call it after the same step."""
         while self._pending:
             self._receive_oldest()
 

@@ -1,4 +1,4 @@
-"""Hooks on gradients that the model's own code has set: where a plan cannot keep them it is refused, and where they see a part it is said.
+"""Refuse plans that would drop gradient hooks of the model's own code, and warn where they are called on parts.
 
 parameter.register_hook(...)            zero and tp put other parameters in its place
 module.register_full_backward_hook(...) a stage's backward begins and ends at tensors that the hook does not see
@@ -21,7 +21,7 @@ def require_supported_hooks(
     hooked_parameters = [
         name
         for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or _has_post_accumulate_hooks(parameter)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     ]
     dropped = next((name for name in hooked_parameters if plan.is_sharded or name in tp_parameters), None)
     if dropped is not None:
@@ -44,7 +44,3 @@ def require_supported_hooks(
             f"{first_hooked} has a hook on gradients: under this plan it is called on each part of the batch (or of the tensor) by itself; "
             "`echelon verify` tells whether that matters"
         )
-
-
-def _has_post_accumulate_hooks(parameter: nn.Parameter) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

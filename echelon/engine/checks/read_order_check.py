@@ -1,4 +1,4 @@
-"""Whether samples depend on what a process has read before: then data ranks, which share the samples, read others than one process."""
+"""Refuse samples that depend on what a process has read before: data ranks, which share the samples, would read others than one process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from echelon.errors import DataError, VerificationError
 from echelon.job import Job
 from echelon.trials.dataset_state import DatasetState, may_change_on_read
 
-#: Samples that are read in several orders, and readings and seconds after which they are read once more.
+#: Samples that are read in several orders, and reads and seconds after which they are read once more.
 _TRIED_SAMPLES, _EXTRA_READS, _EXTRA_SECONDS = 16, 4096, 1.0
 
 
 def require_independent_samples(job: Job) -> None:
-    """Raise where readings change the data set, and with it later samples, as far as other orders and a second of further readings show.
+    """Raise where reads change the data set, and with it later samples, as far as other orders and a second of further reads show.
 
-    Where readings change nothing, the first step's samples are read once.
+    Where reads change nothing, the first step's samples are read once.
     """
     dependence = find_history_dependence(job)
     if dependence is not None:
@@ -33,7 +33,7 @@ def require_independent_samples(job: Job) -> None:
 
 
 def find_history_dependence(job: Job) -> str | None:
-    """How a sample depends on what was read before; None where no trial shows that. Leaves no trace in the data set."""
+    """How a sample depends on earlier reads; None where no trial shows that. Leaves no trace in the data set."""
     if is_stream(job.data) or not may_change_on_read(job.data):
         return None
     source = open_source(job.data, collate=job.collate, seed=job.seed)
@@ -56,7 +56,7 @@ def find_history_dependence(job: Job) -> str | None:
 def _find_dependent_sample(
     source: Source, dataset_state: DatasetState, first_samples: Sequence[int], steps: Iterable[np.ndarray]
 ) -> str | None:
-    """Of the samples `first_samples`, one that readings before change. Leaves changes behind."""
+    """One of `first_samples` that earlier reads change. Leaves changes behind."""
     digests = {sample_index: _read_digest(source, sample_index) for sample_index in first_samples}
     if not dataset_state.has_changed(with_positions=True):
         return None

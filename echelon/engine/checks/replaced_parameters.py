@@ -1,8 +1,8 @@
 """Refuse parameters that forward replaces while training, where ranks hold parts of them.
 
-`self.b.weight = self.a.weight` in a forward ties two layers from then on, and one process follows. Ranks that shard parameters, cut them or divide
+`self.b.weight = self.a.weight` in a forward ties two layers from then on, and one process follows. Ranks that shard parameters or divide
 them into stages made their parts at the start: ZeRO would put the old parameter back after the step. torch calls a hook for every parameter that is
-assigned to a module's attribute; what it saw raises DivergenceError before the update. A parameter that forward puts back itself is fine.
+assigned to a module's attribute; a replacement raises DivergenceError before the update, unless forward undoes it.
 
 Not seen: what is written into `module._parameters` or deleted, and under zero the parameters of modules with a `__setattr__` of their own, through
 which FSDP2 itself assigns (torch 2.11 to 2.13).
@@ -28,9 +28,9 @@ class ReplacedParameterCheck:
         self._is_sharded = plan.is_sharded
         self._all_distributed = plan.is_sharded or plan.mesh.pp > 1 or plan.uses_servers
         self._tp_parameters = {name: parameter for name, parameter in model.named_parameters() if name in tp_shards}
-        #: By id of a module, where it is in the model, which keeps it alive.
+        #: Path prefix by id of a module, which the model keeps alive.
         self._module_prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
-        #: By module and attribute, the name of a parameter and what stood there before the step.
+        #: By module and attribute, the name of a parameter and the one before the step.
         self._replaced: dict[tuple[int, str], tuple[str, nn.Parameter]] = {}
         self._is_in_step = False
         self._handle = None
@@ -54,7 +54,7 @@ class ReplacedParameterCheck:
             )
 
     def close(self) -> None:
-        """Take the hook off, and let go of parameters."""
+        """Remove the hook, and free parameters."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -75,7 +75,7 @@ class ReplacedParameterCheck:
             self._replaced[key] = path, replaced
 
     def _is_distributed(self, owner: nn.Module, path: str, value: nn.Parameter) -> bool:
-        """Whether ranks hold parts of the parameter that is there or that comes there."""
+        """Whether ranks hold parts of the old or the new parameter."""
         if self._is_sharded and getattr(owner.__setattr__, "__func__", None) is not nn.Module.__setattr__:
             return False
         return (

@@ -1,7 +1,7 @@
-"""Refuse schedules that read parameters, gradients or optimizer state of which a rank holds a part only.
+"""Refuse schedules that read parameters, gradients or optimizer state of which a rank holds only a part.
 
-A rate that follows from a norm of the weights would be that of one stage's weights under pp and of one shard's under tp: every rank would go on with
-a rate of its own. While a schedule is made or stepped, a torch function mode looks at what torch functions are given, and raises DivergenceError before
+A rate that follows from a norm of the weights would be that of one stage's weights under pp and of one shard's under tp: every rank would use a
+rate of its own. While a schedule is made or stepped, a torch function mode checks the arguments of torch functions, and raises DivergenceError before
 such a rate is used. Parameters that ZeRO shards are DTensors, of which torch computes the whole tensor's value: those may be read.
 
 Not seen: a number that a gradient hook computes from a part and leaves in a Python variable, and shapes and sizes of parts.
@@ -10,7 +10,7 @@ Not seen: a number that a gradient hook computes from a part and leaves in a Pyt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.parallel.shard_layout import TPShard
 from echelon.errors import DivergenceError
 from echelon.plan.plan import Plan
+from echelon.tree import tree_tensors
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse",
@@ -48,13 +49,9 @@ class ScheduleReadCheck:
         optimizers: Sequence[Optimizer],
         full_tensor_optimizers: Mapping[int, FullTensorOptimizer],
     ) -> None:
-        """`tp_shards`: the parameters that tp cuts. `full_tensor_optimizers`: by place, the optimizers whose tensors are owned by one rank each."""
-        self._model, self._tp_shards, self._optimizers, self._full_tensor_optimizers = (
-            model,
-            tp_shards,
-            optimizers,
-            full_tensor_optimizers,
-        )
+        """`tp_shards`: the parameters that tp cuts. `full_tensor_optimizers`: by index, the optimizers whose tensors one rank each owns."""
+        self._model, self._tp_shards = model, tp_shards
+        self._optimizers, self._full_tensor_optimizers = optimizers, full_tensor_optimizers
         # Ranks hold other parameters (stages), or gradients of their own samples (servers).
         self._all_partial = plan.mesh.pp > 1 or plan.uses_servers
         self._excluded_settings = (
@@ -63,11 +60,11 @@ class ScheduleReadCheck:
         is_needed = self._all_partial or tp_shards or full_tensor_optimizers
         self._mode = _ReadMode(self._require_full_tensors) if is_needed else None
         self._reader = self._step_prefix = ""
-        #: By id what may not be read, with its name; made when a schedule first calls a torch function.
+        #: By id, tensors that may not be read, with their names; collected when a schedule first calls a torch function.
         self._partial_tensors: dict[int, tuple[str, Tensor]] = {}
 
     def watch(self, schedule: Any = None, step: int | None = None) -> AbstractContextManager[None]:
-        """Raise where the code inside reads a part of something. Left out: the schedules are being made."""
+        """Raise where the code inside reads a part of a tensor. `schedule`: None while they are made."""
         return nullcontext() if self._mode is None else self._watch(self._mode, schedule, step)
 
     @contextlib.contextmanager
@@ -82,15 +79,11 @@ class ScheduleReadCheck:
 
     def _require_full_tensors(self, tensors: Sequence[Tensor]) -> None:
         if not self._partial_tensors:
-            settings = [
-                setting
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-                for setting in group.values()
-            ]
-            if all(any(tensor is setting for setting in settings) for tensor in tensors):  # a rate that is a tensor
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            setting_ids = {id(setting) for group in groups for setting in group.values()}
+            if all(id(tensor) in setting_ids for tensor in tensors):  # a rate that is a tensor
                 return
-            self._partial_tensors = {id(setting): (name, setting) for name, setting in self._named_partial_tensors()}
+            self._partial_tensors = {id(tensor): (name, tensor) for name, tensor in self._named_partial_tensors()}
         for tensor in tensors:
             if id(tensor) in self._partial_tensors:
                 name = self._partial_tensors[id(tensor)][0]
@@ -103,30 +96,24 @@ class ScheduleReadCheck:
 
     def _named_partial_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of which this rank has a part, their gradients and their optimizer state."""
-        named_parameters = dict(self._model.named_parameters())
-        partial = {
-            id(parameter): (name, parameter)
-            for name, parameter in named_parameters.items()
-            if self._all_partial or name in self._tp_shards
-        }
-        for full_tensor_optimizer in self._full_tensor_optimizers.values():
-            partial |= {
-                id(parameter): (name, parameter) for name, parameter in full_tensor_optimizer.parameters.items()
-            }
+        partial: dict[int, tuple[str, Tensor]] = {}
         if self._all_partial:  # also what stands in an optimizer for a stage without parameters
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            partial = {
-                id(parameter): ("parameters", parameter) for group in groups for parameter in group["params"]
-            } | partial
-        for name, parameter in partial.values():
-            yield f"parameter {name}", parameter
-            if parameter.grad is not None:
-                yield f"the gradient of {name}", parameter.grad
-            states = [optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state]
+            partial = {id(parameter): ("parameters", parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            if self._all_partial or name in self._tp_shards:
+                partial[id(parameter)] = name, parameter
+        for full_tensor_optimizer in self._full_tensor_optimizers.values():
+            partial |= {id(p): (name, p) for name, p in full_tensor_optimizer.parameters.items()}
+        for name, tensor in partial.values():
+            yield f"parameter {name}", tensor
+            if tensor.grad is not None:
+                yield f"the gradient of {name}", tensor.grad
+            states = [optimizer.state[tensor] for optimizer in self._optimizers if tensor in optimizer.state]
             for state in (state for state in states if isinstance(state, dict)):
-                for key, state_value in state.items():
-                    if isinstance(state_value, Tensor) and state_value.ndim:  # a count of steps is the same everywhere
-                        yield f"{key} of {name}", state_value
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:  # a count of steps is the same everywhere
+                        yield f"{key} of {name}", value
 
 
 class _ReadMode(TorchFunctionMode):
@@ -138,14 +125,5 @@ class _ReadMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS_FUNCTIONS:
-            self._check(list(_iterate_tensors((args, kwargs or {}))))
+            self._check(tree_tensors((args, kwargs)))
         return func(*args, **(kwargs or {}))
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for item in items:
-            yield from _iterate_tensors(item)

@@ -1,7 +1,7 @@
 """Refuse schedules and optimizers that read Python state which the loss or `inputs` changes, where these see parts of a batch.
 
 A loss that keeps a running mean of its values updates it once per call: one device calls it once a step with the whole batch, a plan with micro-batches,
-data ranks or stages calls it on parts, or on some ranks only. A schedule that reads that mean would set another rate. So what both reach (reachable.py) is
+data ranks or stages calls it on parts, or on some ranks only. A schedule that reads that mean would set another rate. So the state that both reach (reachable.py) is
 compared before and after the calls of steps 1, 2, 4, 8, ... of a run, and a change raises DivergenceError before the update. What both only read, and what a
 schedule changes for the loss to read, is fine.
 
@@ -22,15 +22,15 @@ from echelon.engine.run_state import RunState
 from echelon.errors import DivergenceError
 from echelon.trials.reachable import find_reachable, get_slots
 
-#: Names by which code reads attributes without naming them.
+#: Functions and attributes by which code reads attributes dynamically.
 _DYNAMIC_READS = {"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"}
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
-#: Instructions that read by name, also by a text that `getattr` is given.
+#: Instructions that read by name, also by an argument of `getattr`.
 _NAME_READS = (*_GLOBAL_READS, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_CONST")
 
 
 class SharedStateCheck:
-    """Compares what one run's loss shares with its schedules and optimizers."""
+    """Compares the state that one run's loss shares with its schedules and optimizers."""
 
     def __init__(self, run: RunState, functions: FunctionState) -> None:
         self._run, self._functions = run, functions
@@ -75,20 +75,16 @@ class SharedStateCheck:
         if not roots:
             return {}
         nodes = list(find_reachable({str(index): root for index, root in enumerate(roots)}).values())
-        codes = [node.__code__ for node in nodes if isinstance(node, FunctionType)]
-        names_read = {name for code in codes for _, name in _names_loaded(code)}
+        codes = {id(node): node.__code__ for node in nodes if isinstance(node, FunctionType)}
+        names_read = {name for code in codes.values() for _, name in _names_loaded(code)}
         reads_dynamically = not names_read.isdisjoint(_DYNAMIC_READS)
         locations = set()
         for node in nodes:
-            globals_read = (
-                {name for opcode, name in _names_loaded(node.__code__) if opcode in _GLOBAL_READS}
-                if isinstance(node, FunctionType)
-                else set()
-            )
+            loaded = _names_loaded(codes[id(node)]) if id(node) in codes else ()
+            globals_read = {name for opcode, name in loaded if opcode in _GLOBAL_READS}
             for label, slot in get_slots(node).items():
-                is_read = (
-                    slot.key in globals_read if label.startswith(":") else reads_dynamically or slot.key in names_read
-                )
+                is_global = label.startswith(":")
+                is_read = slot.key in globals_read if is_global else reads_dynamically or slot.key in names_read
                 if is_read or slot.key == "cell_contents":
                     locations.add((id(slot.owner), slot.key))
         return self._functions.digest_shared({id(node) for node in nodes}, locations)
@@ -96,7 +92,7 @@ class SharedStateCheck:
 
 @cache
 def _names_loaded(code: CodeType) -> set[tuple[str, str]]:
-    """The instructions by which code reads globals and attributes, with the names."""
+    """The instructions by which code reads globals and attributes, with their names."""
     names = {
         (item.opname, item.argval)
         for item in dis.get_instructions(code)
