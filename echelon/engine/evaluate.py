@@ -76,29 +76,18 @@ class Evaluator:
 
 
 def _micro_batches(run: RunState, data: Any) -> Iterator[MicroBatch]:
-    data_ranks = run.data_parallel
-    rank, rank_count = data_ranks.rank, data_ranks.size
-    # All ranks have as many samples here, so that no more than the smallest share fits everywhere.
-    micro_batch_size = run.plan.micro or (min if run.plan.data.batch_shares else max)(
-        local_batch_sizes(run.job.batch_size, rank_count, run.plan.data.batch_shares)
-    )
-    collate, seed = run.job.collate, run.job.seed
+    dp_rank, dp_size = run.data_parallel.rank, run.data_parallel.size
+    shares, collate, seed, pin = run.plan.data.batch_shares, run.job.collate, run.job.seed, run.device.type == "cuda"
+    # All ranks evaluate as many samples each, so that no more than the smallest share fits everywhere.
+    rank_samples = local_batch_sizes(run.job.batch_size, dp_size, shares)
+    batch_size = run.plan.micro or (min(rank_samples) if shares else max(rank_samples))
     with run.ranks.raise_on_all_ranks():
-        pin_memory = run.device.type == "cuda"
         if is_stream(data):
-            stream = Stream(data, collate=collate, seed=seed)
-            replicas = run.ranks.size // rank_count
-            agree = run.ranks.all_gather_object
             return evaluation_stream(
-                stream,
-                dp_rank=rank,
-                dp_size=rank_count,
-                batch_size=micro_batch_size,
-                all_gather=agree,
-                pin=pin_memory,
-                model_parallel_size=replicas,
-            )
+                Stream(data, collate=collate, seed=seed), dp_rank=dp_rank, dp_size=dp_size, batch_size=batch_size,
+                all_gather=run.ranks.all_gather_object, pin=pin, model_parallel_size=run.ranks.size // dp_size,
+            )  # fmt: skip
         source = open_source(data, collate=collate, seed=seed)
         return evaluation_batches(
-            source, dp_rank=rank, dp_size=rank_count, batch_size=micro_batch_size, pin=pin_memory, workers=run.workers
+            source, dp_rank=dp_rank, dp_size=dp_size, batch_size=batch_size, pin=pin, workers=run.workers
         )

@@ -1,8 +1,8 @@
-"""Which rows a batch will read, before forward has read them.
+"""Predict the embedding ids of a batch, to prefetch rows before forward asks for them.
 
-In the first step it is seen which part of the batch reaches a table untouched (a tensor of it, some columns of one). Of later batches the
-same part is taken before they are computed, so that all rows come in one message, and those of the next batch while this one is at work.
-What reaches a table in other ways (hashed, cast, gathered) is asked for in forward: slower, and the same numbers.
+The first step shows which part of the batch reaches a table unchanged (a tensor of it, some columns of one). The
+same part of later batches is read before they are computed, so that all rows come in one message, and those of the next batch while this one is computed.
+Ids that reach a table in other ways (hashed, cast, gathered) are fetched in forward: slower, with the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.tree import tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
-    """A part of a batch: of the tensor number `leaf_index`, from `offset` on, with these strides; the first dim is the samples'."""
+    """A part of a batch: of the leaf `leaf_index`, from `offset` on, with these strides; the first dim is the samples'."""
 
     leaf_index: int
     offset: int
@@ -29,7 +29,7 @@ class BatchView:
     is_flat: bool = False  #: all of the tensor, in one dim
 
     def extract(self, leaves: Sequence[Any]) -> Tensor | None:
-        """That part of another batch; None where it has none."""
+        """The same part of another batch; None where it has none."""
         source = leaves[self.leaf_index] if self.leaf_index < len(leaves) else None
         if not isinstance(source, Tensor) or source.dim() == 0:
             return None
@@ -44,7 +44,7 @@ class BatchView:
 
 
 def find_batch_view(ids: Tensor, leaves: Sequence[Any]) -> BatchView | None:
-    """Where in the batch the ids come from; None: they were made from it."""
+    """Where in the batch the ids come from; None: they were computed from it."""
     storage_address = ids.untyped_storage().data_ptr()
     for leaf_index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.dtype != ids.dtype:
@@ -60,20 +60,20 @@ def find_batch_view(ids: Tensor, leaves: Sequence[Any]) -> BatchView | None:
 
 
 class IdPredictor:
-    """What was learned of how batches reach tables."""
+    """Learns which parts of a batch reach which tables."""
 
     def __init__(self) -> None:
         self._views: dict[str, set[BatchView]] = {}
         self._batch_leaves: list[Any] = []
-        #: Tables some of whose ids were made from the batch.
+        #: Tables some of whose ids were computed from the batch.
         self._unpredictable_tables: set[str] = set()
 
     def set_micro_batch(self, batch: Any) -> None:
-        """The next forwards are of this batch, as the model gets it."""
+        """Set the batch of the next forward, as the model gets it."""
         self._batch_leaves = tree_leaves(batch)
 
     def observe_lookup(self, table: str, ids: Tensor) -> None:
-        """A table is read."""
+        """Learn from a lookup in forward."""
         if table in self._unpredictable_tables:
             return
         view = find_batch_view(ids, self._batch_leaves)
@@ -84,7 +84,7 @@ class IdPredictor:
             self._views.setdefault(table, set()).add(view)
 
     def predict_ids(self, batches: Sequence[Any]) -> Mapping[str, np.ndarray]:
-        """By table the ids that these batches will read, each once, in order; tables that are not foreseen are left out."""
+        """By table the unique ids that these batches will read, in order; unpredictable tables are left out."""
         ids_by_table: dict[str, list[Tensor]] = {}
         for leaves in map(tree_leaves, batches):
             for table, views in self._views.items():

@@ -1,5 +1,4 @@
-"""The servers of a run: started by rank 0 as processes of its machine, which end with it, or such that run already and go on after it.
-Every rank has a client of its own."""
+"""Start the servers of a run on rank 0's machine, or connect to external ones. Every rank has a client of its own."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ if TYPE_CHECKING:
     from echelon.server.client.client import Client
     from echelon.server.local_servers import Servers
 
-#: Under which the servers' files lie in a checkpoint.
+#: The servers' files in a checkpoint.
 SERVER_FOLDER = "server"
-#: As many servers as a machine could have, and no more files in a checkpoint than need be.
+#: Enough for as many servers as a machine could run, without too many files in a checkpoint.
 SHARD_COUNT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalServers:
-    """Servers that somebody else started and ends."""
+    """Servers that were started elsewhere and go on after the run."""
 
     address: str  #: of their controller
     secret_file: Path
 
 
 class ServerLauncher:
-    """Starts the servers, or finds those that run elsewhere, and joins them. Every rank makes the same calls in the same order."""
+    """Starts the servers or connects to external ones. Every rank makes the same calls in the same order."""
 
     def __init__(self, plan: Plan, ranks: WorldCommunicator, external_servers: ExternalServers | None = None) -> None:
         self._plan, self._ranks, self.external_servers = plan, ranks, external_servers
@@ -50,7 +49,7 @@ class ServerLauncher:
         return self._client
 
     def open(self, restore: Path | None = None) -> None:
-        """Start servers, with what others wrote to `restore`, and connect."""
+        """Start servers, from the checkpoint in `restore` if given, and connect."""
         from echelon.server import connect
         from echelon.server.local_servers import Servers
 
@@ -71,7 +70,7 @@ class ServerLauncher:
                     restore=restore,
                 ).serve_in_background()
                 endpoint = self._servers.address, self._servers.secret
-        # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
+        # Not on a command line or in an environment: the process group is as private as the gradients.
         address, secret = ranks.broadcast_object(endpoint)
         with ranks.raise_on_all_ranks():
             self._client = connect(address, secret=secret, worker=str(ranks.rank))
@@ -79,17 +78,15 @@ class ServerLauncher:
                 self._require_matching_settings(self.external_servers)
 
     def _require_matching_settings(self, external_servers: ExternalServers) -> None:
-        """Whether gradients are added up and who waits for whom is the servers' own, decided when they are started."""
+        """Servers decide when they are started whether gradients are summed and how far ranks may drift apart."""
         staleness = self._plan.server.staleness
         expected = {"staleness": staleness, "aggregate": staleness == 0}
         actual = {name: self.client.settings.get(name) for name in expected}
         if actual != expected:
             options = (
-                f"--staleness {staleness}"
-                if staleness
-                else "--staleness 0 --aggregate"
-                if staleness == 0
-                else "without --staleness"
+                "without --staleness"
+                if staleness is None
+                else f"--staleness {staleness}{' --aggregate' * (staleness == 0)}"
             )
             raise ServerError(
                 f"the servers at {external_servers.address} have staleness={actual['staleness']}, aggregate={actual['aggregate']}, and the plan has "
@@ -97,7 +94,7 @@ class ServerLauncher:
             )
 
     def existing_specs(self) -> dict[str, Any]:
-        """What servers elsewhere hold already, by name."""
+        """What external servers hold already, by name."""
         return dict(self.client.specs) if self.external_servers is not None else {}
 
     def save(self, folder: Path) -> None:
@@ -105,7 +102,7 @@ class ServerLauncher:
         self.client.checkpoint(str(folder.absolute()))
 
     def close(self) -> None:
-        """Leave, and end the servers once all have left."""
+        """Disconnect, and stop the servers once all have."""
         if self._client is not None:
             with contextlib.suppress(EchelonError, OSError):  # rank 0 may have ended them already
                 self._client.close()

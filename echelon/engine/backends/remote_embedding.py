@@ -1,4 +1,4 @@
-"""A table's module on a rank that does not hold the table: it computes with the rows of its batch."""
+"""The module of a table that is on servers: it computes with the rows of its batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.plan.parameter_server import ServedTable
 
 
 class FetchedRows:
-    """Some rows of a table, in the order of their ids. Backward leaves its gradient in `values.grad`."""
+    """Some rows of a table, in the order of their ids. Backward leaves their gradient in `values.grad`."""
 
     __slots__ = ("id_tensor", "ids", "values")
 
@@ -25,7 +25,7 @@ class FetchedRows:
         self.id_tensor = torch.from_numpy(ids).to(values.device)
 
     def find_positions(self, ids: Tensor) -> Tensor | None:
-        """Where these ids lie among the rows; None where one is not there."""
+        """The positions of these ids among the rows; None where one is missing."""
         if not len(self.ids):
             return None
         positions = torch.searchsorted(self.id_tensor, ids).clamp_(max=len(self.ids) - 1)
@@ -33,8 +33,8 @@ class FetchedRows:
 
 
 class EmptyTable(nn.Parameter):
-    """What a module holds in place of a table that is a server's: a name, a dtype and a width, without rows. While `is_in_forward()`, nothing can be
-    computed with it, which would give other numbers than with the table."""
+    """Takes the place of a served table in its module: a name, a dtype and a width, without rows. While `is_in_forward()`, computing with it raises,
+    as that would give other numbers than the table."""
 
     parameter_name: str
     is_in_forward: Callable[[], bool]
@@ -45,7 +45,7 @@ class EmptyTable(nn.Parameter):
             result = None
             if getattr(func, "__name__", "") in _METADATA_METHODS:
                 result = func(*args, **(kwargs or {}))
-                if not isinstance(result, Tensor):  # `.T` and `.data` are asked for in order to compute with them
+                if not isinstance(result, Tensor):  # `.T` and `.data` are read in order to compute with them
                     return result
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, EmptyTable) and getattr(leaf, "is_in_forward", _never_in_forward)():
@@ -56,18 +56,10 @@ class EmptyTable(nn.Parameter):
             return func(*args, **(kwargs or {})) if result is None else result
 
 
-#: What is asked of a tensor and computes nothing with it.
+#: Methods of a tensor that compute nothing with it.
 _METADATA_METHODS = (
-    "__get__",
-    "dim",
-    "size",
-    "numel",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "__hash__",
-    "__repr__",
-)
+    "__get__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex", "__hash__", "__repr__",
+)  # fmt: skip
 
 
 def _never_in_forward() -> bool:
@@ -95,12 +87,12 @@ def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_value
     return initial_tables
 
 
-#: Gives rows that hold all of these ids, and where each of them lies, flat.
+#: Returns rows that include all of these ids, and the position of each.
 RowFetcher = Callable[[str, Tensor], tuple[FetchedRows, Tensor]]
 
 
 def install_remote_lookup(module: nn.Module, table: ServedTable, fetch: RowFetcher) -> Callable[[], None]:
-    """Have `module` compute with rows from `fetch`; returns what puts it back."""
+    """Make `module` compute with rows from `fetch`; returns what restores it."""
     lookup = _RemoteLookup(module, table, fetch)
     forward = lookup.embed_bag if isinstance(module, nn.EmbeddingBag) else lookup.embed
     module.forward = forward
@@ -139,7 +131,7 @@ class _RemoteLookup:
         return rows, positions.view(ids.shape)
 
     def _padding_position(self, rows: FetchedRows) -> int | None:
-        """The row that pads, by its place; its gradient is nothing, and a bag leaves it out."""
+        """The position of the padding row, which gets no gradient and is left out of bags."""
         padding_id = self._module.padding_idx
         if padding_id is None or not len(rows.ids):
             return None
