@@ -179,9 +179,8 @@ class EvaluationSums:
         means = self._named("mean")
         if means and self._has_dropped_batches and self._run.is_reporting:
             with self._preserve_metric_state():
-                self._misclassified |= {
-                    name for name in means if not is_mean(self._metrics[name], self._previous_rows, part)
-                }
+                previous = self._previous_rows
+                self._misclassified |= {name for name in means if not is_mean(self._metrics[name], previous, part)}
         with contextlib.suppress(UnjoinableError):  # a few rows may agree by chance
             part = join_parts([part, self._previous_rows]) if self._previous_rows is not None else part
         self._previous_rows = slice_part(part, 0, min(_CHECKED_ROWS, part.sample_count))
@@ -275,10 +274,8 @@ class EvaluationSums:
         run.model_parallel.all_reduce(sums if run.is_reporting else sums.zero_())
         if not sums[0, 1]:
             sums[0, 1] = max(empty_divisors)  # as one device divides, which counts nothing either
-        results = {
-            name: float(total / count) if count else math.nan
-            for name, (total, count) in zip(self._names, sums, strict=True)
-        }
+        values = [float(total / count) if count else math.nan for total, count in sums]
+        results = dict(zip(self._names, values, strict=True))
         return results | dict.fromkeys(uncomputed, math.nan)
 
     def _compute_whole_set_metrics(self, *, round_robin: bool) -> list[str]:

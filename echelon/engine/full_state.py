@@ -63,10 +63,7 @@ def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str
     if run.ranks.size == 1:
         return full_tensors
     # Headers are pickled, numbers sent as they are: pickled tensors take several times as long.
-    headers = [
-        (name, shape, [(index, numbers.shape, numbers.dtype) for index, numbers in regions])
-        for name, (shape, regions) in local.items()
-    ]
+    headers = [(name, shape, [(i, n.shape, n.dtype) for i, n in regions]) for name, (shape, regions) in local.items()]
     rank_headers = run.ranks.gather_object(headers) or []
     transfer_device = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
     if not run.world.is_main:
@@ -142,9 +139,7 @@ def _local_regions(run: RunState, name: str, value: Tensor) -> tuple[tuple[int, 
     shape = tuple(full_tensor_shape(value, tp_shard))
     if 0 in shape:
         return shape, [((), torch.empty(shape, dtype=value.dtype))]
-    return shape, [
-        (region.slices, region.values.to("cpu", copy=True).contiguous()) for region in local_regions(value, tp_shard)
-    ]
+    return shape, [(r.slices, r.values.to("cpu", copy=True).contiguous()) for r in local_regions(value, tp_shard)]
 
 
 def optimizer_tensors(run: RunState) -> dict[str, Tensor]:

@@ -49,9 +49,7 @@ def total_norm(
         gradients_by_count.setdefault(replica_count, []).append(to_local(grad))
     if same_parameters and list(gradients_by_count) == [ranks.size]:  # whole on every rank: nothing to sum
         return _local_norm(gradients_by_count[ranks.size], ranks)
-    squared_norms = [
-        _local_norm(values, ranks).square() / replica_count for replica_count, values in gradients_by_count.items()
-    ]
+    squared_norms = [_local_norm(grads, ranks).square() / count for count, grads in gradients_by_count.items()]
     # In one dtype on every rank, also on a stage without gradients.
     zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
     local_sum = torch.stack(squared_norms).sum() if squared_norms else zero
@@ -62,9 +60,8 @@ def _local_norm(tensors: list[Tensor], ranks: WorldCommunicator) -> Tensor:
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if not nonempty:
         return torch.zeros((), device=ranks.device)
-    return torch.linalg.vector_norm(
-        torch.stack([norm.to(nonempty[0].device) for norm in torch._foreach_norm(nonempty)])
-    )
+    norms = torch._foreach_norm(nonempty)
+    return torch.linalg.vector_norm(torch.stack([norm.to(nonempty[0].device) for norm in norms]))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -15,9 +15,8 @@ IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 
 def read_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings, without its parameters and without how its step is computed."""
-    return {
-        key: _to_plain(value) for key, value in group.items() if key not in (*_PARAMETER_KEYS, *IMPLEMENTATION_KEYS)
-    }
+    other_keys = (*_PARAMETER_KEYS, *IMPLEMENTATION_KEYS)
+    return {key: _to_plain(value) for key, value in group.items() if key not in other_keys}
 
 
 def _to_plain(value: Any) -> Any:

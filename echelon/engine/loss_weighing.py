@@ -120,10 +120,8 @@ class LossWeighing:
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """This rank's loss and count; of a stage without a loss 0 and 1."""
-        return (
-            self._one * 0 if self._loss_sum is None else self._loss_sum,
-            self._one if self._count is None else self._count,
-        )
+        loss_sum = self._one * 0 if self._loss_sum is None else self._loss_sum
+        return loss_sum, self._one if self._count is None else self._count
 
     def pack(self, extra: Sequence[float]) -> Tensor:
         """What all ranks sum to see whether parts were weighed as the loss counts, and `extra` numbers behind that."""

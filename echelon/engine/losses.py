@@ -134,9 +134,9 @@ class EvaluationLoss:
             raise
         except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
             return ()
-        if not isinstance(loss_with_graph, Tensor) or not torch.allclose(
-            loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True
-        ):
+        if not isinstance(loss_with_graph, Tensor):
+            return ()
+        if not torch.allclose(loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True):
             return ()  # it differs with gradients enabled, as label smoothing in training does
         reading = read_counts(loss_with_graph)
         if reading.opaque_operators:

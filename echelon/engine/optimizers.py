@@ -247,10 +247,8 @@ def _require_same_settings(
     full_shapes = {name: tuple(shapes.get(name, p.shape)) for name, p in parameters.items()}
     if not any(p.is_meta or tuple(p.shape) != full_shapes[name] for name, p in parameters.items()):
         return
-    meta_parameters = {
-        name: nn.Parameter(torch.empty(full_shapes[name], dtype=p.dtype, device="meta"))
-        for name, p in parameters.items()
-    }
+    meta = {n: torch.empty(full_shapes[n], dtype=p.dtype, device="meta") for n, p in parameters.items()}
+    meta_parameters = {name: nn.Parameter(tensor) for name, tensor in meta.items()}
     try:
         reference = _as_list(_call_job_optimizer(job, list(meta_parameters.items())))
     except Exception:  # it reads numbers, which meta tensors do not have

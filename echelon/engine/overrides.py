@@ -106,9 +106,7 @@ def optimizer_settings(run: RunState) -> dict[str, Any]:
         groups = sorted((group for _, stage in stages for group in stage if group[0]), key=lambda group: group[0])
         distinct = _distinct_groups([values for _, values in groups])
         if len(distinct) > 1:
-            settings[f"{prefix}.groups"] = {
-                name: distinct.index(values) for members, values in groups for name in members
-            }
+            settings[f"{prefix}.groups"] = {n: distinct.index(values) for members, values in groups for n in members}
         for key in sorted({key for values in distinct for key in values}):
             of_groups = [values.get(key) for values in distinct]
             if all(value == of_groups[0] for value in of_groups):

@@ -133,13 +133,8 @@ class WorldCommunicator(Communicator):
             hashes, devices = zip(*(answer.split(" ", 1) for answer in answers), strict=True)
             self.hash_seeds_differ = len(set(hashes)) > 1
             with record_connections():
-                dist.init_process_group(
-                    choose_backend(devices),
-                    store=dist.PrefixStore("group", store),
-                    rank=rank,
-                    world_size=size,
-                    timeout=_TIMEOUT,
-                )
+                group_store, backend = dist.PrefixStore("group", store), choose_backend(devices)
+                dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise WorldError(f"rank {rank} could not join {size} ranks at {self.world.address}: {error}") from error
         self._owns_process_group = True
@@ -156,9 +151,7 @@ class WorldCommunicator(Communicator):
         with record_connections():
             device_mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         coordinate = mesh.coordinate(self.rank)
-        communicators = {
-            axis: Communicator(coordinate[axis], size, self.device, device_mesh[axis]) for axis, size in sizes.items()
-        }
+        communicators = {a: Communicator(coordinate[a], n, self.device, device_mesh[a]) for a, n in sizes.items()}
         model_axes = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
         if len(model_axes) < 2:
             return communicators, communicators[model_axes[0]] if model_axes else alone

@@ -63,9 +63,8 @@ class Run(RunState):
             )
         super().__init__(job, plan, world, device=device, dtype=dtype, workers=workers, warn=warn)
         try:
-            self.backend = (
-                ParameterServerBackend(self, external_servers) if plan.uses_servers else AllReduceBackend(self)
-            )
+            uses_servers = plan.uses_servers
+            self.backend = ParameterServerBackend(self, external_servers) if uses_servers else AllReduceBackend(self)
             checks_state = require_storable(self)
             #: Counters and flags of modules, functions and optimizers, for checkpoints.
             self.attributes = RunAttributes(self)

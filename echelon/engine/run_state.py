@@ -92,13 +92,9 @@ class RunState:
             self.warn(
                 "Python hashes strings differently on some ranks, so that sets have other orders there; export PYTHONHASHSEED=0 for every rank"
             )
+        shares = plan.data.batch_shares
         data = open_run_data(
-            job,
-            ranks,
-            self.data_parallel,
-            micro_batch_size=plan.micro,
-            workers=self.workers,
-            shares=plan.data.batch_shares,
+            job, ranks, self.data_parallel, micro_batch_size=plan.micro, workers=self.workers, shares=shares
         )
         self.loader, self.total_steps, self.warmup_steps = data.loader, data.total_steps, data.warmup_steps
         #: Both 0 for a stream, whose length is unknown.
@@ -122,9 +118,8 @@ class RunState:
         #: Of the whole model, whichever part of it is on this rank.
         self.fingerprint, self.full_shapes = self.rank_model.fingerprint, self.rank_model.full_shapes
         #: The model's own generators, where ranks or stages would otherwise draw the same numbers, or drift apart. One device leaves them alone.
-        self.seeded_generators = (
-            find_generators(self.model) if self.data_parallel.size > 1 or self.axes["pp"].size > 1 else []
-        )
+        needs_seeds = self.data_parallel.size > 1 or self.axes["pp"].size > 1
+        self.seeded_generators = find_generators(self.model) if needs_seeds else []
         #: By index, the optimizers that step on whole tensors, because they compute with more than a rank's shard.
         self.full_tensor_optimizers = make_full_tensor_optimizers(
             job, plan, ranks, self.axes, model=self.model, tp_shards=self.tp_shards, shapes=self.full_shapes
@@ -159,9 +154,8 @@ class RunState:
     @property
     def is_reporting(self) -> bool:
         """Whether this rank has the loss and reports it for the ranks that computed the same samples."""
-        return self.axes["tp"].rank == 0 and (
-            self.rank_model.pipeline is None or self.rank_model.pipeline.computes_loss
-        )
+        pipeline = self.rank_model.pipeline
+        return self.axes["tp"].rank == 0 and (pipeline is None or pipeline.computes_loss)
 
     @property
     def is_first_replica(self) -> bool:

@@ -58,9 +58,8 @@ class StepMetrics:
 
     def set_reduced_state(self, reduced_state: ReducedState) -> None:
         """Have this state put together by its own rules."""
-        self._synced_states = [state for state in self._synced_states if state is not self.reduced_state] + [
-            reduced_state
-        ]
+        others = [state for state in self._synced_states if state is not self.reduced_state]
+        self._synced_states = [*others, reduced_state]
         self.reduced_state = reduced_state
         self.buffer_tracker.stop_tracking(reduced_state.rules)
 
@@ -117,9 +116,8 @@ class _RunningStatistics:
         self._deferred = deferred
         #: Where the host may not wait: above 0 if ranks called a layer unequally often.
         self.resync_flag: Tensor | None = None
-        self._statistics = [
-            statistic for norm in norms for statistic in (norm.running_mean, norm.running_var) if statistic is not None
-        ]
+        statistics = [statistic for norm in norms for statistic in (norm.running_mean, norm.running_var)]
+        self._statistics = [statistic for statistic in statistics if statistic is not None]
         self._counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
         widths = torch.tensor([2 * norm.num_features for norm in norms], device=device)
         self._norm_index = torch.repeat_interleave(torch.arange(len(norms), device=device), widths)

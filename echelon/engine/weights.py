@@ -136,20 +136,15 @@ def export_weights(path: str | Path, out: str | Path) -> ExportResult:
 def _open_checkpoint(folder: Path) -> _TensorSource:
     stored = open_checkpoint(folder)  # every rank checks all of it: nobody waits here for the others
     manifest = stored.manifest
-    entries = {
-        name.removeprefix(_MODEL_PREFIX): entry
-        for name, entry in stored.entries.items()
-        if name.startswith(_MODEL_PREFIX)
-    }
+    prefix = _MODEL_PREFIX
+    entries = {n.removeprefix(prefix): entry for n, entry in stored.entries.items() if n.startswith(prefix)}
     served_names = (manifest.get("served") or {}).get("trained", ())
     tables = {name: tuple(manifest["parameters"][name]) for name in served_names if name not in entries}
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name in tables.keys() & targets.keys():
             _fill_table(targets[name], folder / SERVER_FOLDER, name)
-        stored_targets: dict[str, Any] = {
-            f"{_MODEL_PREFIX}{name}": target.detach() for name, target in targets.items() if name not in tables
-        }
+        stored_targets = {f"{prefix}{name}": t.detach() for name, t in targets.items() if name not in tables}
         stored.load_into(stored_targets, is_single_process=True)
 
     return _TensorSource(

@@ -35,9 +35,8 @@ class BatchView:
             return None
         if self.is_flat:
             return source.reshape(-1)
-        last_element = self.offset + sum(
-            (size - 1) * stride for size, stride in zip(self.shape, self.strides[1:], strict=True)
-        )
+        extents = [(size - 1) * stride for size, stride in zip(self.shape, self.strides[1:], strict=True)]
+        last_element = self.offset + sum(extents)
         if source.stride(0) != self.strides[0] or not source.numel() or last_element >= max(source.stride(0), 1):
             return None
         return source.as_strided((source.shape[0], *self.shape), self.strides, source.storage_offset() + self.offset)
@@ -92,7 +91,4 @@ class IdPredictor:
                     ids = view.extract(leaves)
                     if ids is not None:
                         ids_by_table.setdefault(table, []).append(ids.reshape(-1))
-        return {
-            table: torch.unique(torch.cat(ids_of_views)).cpu().long().numpy()
-            for table, ids_of_views in ids_by_table.items()
-        }
+        return {table: torch.unique(torch.cat(ids)).cpu().long().numpy() for table, ids in ids_by_table.items()}

@@ -168,15 +168,11 @@ class ParameterServerBackend(AllReduceBackend):
         """Push this rank's gradients, ask for the next batch's rows, and pull the parameters that the servers train."""
         tables, dense, learning_rates = {}, {}, {}
         if not skipped:
-            tables = {
-                self._tables[path].parameter_name: (ids, _to_numpy(gradients))
-                for path, (ids, gradients) in self._row_gradients.items()
-            }
+            rows = self._row_gradients
+            tables = {self._tables[p].parameter_name: (ids, _to_numpy(grads)) for p, (ids, grads) in rows.items()}
             dense = {n: _to_numpy(p.grad.reshape(-1)) for n, p in self.dense_parameters.items() if p.grad is not None}
-            learning_rates = {
-                name: learning_rate(*self._parameters.optimizer_group(name), self._update_count)
-                for name in (*tables, *dense)
-            }
+            groups = {name: self._parameters.optimizer_group(name) for name in (*tables, *dense)}
+            learning_rates = {name: learning_rate(*group, self._update_count) for name, group in groups.items()}
             self._update_count += 1
         self._row_gradients = {}
         client = self._launcher.client

@@ -69,18 +69,14 @@ def find_rules(
     if not slots:
         return {}
     max_norm_ids = {id(tensor) for tensor in run.rank_model.max_norm_weights}
-    trial = _Trial(
-        run, {name: slot for name, slot in slots.items() if id(slot[0][slot[1]]) not in max_norm_ids}, caches_exist
-    )
+    slots = {name: slot for name, slot in slots.items() if id(slot[0][slot[1]]) not in max_norm_ids}
+    trial = _Trial(run, slots, caches_exist)
     rank_observations = run.ranks.all_gather_object((set(trial.before), trial.observe(micro_batch, other_micro_batch)))
     rules = {name: rule for name, rule in declared_rules.items() if name in trial.before}
     for name in sorted(set[str]().union(*(observed for _, observed in rank_observations))):
         # No rule holds for a tensor that forward has not created on some rank.
-        observations = [
-            observed.get(name, _Observation(()))
-            for names, observed in rank_observations
-            if name in observed or name not in names
-        ]
+        has_result = [observed for names, observed in rank_observations if name in observed or name not in names]
+        observations = [observed.get(name, _Observation(())) for observed in has_result]
         rules[name] = declared_rules.get(name) or _choose_rule(run, name, observations, known_rules.get(name))
     return dict(sorted(rules.items()))
 
@@ -136,11 +132,8 @@ class _Trial:
             if self._caches_exist and any(run.ranks.all_gather_object(bool(self._resized))):
                 first_resized = dict(self._resized)
                 self._state_after(batch)  # a cache stays as it is now
-                observations = {
-                    name: _Observation(())
-                    for name, value in first_resized.items()
-                    if not torch.equal(value, self._resized[name])
-                }
+                unstable = [n for n, value in first_resized.items() if not torch.equal(value, self._resized[n])]
+                observations = dict.fromkeys(unstable, _Observation(()))
             if not any(run.ranks.all_gather_object(changed)):
                 return observations
             # Every rank makes as many calls, because a call may wait for other ranks.
@@ -150,9 +143,8 @@ class _Trial:
             else:
                 parts = [self._state_after(batch), self._state_after(other_batch)]
             if any(run.ranks.all_gather_object(count == 1)):
-                joined = self._state_after(
-                    batch if count > 1 else _concatenate_samples(batch, other_batch if can_concatenate else batch)
-                )
+                joined_batch = _concatenate_samples(batch, other_batch if can_concatenate else batch)
+                joined = self._state_after(batch if count > 1 else joined_batch)
                 whole = whole if count > 1 else joined
         if whole is None or parts[0] is None or parts[1] is None:
             return observations
@@ -175,11 +167,8 @@ def _matching_rules(
     """The rules that hold, in the order of the table: parts that leave the same leave their mean as well."""
     if not whole.numel():
         return RULES
-    rounding_error = (
-        4 * torch.finfo(whole.dtype).eps * float(whole.abs().nan_to_num(posinf=0.0).max())
-        if whole.is_floating_point()
-        else 0.0
-    )
+    eps = torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0.0
+    rounding_error = 4 * eps * float(whole.abs().nan_to_num(posinf=0.0).max())
     before, whole, first, second = (tensor.double() for tensor in (before, whole, first, second))
     candidates = {
         "same": first if torch.equal(first, second) else None,

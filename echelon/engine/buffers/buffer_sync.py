@@ -33,9 +33,8 @@ class BufferVersions:
     ) -> None:
         """`recorded`: an earlier record."""
         self.slots = slots
-        self._recorded = {
-            name: _tensor_and_version(slot) if recorded is None else recorded[name] for name, slot in slots.items()
-        }
+        read = _tensor_and_version
+        self._recorded = {n: read(slot) if recorded is None else recorded[n] for n, slot in slots.items()}
         self._owners = [owner for owner, _ in slots.values()]
         self._keys = [key for _, key in slots.values()]
         self._tensors = [tensor for tensor, _ in self._recorded.values()]
@@ -50,10 +49,9 @@ class BufferVersions:
     def changed_names(self) -> list[str]:
         """The places that do not."""
         current = {name: _tensor_and_version(slot) for name, slot in self.slots.items()}
+        recorded = self._recorded
         return [
-            name
-            for name, (tensor, version) in self._recorded.items()
-            if current[name][0] is not tensor or current[name][1] != version
+            n for n, (tensor, version) in current.items() if tensor is not recorded[n][0] or version != recorded[n][1]
         ]
 
     def without(self, names: Collection[str]) -> BufferVersions:
@@ -108,9 +106,8 @@ class BufferTracker:
         #: Integers: whether they differ from other ranks' (unread results), and those that do.
         self._integer_mismatches: dict[str, Tensor] = {}
         self._rank_local: set[str] = set()
-        self._unchanged_flag, self._changed_flag = (
-            torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1)
-        )
+        self._unchanged_flag = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+        self._changed_flag = self._unchanged_flag + 1
         self._local_values = self._unchanged_flag[:0]
         #: The sum of the flags, where the host must not wait for it.
         self.resync_flag: Tensor | None = None
@@ -143,9 +140,7 @@ class BufferTracker:
     def stop_tracking(self, names: Collection[str]) -> None:
         """Ignore these from now on: their rule is known."""
         self.slots = {name: slot for name, slot in self.slots.items() if name not in names}
-        self._integer_mismatches = {
-            name: mismatch for name, mismatch in self._integer_mismatches.items() if name in self.slots
-        }
+        self._integer_mismatches = {n: flag for n, flag in self._integer_mismatches.items() if n in self.slots}
         for tracked_names in (self._pending_changes, self._first_changes, self._rank_local):
             tracked_names.intersection_update(self.slots)
         self._set_synced_shapes({name: shape for name, shape in self._synced_shapes.items() if name not in names})
@@ -156,16 +151,12 @@ class BufferTracker:
             # Not forward but a hook or a callback changed it, once for all parts of the batch.
             self._record_versions(self._constants.changed_names())
         if self._constants is None:
-            self._constants = BufferVersions(
-                {name: slot for name, slot in self.slots.items() if name not in self._synced_shapes}
-            )
+            self._constants = BufferVersions({n: s for n, s in self.slots.items() if n not in self._synced_shapes})
             self._small_copies = {}
             self._record_versions(self._constants.slots)
             if self._initial_checksums is not None:
                 tensors = {name: self._tensor(name) for name in self._constants.slots if name not in self._frozen_slots}
-                self._initial_checksums = {
-                    name: _checksum(tensor) for name, tensor in tensors.items() if _is_checksummable(tensor)
-                }
+                self._initial_checksums = {n: _checksum(t) for n, t in tensors.items() if _is_checksummable(t)}
 
     def _record_versions(self, names: Iterable[str]) -> None:
         assert self._constants is not None

@@ -72,9 +72,7 @@ class DivergenceMonitor:
         if self._call_order is not None:
             self._call_order.begin()
         if not self.is_off and self._run.model_parallel.size > 1:
-            self._sample_word = (
-                strided_digest([micro_batch.batch for micro_batch in batch.micro_batches], batch.step) & _WORD_MASK
-            )
+            self._sample_word = strided_digest([m.batch for m in batch.micro_batches], batch.step) & _WORD_MASK
 
     def pack_data_parallel(self) -> list[float]:
         """What data ranks sum: the order in which sharded units were gathered."""
@@ -95,9 +93,8 @@ class DivergenceMonitor:
         """Raise where data ranks gathered sharded units in different orders."""
         if not all_words_equal(self._run.data_parallel.size, *sums):
             assert self._call_order is not None
-            self._raise_mismatched_calls(
-                self._run.data_parallel, self._call_order.describe(self._call_order.gather_calls), step, "zero"
-            )
+            calls = self._call_order.describe(self._call_order.gather_calls)
+            self._raise_mismatched_calls(self._run.data_parallel, calls, step, "zero")
 
     def check_model_parallel(self, sums: Sequence[float], step: int) -> None:
         """Raise where the ranks of one data group read different samples, or called cut modules in different orders."""
@@ -245,9 +242,8 @@ class _CallOrder:
         append = self.tp_calls.append
 
         def note(value: Any) -> None:
-            append(
-                module_index + (value.numel() << _MODULE_BITS if has_equal_size and isinstance(value, Tensor) else 0)
-            )
+            size = value.numel() if has_equal_size and isinstance(value, Tensor) else 0
+            append(module_index + (size << _MODULE_BITS))
 
         return note
 

@@ -30,9 +30,7 @@ def require_supported_hooks(
             f"{axis}: {dropped} has a gradient hook (register_hook), and each rank trains a part of it that would not have it; use dp or pp "
             "without zero, or change the gradient in forward (a torch.autograd.Function), which every plan keeps"
         )
-    hooked_modules = [
-        path for path, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks
-    ]
+    hooked_modules = [path for path, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     if hooked_modules and plan.mesh.pp > 1:
         raise PlanError(
             f"pp={plan.mesh.pp}: {hooked_modules[0] or 'the model'} has a backward hook, which a stage that begins or ends there would not call; use "

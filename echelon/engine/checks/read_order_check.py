@@ -44,9 +44,8 @@ def find_history_dependence(job: Job) -> str | None:
     first_samples = [int(sample_index) for sample_index in order.ids(0, 0, min(order.batch_size(0), _TRIED_SAMPLES))]
     dataset_state = DatasetState(job.data)
     try:
-        return _find_dependent_sample(
-            source, dataset_state, first_samples, (order.ids(step, 0, order.batch_size(step)) for step in range(steps))
-        )
+        step_ids = (order.ids(step, 0, order.batch_size(step)) for step in range(steps))
+        return _find_dependent_sample(source, dataset_state, first_samples, step_ids)
     except DataError:  # raised again when it is that sample's turn
         return None
     finally:

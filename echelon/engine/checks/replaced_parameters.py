@@ -78,8 +78,5 @@ class ReplacedParameterCheck:
         """Whether ranks hold parts of the old or the new parameter."""
         if self._is_sharded and getattr(owner.__setattr__, "__func__", None) is not nn.Module.__setattr__:
             return False
-        return (
-            self._all_distributed
-            or path in self._tp_parameters
-            or any(parameter is value for parameter in self._tp_parameters.values())
-        )
+        is_cut = path in self._tp_parameters or any(value is cut for cut in self._tp_parameters.values())
+        return self._all_distributed or is_cut

@@ -95,9 +95,7 @@ class ReplicaCheck:
         items = dict(self._items(after_update=after_update, between_steps=between_steps))
         checksums = _checksums(items)
         for axis, is_split in (("dp", self._is_data_sharded), ("tp", self._is_tp_sharded)):
-            replicated = {
-                name: item for name, item in items.items() if axis not in item.owned_axes and not is_split(name, item)
-            }
+            replicated = {n: item for n, item in items.items() if axis not in item.owned_axes and not is_split(n, item)}
             self._compare_over(run.axes[axis], replicated, checksums, step)
         for holders, tied_ids in self._tied_parameters:
             is_parameter = (_INITIAL_PARAMETER, _PARAMETER)
@@ -252,9 +250,8 @@ def all_words_equal(count: int, total: float, squares: float) -> bool:
 
 def _checksums(items: Mapping[str, _ReplicatedItem]) -> dict[str, int]:
     tensors = {name: item.value for name, item in items.items() if isinstance(item.value, Tensor)}
-    checksums = dict(
-        zip(tensors, _copy_to_host([checksum(to_local(value.detach())) for value in tensors.values()]), strict=True)
-    )
+    device_sums = [checksum(to_local(tensor.detach())) for tensor in tensors.values()]
+    checksums = dict(zip(tensors, _copy_to_host(device_sums), strict=True))
     for name, item in items.items():
         if name not in tensors:
             data = item.value if isinstance(item.value, bytes) else repr(item.value).encode()

@@ -54,9 +54,8 @@ class ScheduleReadCheck:
         self._optimizers, self._full_tensor_optimizers = optimizers, full_tensor_optimizers
         # Ranks hold other parameters (stages), or gradients of their own samples (servers).
         self._all_partial = plan.mesh.pp > 1 or plan.uses_servers
-        self._excluded_settings = (
-            "exchange=server" if plan.uses_servers else "pp and tp" if self._all_partial or tp_shards else "zero"
-        )
+        axes = "pp and tp" if self._all_partial or tp_shards else "zero"
+        self._excluded_settings = "exchange=server" if plan.uses_servers else axes
         is_needed = self._all_partial or tp_shards or full_tensor_optimizers
         self._mode = _ReadMode(self._require_full_tensors) if is_needed else None
         self._reader = self._step_prefix = ""

@@ -94,8 +94,8 @@ class SharedStateCheck:
 def _names_loaded(code: CodeType) -> set[tuple[str, str]]:
     """The instructions by which code reads globals and attributes, with their names."""
     names = {
-        (item.opname, item.argval)
-        for item in dis.get_instructions(code)
-        if item.opname in _NAME_READS and isinstance(item.argval, str)
+        (i.opname, i.argval)
+        for i in dis.get_instructions(code)
+        if i.opname in _NAME_READS and isinstance(i.argval, str)
     }
     return names.union(*(_names_loaded(item) for item in code.co_consts if isinstance(item, CodeType)))
