@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,26 @@ class FileLocation:
 
     file: str
     offset: int
+
+
+class PlainStorage:
+    """What torch's storage readers and writers must define, where there is nothing to do."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Called before each save and load."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """This rank's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """All ranks' plans."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Any path."""
+        return True
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

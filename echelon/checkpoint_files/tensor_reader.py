@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from echelon.checkpoint_files.tensor_format import INDEX_FILE, FileLocation, damaged, dtype_from_name
+from echelon.checkpoint_files.tensor_format import INDEX_FILE, FileLocation, PlainStorage, damaged, dtype_from_name
 from echelon.errors import CheckpointError, DocumentError
 from echelon.plan.sealed_json import open_regular, parse_object, read_regular
 
@@ -80,30 +80,28 @@ def _parse_sizes(encoded: Any) -> torch.Size:
 
 def _any_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether two chunks share an element: a sweep along the dim with the most distinct offsets."""
-    if len(chunks) < 2:
-        return False
-    if not chunks[0].offsets:
-        return True
-    dim = max(range(len(chunks[0].offsets)), key=lambda candidate: len({chunk.offsets[candidate] for chunk in chunks}))
+    dims = range(len(chunks[0].offsets) if chunks else 0)
+    if not dims:
+        return len(chunks) > 1
+
+    def overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dims: Sequence[int]) -> bool:
+        return all(
+            one.offsets[dim] < other.offsets[dim] + other.sizes[dim]
+            and other.offsets[dim] < one.offsets[dim] + one.sizes[dim]
+            for dim in dims
+        )
+
+    sweep_dim = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
-        active = [earlier for earlier in active if earlier.offsets[dim] + earlier.sizes[dim] > chunk.offsets[dim]]
-        if any(_is_overlapping(earlier, chunk) for earlier in active):
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep_dim]):
+        active = [earlier for earlier in active if overlap(earlier, chunk, [sweep_dim])]
+        if any(overlap(earlier, chunk, dims) for earlier in active):
             return True
         active.append(chunk)
     return False
 
 
-def _is_overlapping(chunk: ChunkStorageMetadata, other_chunk: ChunkStorageMetadata) -> bool:
-    return all(
-        begin < other_begin + other_size and other_begin < begin + size
-        for begin, size, other_begin, other_size in zip(
-            chunk.offsets, chunk.sizes, other_chunk.offsets, other_chunk.sizes, strict=True
-        )
-    )
-
-
-class TensorReader(StorageReader):
+class TensorReader(PlainStorage, StorageReader):
     """Reads the regions that the planner requests."""
 
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
@@ -114,9 +112,6 @@ class TensorReader(StorageReader):
             for chunk, location in entry.chunks
         }
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Called before each load."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index as torch's metadata."""
         return Metadata({
@@ -126,14 +121,6 @@ class TensorReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The index has been read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, file by file, in the order of their bytes."""
@@ -166,11 +153,6 @@ class TensorReader(StorageReader):
         for dim in range(1, len(sizes)):
             tensor = tensor.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
         return tensor
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any path."""
-        return True
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from echelon.checkpoint_files.tensor_format import INDEX_FILE, FileLocation, dtype_to_name, tensor_bytes
+from echelon.checkpoint_files.tensor_format import INDEX_FILE, FileLocation, PlainStorage, dtype_to_name, tensor_bytes
 from echelon.errors import CheckpointError
 from echelon.files import atomic_write
 
@@ -27,7 +27,7 @@ from echelon.files import atomic_write
 _MAX_PENDING_WRITES = 3
 
 
-class TensorWriter(StorageWriter):
+class TensorWriter(PlainStorage, StorageWriter):
     """Writes and hashes this rank's parts in one file; rank 0 writes the index too."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,16 +35,8 @@ class TensorWriter(StorageWriter):
         #: The manifest's entries for the files that this rank wrote.
         self.files: dict[str, dict[str, Any]] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Called before each save."""
-        self.files = {}
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The folder exists."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name each rank's file."""
@@ -95,11 +87,6 @@ class TensorWriter(StorageWriter):
         data = json.dumps(tensors, separators=(",", ":")).encode()
         atomic_write(self._folder / INDEX_FILE, data)
         self.files[INDEX_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any path."""
-        return True
 
 
 def _create_file(path: Path) -> BinaryIO:

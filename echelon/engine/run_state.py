@@ -121,9 +121,7 @@ class RunState:
         needs_seeds = self.data_parallel.size > 1 or self.axes["pp"].size > 1
         self.seeded_generators = find_generators(self.model) if needs_seeds else []
         #: By index, the optimizers that step on whole tensors, because they compute with more than a rank's shard.
-        self.full_tensor_optimizers = make_full_tensor_optimizers(
-            job, plan, ranks, self.axes, model=self.model, tp_shards=self.tp_shards, shapes=self.full_shapes
-        )
+        self.full_tensor_optimizers = make_full_tensor_optimizers(job, plan, ranks, self.axes, self.rank_model)
         held_by_loss = find_loss_parameters(job, self.model)
         self.optimizers = make_optimizers(
             job,

@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,15 @@ from torch.optim import Optimizer
 
 from echelon.engine.group_settings import is_plain_json, read_group_settings
 from echelon.engine.parallel.block_exchange import Header, Routes, TensorBlock, exchange_blocks
-from echelon.engine.parallel.shard_layout import TPShard, local_regions
+from echelon.engine.parallel.shard_layout import local_regions
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.whole_tensor_rules import gathered_axes, needs_single_owner
 from echelon.profiler.optimizer_class import OptimizerClass, classify
+
+if TYPE_CHECKING:
+    from echelon.engine.build_model import RankModel
 
 #: Bytes of full tensors per exchange, which bounds the memory of messages (a larger tensor goes alone).
 _MAX_ROUND_BYTES = 256 * 2**20
@@ -54,22 +57,21 @@ class FullTensorOptimizer:
         plan: Plan,
         ranks: WorldCommunicator,
         axes: Mapping[str, Communicator],
-        model: nn.Module,
-        tp_shards: Mapping[str, TPShard],
-        shapes: Mapping[str, Sequence[int]],
+        rank_model: RankModel,
     ) -> None:
-        """`shapes`: of the full model's parameters. Every rank must call it."""
+        """Every rank must call it."""
+        shapes = rank_model.full_shapes
         #: The axes over which tensors are gathered; along the others ranks make the same steps.
         self.gathered_axes = gathered_axes(plan, optimizer_class.reads, optimizer_class.draws)
         self._communicator = _make_sharing_communicator(ranks, axes, plan, self.gathered_axes)
-        self._device, self._tp_shards = ranks.device, tp_shards
+        self._device, self._tp_shards = ranks.device, rank_model.tp_shards
         #: Whether this rank is the first of those that make the same steps.
         self.is_first_replica = not any(
             communicator.rank for axis, communicator in axes.items() if axis not in (*self.gathered_axes, "pp")
         )
         trained = {
             name: parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in rank_model.model.named_parameters()
             if parameter.requires_grad and name in optimizer_class.parameters
         }
         self._live_parameters = {name: parameter for name, parameter in trained.items() if not parameter.is_meta}
@@ -90,14 +92,11 @@ class FullTensorOptimizer:
         #: The tensors that this rank steps.
         self.owned_names = frozenset(name for name, owner in owners.items() if owner == self._communicator.rank)
         #: The optimizer's parameters: full tensors that this rank owns, and meta tensors for the others.
-        self.parameters = {
-            name: nn.Parameter(torch.zeros(tuple(shapes[name]), dtype=parameter.dtype, device=self._device_of(name)))
-            for name, parameter in trained.items()
-        }
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in trained.items():
+            device = self._device if name in self.owned_names else "meta"
+            self.parameters[name] = nn.Parameter(torch.zeros(shapes[name], dtype=parameter.dtype, device=device))
         self._gather_from_holders(with_gradients=False)
-
-    def _device_of(self, name: str) -> torch.device:
-        return self._device if name in self.owned_names else torch.device("meta")
 
     def _local_blocks(self, name: str) -> list[TensorBlock]:
         regions = local_regions(self._live_parameters[name], self._tp_shards.get(name))
@@ -178,9 +177,13 @@ class FullTensorOptimizer:
                 for block, value in zip(blocks, tensors, strict=False):
                     self.parameters[block.name].data[block.slices] = value
                 if with_gradients:
-                    for block, grad, flag in zip(blocks, tensors[len(blocks) :], tensors[-1].tolist(), strict=False):
-                        if flag:
-                            self._ensure_gradient(block.name)[block.slices] = grad
+                    for block, grad, has_grad in zip(
+                        blocks, tensors[len(blocks) :], tensors[-1].tolist(), strict=False
+                    ):
+                        parameter = self.parameters[block.name]
+                        if has_grad:
+                            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                            parameter.grad[block.slices] = grad
 
     @torch.no_grad()
     def _scatter_to_holders(self) -> None:
@@ -199,12 +202,6 @@ class FullTensorOptimizer:
     ) -> Iterator[tuple[Sequence[TensorBlock], list[Tensor]]]:
         return exchange_blocks(routes, self._communicator, self._device, read=read, headers=headers)
 
-    def _ensure_gradient(self, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
-
     def _block_values(self, value: Tensor, block: TensorBlock) -> Tensor:
         if value.layout != torch.strided:
             value = value.to_dense()
@@ -222,10 +219,10 @@ class FullTensorOptimizer:
             {key: value for key, value in read_group_settings(group).items() if is_plain_json(value)}
             for group in optimizer.param_groups
         ]
-        first_settings = self._communicator.all_gather_object(None if self._communicator.rank else local_settings)[0]
-        if self._communicator.rank == 0:
-            return
-        for group, settings in zip(optimizer.param_groups, first_settings, strict=False):
+        first_settings = self._communicator.broadcast_object(local_settings)
+        for group, settings in zip(
+            optimizer.param_groups, first_settings if self._communicator.rank else (), strict=False
+        ):
             for key, value in settings.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
@@ -302,10 +299,7 @@ def make_full_tensor_optimizers(
     plan: Plan,
     ranks: WorldCommunicator,
     axes: Mapping[str, Communicator],
-    *,
-    model: nn.Module,
-    tp_shards: Mapping[str, TPShard],
-    shapes: Mapping[str, Sequence[int]],
+    rank_model: RankModel,
 ) -> dict[int, FullTensorOptimizer]:
     """By index among the job's optimizers, those that step on full tensors under this plan. Every rank must call it."""
     if not (plan.is_sharded or plan.mesh.tp > 1 or plan.mesh.pp > 1):
@@ -313,14 +307,16 @@ def make_full_tensor_optimizers(
     optimizer_classes: Sequence[OptimizerClass] = ()
     with ranks.raise_on_all_ranks():
         if not ranks.rank:  # on one rank: trials that draw random numbers could differ
-            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             full_parameters = {
-                name: torch.empty(tuple(shapes.get(name, parameter.shape)), dtype=parameter.dtype, device="meta")
-                for name, parameter in trained.items()
+                name: torch.empty(
+                    rank_model.full_shapes.get(name, parameter.shape), dtype=parameter.dtype, device="meta"
+                )
+                for name, parameter in rank_model.model.named_parameters()
+                if parameter.requires_grad
             }
             optimizer_classes = classify(job, full_parameters)
     return {
-        index: FullTensorOptimizer(optimizer_class, plan, ranks, axes, model, tp_shards, shapes)
-        for index, optimizer_class in enumerate(ranks.all_gather_object(optimizer_classes)[0])
+        index: FullTensorOptimizer(optimizer_class, plan, ranks, axes, rank_model)
+        for index, optimizer_class in enumerate(ranks.broadcast_object(optimizer_classes))
         if gathered_axes(plan, optimizer_class.reads, optimizer_class.draws)
     }

@@ -79,20 +79,9 @@ class _GradientBucket:
 def _gradient_view(flat: Tensor, parameter: Tensor) -> Tensor:
     """A gradient inside `flat`, with its parameter's memory layout: fused optimizer kernels assume it, and silently compute something else
     where it differs (`channels_last` weights)."""
-    if _is_dense(parameter):
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view_as(parameter)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in any order."""
-    expected_stride = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected_stride:
-                return False
-            expected_stride *= size
-    return True
 
 
 class GradientAllReduce:

@@ -153,7 +153,9 @@ class Pipeline:
         try:
             self._get_schedule(count).step(*stage_inputs, index=indices, **loss_arguments, return_outputs=False)
         except RuntimeError as error:
-            cause = _root_cause(error)
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
             if cause is error or "failed to run" not in str(error):
                 raise
             raise cause from None  # the model's own error, which torch's stages wrap
@@ -217,12 +219,6 @@ class Pipeline:
     def _compute_loss(self, output: Any, index: Tensor) -> Tensor:
         assert self._loss_function is not None
         return self._loss_function(output, int(index))
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 class _IndexedStage(nn.Module):

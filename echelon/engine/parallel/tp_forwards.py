@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +41,21 @@ def _make_row_forward(module: Any, tp: TPCommunicator) -> Callable[..., Tensor]:
 def _make_gather_forward(module: Any, tp: TPCommunicator) -> Callable[..., Tensor]:
     if isinstance(module, _ConvNd):
         return _make_conv_gather_forward(module, tp)
+    return _make_output_forward(module, tp, tp.gather_from_region)
+
+
+def _make_logits_forward(module: Any, tp: TPCommunicator) -> Callable[..., Tensor]:
+    return _make_output_forward(module, tp, lambda local, dim, sizes: ShardedLogits(local, dim, sizes, tp))
+
+
+def _make_output_forward(
+    module: Any, tp: TPCommunicator, finish: Callable[[Tensor, int, Sequence[int]], Tensor]
+) -> Callable[..., Tensor]:
     product, shard_sizes = local_product(module), compute_shard_sizes(count_outputs(module), tp.size)
 
     def forward(x: Tensor) -> Tensor:
         out = product(tp.copy_to_region(x), module.bias)
-        return tp.gather_from_region(out, out.dim() - 1, shard_sizes)
+        return finish(out, out.dim() - 1, shard_sizes)
 
     return forward
 
@@ -66,16 +76,6 @@ def _make_conv_gather_forward(module: Any, tp: TPCommunicator) -> Callable[..., 
         local_x = tp.slice_to_region(x, channel_dim, input_sizes) if groups > 1 else tp.copy_to_region(x)
         out = type(module).forward(module, local_x, *args, **kwargs)
         return tp.gather_from_region(out, channel_dim, output_sizes)
-
-    return forward
-
-
-def _make_logits_forward(module: Any, tp: TPCommunicator) -> Callable[..., Tensor]:
-    product, shard_sizes = local_product(module), compute_shard_sizes(count_outputs(module), tp.size)
-
-    def forward(x: Tensor) -> Tensor:
-        out = product(tp.copy_to_region(x), module.bias)
-        return ShardedLogits(out, out.dim() - 1, shard_sizes, tp)
 
     return forward
 
