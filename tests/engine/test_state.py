@@ -253,7 +253,7 @@ class Timed:
 
 
 def test_a_schedule_that_wants_more_than_steps_is_refused() -> None:
-    with pytest.raises(JobError, match=r"lr_schedule= gives Timed, whose step\(\) needs epoch"):
+    with pytest.raises(JobError, match=r"lr_schedule= returns Timed, whose step\(\) needs epoch"):
         Run(mlp(lr_schedule=lambda optimizer: Timed()), Plan(), World())
 
 

@@ -77,7 +77,7 @@ def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
     done = script(tmp_path, f"echelon.train({changed}, 'dp=2')")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [done.stderr.strip()], done.stderr
-    assert "lr_schedule= gives str" in done.stderr
+    assert "lr_schedule= returns str" in done.stderr
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ _GROUP_KEYS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base
 _CODE_TYPES = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, types.ModuleType, Optimizer,
 )  # fmt: skip
+_PLAIN_OBJECT_TYPES = (Tensor, np.generic, np.ndarray, torch.dtype, torch.device)
 #: Marks the state dict of an object that a schedule holds.
 OBJECT_STATE_KEY = "state of an object"
 
@@ -38,13 +39,14 @@ def takes_metric(schedule: Any) -> bool:
 
 def require_steppable(schedule: Any) -> None:
     """Refuse a schedule that a run cannot step."""
-    name = type(schedule).__name__
     if not hasattr(schedule, "step"):
-        raise JobError(f"lr_schedule= gives {name}, which has no step(); return a torch LRScheduler")
-    if _required_step_arguments(schedule) and not takes_metric(schedule):
-        raise JobError(
-            f"lr_schedule= gives {name}, whose step() needs {', '.join(_required_step_arguments(schedule))}: schedules are stepped once per optimizer step, "
-            "without arguments, or with the evaluation loss if they take a metric (ReduceLROnPlateau); return a torch LRScheduler"
+        raise _job_error(schedule, "which has no step(); return a torch LRScheduler")
+    arguments = _required_step_arguments(schedule)
+    if arguments and not takes_metric(schedule):
+        raise _job_error(
+            schedule,
+            f"whose step() needs {', '.join(arguments)}: schedules are stepped once per optimizer step, without arguments, or with the "
+            "evaluation loss if they take a metric (ReduceLROnPlateau); return a torch LRScheduler",
         )
 
 
@@ -53,37 +55,59 @@ def _required_step_arguments(schedule: Any) -> list[str]:
         parameters = inspect.signature(schedule.step).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [item.name for item in parameters if item.default is item.empty and item.kind in positional]
+
+
+def _job_error(schedule: Any, problem: str) -> JobError:
+    return JobError(f"lr_schedule= returns {type(schedule).__name__}, {problem}")
+
+
+# Save
+
+
+def collect_group_values(schedule: Any) -> dict[str, list[Any]]:
+    """Values per parameter group, as JSON: `base_lrs`, `_schedulers/0/base_lrs`."""
+    group_values = _split_state(read_state(schedule))[1]
+    return {path: [encode(item, path, encode_inline) for item in values] for path, values in group_values.items()}
+
+
+def collect_common_state(schedule: Any) -> dict[str, Any]:
+    """The rest of the state, as JSON."""
+    try:
+        encoded: dict[str, Any] = encode(_split_state(read_state(schedule))[0], "", encode_inline)
+        return encoded
+    except UnstorableValue as error:
+        raise _job_error(
+            schedule,
+            f"which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint cannot hold it, and a resumed run would lose it; keep numbers, "
+            "strings and containers of these, or leave it out of state_dict()",
+        ) from error
 
 
 def read_state(schedule: Any) -> dict[str, Any]:
     """A schedule's state; objects that it holds as their state dicts."""
-    if hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
-        state = schedule.state_dict()
-    elif hasattr(schedule, "__dict__"):
-        state = {key: value for key, value in vars(schedule).items() if not isinstance(value, _CODE_TYPES)}
-    else:
-        raise JobError(
-            f"lr_schedule= gives {type(schedule).__name__}, which has neither state_dict() and load_state_dict() nor attributes, so its "
-            "progress cannot be saved; add both methods"
+    if not _has_state_dict(schedule) and not hasattr(schedule, "__dict__"):
+        raise _job_error(
+            schedule,
+            "which has neither state_dict() and load_state_dict() nor attributes, so its progress cannot be saved; add both methods",
         )
+    state = schedule.state_dict() if _has_state_dict(schedule) else vars(schedule)
     if not isinstance(state, dict):
-        raise JobError(f"lr_schedule= gives {type(schedule).__name__}, whose state_dict() is not a dict; return one")
+        raise _job_error(schedule, "whose state_dict() is not a dict; return one")
     return {key: _expand_objects(value) for key, value in state.items() if not isinstance(value, _CODE_TYPES)}
+
+
+def _has_state_dict(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _expand_objects(value: Any) -> Any:
     if isinstance(value, _CODE_TYPES):
         return {OBJECT_STATE_KEY: {}}
-    if isinstance(value, Tensor | np.generic | np.ndarray | torch.dtype | torch.device):
+    if isinstance(value, _PLAIN_OBJECT_TYPES):
         return value
-    stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    if stateful or (callable(value) and hasattr(value, "__dict__")):
+    if _has_state_dict(value) or (callable(value) and hasattr(value, "__dict__")):
         return {OBJECT_STATE_KEY: read_state(value)}
     if type(value) is dict:
         return {key: _expand_objects(item) for key, item in value.items()}
@@ -92,22 +116,31 @@ def _expand_objects(value: Any) -> Any:
     return value
 
 
-def collect_group_values(schedule: Any) -> dict[str, list[Any]]:
-    """Values per parameter group, as JSON: `base_lrs`, `_schedulers/0/base_lrs`."""
-    return _group_values(read_state(schedule), "")
+def _nested_states(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """States of the schedules inside a schedule."""
+    for key, value in state.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) and "last_epoch" in item for item in value):
+            yield key, value
+        elif isinstance(value, dict) and value.keys() == {OBJECT_STATE_KEY}:
+            yield key, [value[OBJECT_STATE_KEY]]
 
 
-def collect_common_state(schedule: Any) -> dict[str, Any]:
-    """The rest of the state, as JSON."""
-    try:
-        encoded = encode(_without_group_values(read_state(schedule)), "", encode_inline)
-    except UnstorableValue as error:
-        raise JobError(
-            f"lr_schedule= gives {type(schedule).__name__}, which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint cannot hold it, and a "
-            "resumed run would lose it; keep numbers, strings and containers of these, or leave it out of state_dict()"
-        ) from error
-    assert isinstance(encoded, dict)
-    return encoded
+def _split_state(state: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], dict[str, Sequence[Any]]]:
+    """The state without values per parameter group, and those values by path."""
+    nested = dict(_nested_states(state))
+    common = {key: value for key, value in state.items() if key not in _GROUP_KEYS and key not in nested}
+    group_values = {
+        f"{path}{key}": state[key] for key in state if key in _GROUP_KEYS and isinstance(state[key], list | tuple)
+    }
+    for key, states in nested.items():
+        parts = [_split_state(item, f"{path}{key}/{index}/") for index, item in enumerate(states)]
+        common[key] = [nested_common for nested_common, _ in parts]
+        for _, nested_values in parts:
+            group_values |= nested_values
+    return common, group_values
+
+
+# Load
 
 
 def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -116,14 +149,34 @@ def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: Sequ
     _load_state(schedule, state)
 
 
+def _merge_states(
+    live: Mapping[str, Any], stored: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]], path: str
+) -> dict[str, Any]:
+    """A live schedule's state, updated with the stored one."""
+    nested = dict(_nested_states(live))
+    merged = dict(live) | {key: value for key, value in stored.items() if key not in nested}
+    for key, states in nested.items():
+        stored_states = stored.get(key)
+        if isinstance(stored_states, list) and len(stored_states) == len(states):
+            merged_states = [
+                _merge_states(item, stored_state, stored_groups, f"{path}{key}/{index}/")
+                for index, (item, stored_state) in enumerate(zip(states, stored_states, strict=True))
+            ]
+            merged[key] = {OBJECT_STATE_KEY: merged_states[0]} if isinstance(live[key], dict) else merged_states
+    for key in _GROUP_KEYS:
+        values = [decode(group[path + key], decode_inline) for group in stored_groups if path + key in group]
+        if key in live and len(values) == len(stored_groups):
+            merged[key] = tuple(values) if isinstance(live[key], tuple) else values
+    return merged
+
+
 def _load_state(schedule: Any, state: dict[str, Any]) -> None:
-    if not (hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")):
-        vars(schedule).update({key: _collapse_objects(value, vars(schedule).get(key)) for key, value in state.items()})
-        return
-    live = schedule.state_dict()
-    schedule.load_state_dict(
-        dict(live) | {key: _collapse_objects(value, live.get(key)) for key, value in state.items()}
-    )
+    live = schedule.state_dict() if _has_state_dict(schedule) else vars(schedule)
+    loaded = {key: _collapse_objects(value, live.get(key)) for key, value in state.items()}
+    if _has_state_dict(schedule):
+        schedule.load_state_dict(dict(live) | loaded)
+    else:
+        vars(schedule).update(loaded)
 
 
 def _collapse_objects(value: Any, live: Any) -> Any:
@@ -137,52 +190,3 @@ def _collapse_objects(value: Any, live: Any) -> Any:
     if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(value):
         return type(value)(_collapse_objects(item, live_item) for item, live_item in zip(value, live, strict=True))
     return value
-
-
-def _nested_states(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """States of the schedules inside a schedule."""
-    for key, value in state.items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) and "last_epoch" in item for item in value):
-            yield key, value
-        elif isinstance(value, dict) and value.keys() == {OBJECT_STATE_KEY}:
-            yield key, [value[OBJECT_STATE_KEY]]
-
-
-def _group_values(state: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
-    values_by_path = {}
-    for key, value in state.items():
-        if key in _GROUP_KEYS and isinstance(value, list | tuple):
-            values_by_path[f"{path}{key}"] = [encode(item, f"{path}{key}", encode_inline) for item in value]
-    for key, states in _nested_states(state):
-        for i, item in enumerate(states):
-            values_by_path |= _group_values(item, f"{path}{key}/{i}/")
-    return values_by_path
-
-
-def _without_group_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    inner = dict(_nested_states(state))
-    rest = {key: value for key, value in state.items() if key not in _GROUP_KEYS and key not in inner}
-    return rest | {
-        key: [_without_group_values(nested_state) for nested_state in states] for key, states in inner.items()
-    }
-
-
-def _merge_states(
-    live: Mapping[str, Any], stored: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]], path: str
-) -> dict[str, Any]:
-    """A live schedule's state, updated with the stored one."""
-    merged = {key: value for key, value in stored.items() if key not in dict(_nested_states(live))}
-    for key, states in _nested_states(live):
-        stored_states = stored.get(key)
-        if isinstance(stored_states, list) and len(stored_states) == len(states):
-            merged_states = [
-                _merge_states(item, stored_state, stored_groups, f"{path}{key}/{i}/")
-                for i, (item, stored_state) in enumerate(zip(states, stored_states, strict=True))
-            ]
-            merged[key] = {OBJECT_STATE_KEY: merged_states[0]} if isinstance(live[key], dict) else merged_states
-    for key in _GROUP_KEYS:
-        values = [group[path + key] for group in stored_groups if path + key in group]
-        if key in live and len(values) == len(stored_groups):
-            decoded = [decode(item, decode_inline) for item in values]
-            merged[key] = tuple(decoded) if isinstance(live[key], tuple) else decoded
-    return dict(live) | merged
