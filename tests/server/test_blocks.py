@@ -111,8 +111,8 @@ def test_the_first_values_count_and_a_block_named_twice_is_added_up():
     store.apply("w", np.array([0, 0]), [np.full(3, 3.0), np.full(3, -1.0)], lsn=np.full(4, 7))
     np.testing.assert_allclose(store.read_blocks("w", block)[0], np.arange(3) - 1.0)
     shard = int(store.shards_of("w", block)[0])
-    assert store.changed_ids("w", [shard], np.array([6])).tolist() == [0]
-    assert store.changed_ids("w", [shard], np.array([7])).tolist() == []
+    assert store.changed_ids_until("w", [shard], np.array([6]))[0].tolist() == [0]
+    assert store.changed_ids_until("w", [shard], np.array([7]))[0].tolist() == []
     with pytest.raises(StoreError, match="w: 2 values for block 0, which has 3"):
         store.apply("w", block, [np.zeros(2)], lsn=LSN)
     with pytest.raises(StoreError, match="w: block 1 of 1"):

@@ -1,10 +1,10 @@
-"""Checkpoints of servers: one safetensors file per shard, each as it was at one log number, and a manifest that makes them a whole.
+"""Checkpoints of servers: one safetensors file per shard, each as of one log number, and a manifest that completes them.
 
     FOLDER/manifest.json          format, shards, specs, settings, per shard: file, sha256, bytes, lsn; last its own sha256
-    FOLDER/shard-00042-LIFE-LSN.safetensors
+    FOLDER/shard-00042-PROCESS-LSN.safetensors
 
-Written to FOLDER.partial while workers go on; the manifest comes last and the folder gets its name then. Windows, clocks and optimizer
-state are inside, so that a worker that goes on after a restore has nothing applied twice.
+They are written to FOLDER.partial while workers go on; the manifest comes last, then the folder is renamed. Deduplication, clocks and
+optimizer state are included, so that nothing is applied twice to a worker that continues after a restore.
 """
 
 from __future__ import annotations
@@ -23,136 +23,112 @@ from typing import Any
 
 import numpy as np
 
+from echelon import files
 from echelon.errors import CheckpointError, DocumentError
 from echelon.plan.sealed_json import open_regular, read_regular, read_unsealed_format, seal, unseal
-from echelon.server import atomic_file
 from echelon.server.protocol.event_loop import EventLoop
 from echelon.server.replica.shard_state import SnapshotPart
+from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
 CHECKPOINT_FORMAT = 2
 MANIFEST_NAME = "manifest.json"
-#: Part of the names of files that this process writes.
+#: In the names of files that this process writes: after a failover two heads may write the same shard, and the manifest names one.
 _PROCESS_TOKEN = secrets.token_hex(4)
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where a checkpoint is until it is whole."""
+    """Where a checkpoint is written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def _previous_folder(folder: Path) -> Path:
-    """Where the checkpoint before it is until it has its name."""
+    """Where the checkpoint lies that is being replaced."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def _finish_rename(folder: Path) -> None:
-    """Give a whole checkpoint its name, where it has none yet: also after a crash in the middle of `complete_checkpoint`."""
+    """Rename a complete checkpoint that is not renamed yet: also after a crash in the middle of `complete_checkpoint`."""
     if not folder.exists() and (partial_folder(folder) / MANIFEST_NAME).is_file():
-        with contextlib.suppress(FileNotFoundError):  # whoever reads it does so, too
+        with contextlib.suppress(FileNotFoundError):  # a reader may do the same
             os.rename(partial_folder(folder), folder)
-        atomic_file.fsync_folder(folder.parent)
+        files.sync_folder(folder.parent)
 
 
 def check_target_folder(folder: Path) -> None:
-    """A checkpoint takes the place of another one, and of nothing else."""
+    """CheckpointError unless a checkpoint may be written to this folder: it replaces another checkpoint, and nothing else."""
     if not folder.is_absolute():
-        raise CheckpointError(f"{folder}: servers have folders of their own to start from; give an absolute path")
+        raise CheckpointError(f"{folder}: each server has its own working directory; give an absolute path")
     _finish_rename(folder)
     if folder.is_dir():
         if any(folder.iterdir()) and not (folder / MANIFEST_NAME).is_file():
-            raise CheckpointError(
-                f"{folder}: holds other things than a checkpoint of servers, which would be deleted; give a new folder"
-            )
+            raise CheckpointError(f"{folder}: holds other things than a checkpoint of servers; give a new folder")
     elif folder.exists() or folder.is_symlink():
-        raise CheckpointError(f"{folder}: is no folder; give a new one")
-    for partial_or_previous in (partial_folder(folder), _previous_folder(folder)):
-        if partial_or_previous.is_dir() and any(
-            not path.name.startswith(("shard-", MANIFEST_NAME)) for path in partial_or_previous.iterdir()
-        ):
-            raise CheckpointError(
-                f"{partial_or_previous}: holds other things than a checkpoint that was begun; give a new folder"
-            )
+        raise CheckpointError(f"{folder}: is not a folder; give a new one")
+    names = ("shard-", ".shard-", MANIFEST_NAME, f".{MANIFEST_NAME}")
+    for other in (partial_folder(folder), _previous_folder(folder)):
+        if other.is_dir() and any(not path.name.startswith(names) for path in other.iterdir()):
+            raise CheckpointError(f"{other}: holds other things than an unfinished checkpoint; give a new folder")
 
 
 def write_shard(folder: Path, shard: int, parts: Sequence[SnapshotPart]) -> dict[str, Any]:
-    """Write one shard; what the manifest says of it."""
+    """Write one shard; its entry in the manifest."""
     arrays = {
-        f"{part_number:06d}.{array_number:03d}": np.ascontiguousarray(array)
+        _array_name(part_number, array_number): np.ascontiguousarray(array)
         for part_number, (_, part) in enumerate(parts)
         for array_number, array in enumerate(part)
     }
-    metas = json.dumps([[meta, len(part)] for meta, part in parts])
+    metadata = {"parts": json.dumps([[meta, len(part)] for meta, part in parts]), "shard": str(shard)}
+    header, _, byte_count = encode_header({name: (one.dtype, one.shape) for name, one in arrays.items()}, metadata)
     folder.mkdir(parents=True, exist_ok=True)
-    # Two heads may write the same shard after a failover: each its own file, the manifest names the one that counts.
-    name = f"shard-{shard:05d}-{_PROCESS_TOKEN}-{int(parts[0][0]['lsn'])}.safetensors"
-    temporary_path = folder / f"{name}.new"
-    digest = hashlib.sha256()
-    with open(temporary_path, "wb") as file:
-        # Piece by piece: safetensors' own `write_shard` has a large shard in memory twice, its `save_file` leaves files that others cannot read.
-        header = _encode_header(arrays, {"parts": metas, "shard": str(shard)})
+    lsn, digest = int(parts[0][0]["lsn"]), hashlib.sha256()
+    name = f"shard-{shard:05d}-{_PROCESS_TOKEN}-{lsn}.safetensors"
+    with files.atomic_writer(folder / name) as file:
         chunks: list[bytes | memoryview] = [header, *(array.data for array in arrays.values())]
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
-        byte_count = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary_path, folder / name)
-    return {
-        "shard": shard,
-        "file": name,
-        "sha256": digest.hexdigest(),
-        "bytes": byte_count,
-        "lsn": int(parts[0][0]["lsn"]),
-    }
+    return {"shard": shard, "file": name, "sha256": digest.hexdigest(), "bytes": byte_count, "lsn": lsn}
 
 
-def _encode_header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with: kinds, shapes and places of the arrays that follow."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name, array in arrays.items():
-        if array.dtype.kind not in "fiu":
-            raise CheckpointError(f"{name}: numbers of {array.dtype} are not in the format")
-        header[name] = {
-            "dtype": f"{array.dtype.kind.upper()}{8 * array.itemsize}",
-            "shape": array.shape,
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    header_json = json.dumps(header).encode()
-    header_json += b" " * (-len(header_json) % 8)
-    return len(header_json).to_bytes(8, "little") + header_json
+def _array_name(part_number: int, array_number: int) -> str:
+    return f"{part_number:06d}.{array_number:03d}"
+
+
+def parse_parts(file: SafetensorsFile) -> list[tuple[dict[str, Any], list[str]]]:
+    """The parts of a shard's file, and the names of their arrays."""
+    return [
+        (meta, [_array_name(part_number, array_number) for array_number in range(count)])
+        for part_number, (meta, count) in enumerate(json.loads(file.metadata["parts"]))
+    ]
 
 
 def complete_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """All shards are there: the manifest, and the folder's name."""
+    """All shards are written: write the manifest and rename the folder."""
     check_target_folder(folder)
     partial_path = partial_folder(folder)
     listed_files = {entry["file"] for entry in manifest["files"].values()}
     present_files = {path.name: path for path in partial_path.iterdir()}
     if missing_files := sorted(listed_files - present_files.keys()):
-        raise CheckpointError(
-            f"{folder}: {len(missing_files)} of {len(listed_files)} shards were not written there ({missing_files[0]}); write it again"
-        )
+        counts = f"{len(missing_files)} of {len(listed_files)}"
+        raise CheckpointError(f"{folder}: {counts} shards were not written there ({missing_files[0]}); write it again")
     for stray in present_files.keys() - listed_files:
         present_files[stray].unlink()
     previous_folder, replaces = _previous_folder(folder), folder.exists()
     shutil.rmtree(previous_folder, ignore_errors=True)
-    # From here on whoever looks for it may give it its name (`_finish_rename`), so that what is there need not be the one before.
-    atomic_file.write_bytes(partial_path / MANIFEST_NAME, seal({"format": CHECKPOINT_FORMAT, **manifest}))
+    # From here on a reader may rename it (`_finish_rename`), so `folder` need not be the previous one.
+    files.atomic_write(partial_path / MANIFEST_NAME, seal({"format": CHECKPOINT_FORMAT, **manifest}))
     if replaces:
         os.rename(folder, previous_folder)
     _finish_rename(folder)
     shutil.rmtree(previous_folder, ignore_errors=True)
 
 
-#: What a manifest has beside its format.
+#: The fields of a manifest besides its format.
 _MANIFEST_FIELDS = {"shards": int, "specs": list, "settings": dict, "count": int, "files": dict}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint."""
+    """The manifest of a complete checkpoint."""
     path = folder / MANIFEST_NAME
     try:
         _finish_rename(folder)
@@ -164,94 +140,78 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = unseal(data, str(path))
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: no checkpoint of servers ({MANIFEST_NAME}: {error.strerror}); give the folder of a whole one"
+            f"{folder}: not a checkpoint of servers ({MANIFEST_NAME}: {error.strerror}); give the folder of a complete one"
         ) from None
     except DocumentError as error:
-        raise CheckpointError(f"{error}; take an older checkpoint") from None
+        raise CheckpointError(f"{error}; use an older checkpoint") from None
     if manifest.get("format") != CHECKPOINT_FORMAT:
-        raise CheckpointError(
-            f"{path}: not of format {CHECKPOINT_FORMAT}; it was written by another version of echelon"
-        )
+        raise CheckpointError(f"{path}: not format {CHECKPOINT_FORMAT}; another version of echelon wrote it")
     wrong_fields = [name for name, kind in _MANIFEST_FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if wrong_fields:
-        raise CheckpointError(
-            f"{path}: {', '.join(wrong_fields)} missing or no such thing; it is damaged, take an older checkpoint"
-        )
+        raise CheckpointError(f"{path}: {', '.join(wrong_fields)} missing or of another type; use an older checkpoint")
     return manifest
 
 
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint all of whose files are there and as they were written."""
+    """The manifest of a checkpoint all of whose files are present and undamaged."""
     from concurrent.futures import ThreadPoolExecutor
 
     manifest = read_manifest(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as executor:
-        for _ in executor.map(
-            lambda shard: len(_read_verified(folder, manifest, shard)[1]), range(int(manifest["shards"]))
-        ):
+        shards = range(int(manifest["shards"]))
+        for _ in executor.map(lambda shard: len(_read_verified(folder, manifest, shard)[1]), shards):
             pass
     return manifest
 
 
 def shard_file(folder: Path, manifest: Mapping[str, Any], shard: int) -> Path:
-    """The file that a shard is in."""
+    """The file of a shard."""
     entry = manifest["files"].get(str(shard))
     if not isinstance(entry, dict) or not {"file", "sha256"} <= set(entry):
-        raise CheckpointError(f"{folder}: shard {shard} is missing; take an older checkpoint")
+        raise CheckpointError(f"{folder}: shard {shard} is missing; use an older checkpoint")
     path = folder / str(entry["file"])
     if path.name != entry["file"]:
-        raise CheckpointError(
-            f"{folder / MANIFEST_NAME}: shard {shard} in {entry['file']!r}, which is not in this folder"
-        )
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: shard {shard} is in {path}, outside this folder")
     return path
 
 
 def _read_verified(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path, bytes]:
-    """The file of a shard, which is what the manifest says."""
+    """The file of a shard, as the manifest describes it."""
     path, expected_sha256 = shard_file(folder, manifest, shard), manifest["files"][str(shard)]["sha256"]
     try:
         with open_regular(path) as file:
             data = bytes(file.read())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; take an older checkpoint") from None
+        raise CheckpointError(f"{path}: {error.strerror}; use an older checkpoint") from None
     except DocumentError as error:
-        raise CheckpointError(f"{error}; take an older checkpoint") from None
+        raise CheckpointError(f"{error}; use an older checkpoint") from None
     if hashlib.sha256(data).hexdigest() != expected_sha256:
-        raise CheckpointError(
-            f"{path}: its SHA-256 is not {str(expected_sha256)[:12]}..., it is damaged; take an older checkpoint"
-        )
+        expected = str(expected_sha256)[:12]
+        raise CheckpointError(f"{path}: damaged, its SHA-256 is not {expected}...; use an older checkpoint")
     return path, data
 
 
 def load_shard(folder: Path, shard: int) -> list[SnapshotPart]:
-    """One shard of a checkpoint, checked."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as decode
-
+    """One shard of a checkpoint, verified."""
     path, data = _read_verified(folder, read_manifest(folder), shard)
     try:
-        arrays = decode(data)
-        header_length = int.from_bytes(data[:8], "little")
-        metas = json.loads(json.loads(data[8 : 8 + header_length])["__metadata__"]["parts"])
-        return [
-            (meta, [arrays[f"{part_number:06d}.{array_number:03d}"] for array_number in range(count)])
-            for part_number, (meta, count) in enumerate(metas)
-        ]
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}; it was written by another version of echelon") from None
+        file = SafetensorsFile(data)
+        return [(meta, [file.tensor(name) for name in names]) for meta, names in parse_parts(file)]
+    except DAMAGE_ERRORS as error:
+        raise CheckpointError(f"{path}: {error}; another version of echelon wrote it") from None
 
 
 class CheckpointWriter:
     """Writes shards in a thread while the loop goes on: one snapshot is copied at a time, between other work."""
 
     def __init__(self, loop: EventLoop) -> None:
-        self._loop = loop
         self._jobs: queue.SimpleQueue[tuple[int, Path, int, Sequence[SnapshotPart]]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        #: Shards to copy and the one that is being written: checkpoint, folder, shard.
         self._queue: list[tuple[int, Path, int]] = []
+        self._current: tuple[int, Path, int] | None = None
         self._snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None] = lambda shard: None
         self._report_result: Callable[[dict[str, Any]], None] = lambda details: None
-        self._current: tuple[int, Path, int] | None = None
         read_fd, self._wakeup_fd = os.pipe()
         loop.watch(read_fd, lambda: self._on_results(read_fd))
         threading.Thread(target=self._write_jobs, name="echelon-checkpoint", daemon=True).start()
@@ -264,34 +224,30 @@ class CheckpointWriter:
         snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None],
         report_result: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Write these shards; `snapshot_shard` copies one, `report_result` hears of each that is on the disk."""
-        target_folder = partial_folder(folder)  # by this, too: a controller that was started again counts from 1
-        queued_shards = {
-            shard
-            for other_id, other_folder, shard in self._queue
-            if (other_id, other_folder) == (checkpoint_id, target_folder)
-        }
-        if self._current is not None and self._current[:2] == (checkpoint_id, target_folder):
-            queued_shards.add(self._current[2])
-        self._queue = [job for job in self._queue if job[:2] == (checkpoint_id, target_folder)]
-        self._queue += [(checkpoint_id, target_folder, shard) for shard in shards if shard not in queued_shards]
+        """Write these shards: `snapshot_shard` copies one, `report_result` is called for each that is on disk, or failed."""
+        target = (
+            checkpoint_id,
+            partial_folder(folder),
+        )  # the id alone is not enough: a restarted controller counts from 1
+        known, queued = {*self._queue, self._current}, [job for job in self._queue if job[:2] == target]
+        self._queue = queued + [(*target, shard) for shard in shards if (*target, shard) not in known]
         self._snapshot_shard, self._report_result = snapshot_shard, report_result
         self._start_next()
 
     def _start_next(self) -> None:
         while self._queue and self._current is None:
-            checkpoint_id, folder, shard = self._queue.pop(0)
-            parts = self._snapshot_shard(shard)
+            job = self._queue.pop(0)
+            parts = self._snapshot_shard(job[2])
             if parts is not None:
-                self._current = (checkpoint_id, folder, shard)
-                self._jobs.put((checkpoint_id, folder, shard, parts))
+                self._current = job
+                self._jobs.put((*job, parts))
 
     def _write_jobs(self) -> None:
         while True:
             checkpoint_id, folder, shard, parts = self._jobs.get()
             try:
                 result = write_shard(folder, shard, parts)
-            except Exception as error:  # of any kind: whoever waits must hear, and the next shard be written
+            except Exception as error:  # of any type: the requester must hear, and the next shard be written
                 result = {"error": f"{folder}: shard {shard} cannot be written ({type(error).__name__}: {error})"}
             del parts
             self._results.put({"id": checkpoint_id, **result})

@@ -1,33 +1,29 @@
-"""Tables out of servers, for people and for serving: Arrow or safetensors, in any kind of number, and a reader that gives rows back.
+"""Tables exported from servers, for people and for serving: Arrow or safetensors, in any dtype, with a reader that maps the file.
 
-Rows lie in the order of their ids' hashes, which is the shards' own order: one shard is held at a time while writing, and a
-reader finds ids by bisection in a mapped file. Columns (Arrow) or tensors (safetensors): `id`, `row`, and `scale` for i2 and i1.
-A file is there whole or not at all.
+Rows lie in the order of their ids' hashes, which is the order of shards: while writing, one shard is in memory at a time, and a reader
+finds ids by bisection. Columns (Arrow) or tensors (safetensors): `id`, `row`, and `scale` for i2 and i1. Files are written atomically.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echelon import files
 from echelon.errors import CheckpointError, DocumentError
-from echelon.server.atomic_file import fsync_folder
-from echelon.server.protocol.hashing import mix64
+from echelon.server.protocol.hashing import mix64, shard_of
 from echelon.server.protocol.specs import DTYPE_BYTES, StoreError, Table, spec_from_plain, spec_to_plain
+from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
-#: Ids, then what `narrow` gives: rows, and scales for integers.
+#: Ids, rows, and the scales of integers.
 RowBatch = tuple[np.ndarray, list[np.ndarray]]
-#: Up to which update a learning rate was in force, and the rate.
+#: Learning rates, run-length encoded: up to which update, and the rate.
 RateRuns = tuple[np.ndarray, np.ndarray]
-_SAFETENSORS_DTYPES = {"f8": "F64", "f4": "F32", "f2": "F16", "i2": "I16", "i1": "I8"}
-_SUFFIXES = (".arrow", ".safetensors")
 
 
 def export_from_checkpoint(folder: Path, name: str, path: Path, wire_dtype: str = "f4") -> int:
@@ -69,7 +65,7 @@ def iterate_rows(source: Path, name: str | None = None, dtype: str = "f4") -> It
 def iterate_complete_rows(
     folder: Path, name: str, count: int, dtype: str = "f4"
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, rows) of a table of a checkpoint that is to become a tensor of so many rows; refused, at the end, where some are not there."""
+    """(ids, rows) of a table of a checkpoint that is to become a tensor of `count` rows; CheckpointError, at the end, if some are missing."""
     row_count = 0
     for ids, values in iterate_rows(folder, name, dtype):
         row_count += len(ids)
@@ -90,101 +86,85 @@ def write_table(
     count: int,
     histories: Sequence[RateRuns] = (),
 ) -> int:
-    """Write batches of distinct ids, each and all of them in the order of their hashes; `count`: rows in sum; `histories`: of tables all of
-    whose rows move, the updates that each shard has had, from which rows follow that nobody pushed to."""
+    """Write `count` rows in batches of distinct ids, in the order of their hashes.
+
+    `histories`: of a lazy table, the updates of each shard, from which the rows follow that nobody pushed to.
+    """
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
-        raise StoreError(f"{path}: cannot tell the format; give a name that ends in {' or '.join(_SUFFIXES)}")
+    if path.suffix not in _FORMATS:
+        raise StoreError(f"{path}: unknown format; use a name that ends in {' or '.join(_FORMATS)}")
     if wire_dtype not in DTYPE_BYTES:
-        raise StoreError(f"wire: {wire_dtype!r} is no kind of number; use one of {', '.join(DTYPE_BYTES)}")
-    metadata = {
-        "format": "echelon.table.1",
-        "wire": wire_dtype,
-        "rows": str(count),
-        "spec": json.dumps(spec_to_plain(spec)),
-    }
+        raise StoreError(f"wire: {wire_dtype!r} is not a dtype of rows; use one of {', '.join(DTYPE_BYTES)}")
+    spec_text = json.dumps(spec_to_plain(spec))
+    metadata = {"format": "echelon.table.1", "wire": wire_dtype, "rows": str(count), "spec": spec_text}
     if any(len(ends) for ends, _ in histories):
         runs = [json.dumps([ends.tolist(), rates.tolist()]) for ends, rates in histories]
         distinct_runs = list(dict.fromkeys(runs))
-        metadata["courses"] = json.dumps([distinct_runs, [distinct_runs.index(history_runs) for history_runs in runs]])
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        metadata["courses"] = json.dumps([distinct_runs, [distinct_runs.index(shard_runs) for shard_runs in runs]])
+    write_rows, _ = _FORMATS[path.suffix]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_format = _write_arrow if path.suffix == ".arrow" else _write_safetensors
-        with open(partial, "w+b") as file:
-            write_format(file, spec, _check_batches(batches, count, path), wire_dtype, count, metadata)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        fsync_folder(path.parent)
+        with files.atomic_writer(path) as file:
+            write_rows(file, spec, _check_batches(batches, count, path), wire_dtype, count, metadata)
     except OSError as error:
         raise StoreError(f"{path}: the table cannot be written ({error}); give another path") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     return count
 
 
 class ExportedTable:
-    """An exported table, mapped: rows by id without reading it whole."""
+    """An exported table, mapped: rows by id without reading all of it."""
 
     def __init__(self, path: Path) -> None:
         path = Path(path)
+        _, open_file = _FORMATS.get(path.suffix, _FORMATS[".safetensors"])
         try:
-            metadata, self.chunks = (_open_arrow if path.suffix == ".arrow" else _open_safetensors)(path)
-            self.spec = spec_from_plain(json.loads(metadata["spec"]), str(path))
+            metadata, self.chunks = open_file(path)
+            spec = spec_from_plain(json.loads(metadata["spec"]), str(path))
             self.wire_dtype = metadata["wire"]
             distinct_runs, self._history_of_shard = json.loads(metadata.get("courses", "[[], []]"))
             self._histories = [tuple(map(np.array, json.loads(history_runs))) for history_runs in distinct_runs]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DAMAGE_ERRORS as error:
             raise DocumentError(f"{path}: cannot be read as an exported table ({error}); export it again") from error
-        self.row_count = sum(len(ids) for ids, _ in self.chunks)
+        assert isinstance(spec, Table)
+        self.spec = spec
         self._first_hashes = mix64(np.array([ids[0] for ids, _ in self.chunks], np.int64))
 
     def __len__(self) -> int:
-        return self.row_count
-
-    def has_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Whether each id has a row."""
-        return self._find_positions(np.asarray(ids, np.int64))[1] >= 0
+        return sum(len(ids) for ids, _ in self.chunks)
 
     def read_rows(self, ids: np.ndarray, dtype: str = "f4") -> np.ndarray:
-        """The row of each id; of one that has none, the value that training started it with, and that its rule has made of it."""
+        """The row of each id; for an id without one, its initial value, after the updates of a lazy table."""
         from echelon.server.protocol.wire_dtypes import dequantize
 
-        assert isinstance(self.spec, Table)
         ids = np.asarray(ids, np.int64).reshape(-1)
         chunks, positions = self._find_positions(ids)
         rows = np.empty((len(ids), self.spec.dim), dtype)
         for chunk in np.unique(chunks[positions >= 0]):
             selected = np.flatnonzero((chunks == chunk) & (positions >= 0))
-            rows[selected] = dequantize(
-                [np.asarray(array[positions[selected]]) for array in self.chunks[chunk][1]], dtype
-            )
-        absent_ids = np.flatnonzero(positions < 0)
-        if len(absent_ids):
-            rows[absent_ids] = self._initial_rows(ids[absent_ids])
+            arrays = [np.asarray(array[positions[selected]]) for array in self.chunks[chunk][1]]
+            rows[selected] = dequantize(arrays, dtype)
+        absent = np.flatnonzero(positions < 0)
+        if len(absent):
+            rows[absent] = self._initial_rows(ids[absent])
         return rows
 
     def _initial_rows(self, ids: np.ndarray) -> np.ndarray:
-        assert isinstance(self.spec, Table)
-        if not self._histories:
-            return _make_initial_rows(self.spec, ids)
-        from echelon.server.protocol.hashing import shard_of
         from echelon.server.store.lazy_updates import history_from_runs, make_initial_rows
+        from echelon.server.store.row_layout import initial_values
 
+        if not self._histories:
+            return initial_values(self.spec, ids, self.spec.dim, "f8")
         history_numbers = np.array(self._history_of_shard)[shard_of(ids, len(self._history_of_shard))]
         rows = np.empty((len(ids), self.spec.dim), self.spec.dtype)
-        for history_number in np.unique(history_numbers).tolist():
-            ends, rates = self._histories[history_number]
+        for number in np.unique(history_numbers).tolist():
+            ends, rates = self._histories[number]
             history = history_from_runs(self.spec, ends.astype(np.int64), rates.astype(np.float64))
-            rows[history_numbers == history_number] = make_initial_rows(
-                self.spec, ids[history_numbers == history_number], history
-            )
+            selected = history_numbers == number
+            rows[selected] = make_initial_rows(self.spec, ids[selected], history)
         return rows
 
     def _find_positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chunk of each id and where it lies in it, -1 where it is not."""
+        """The chunk of each id, and its position there or -1."""
         hashes = mix64(ids)
         chunks = np.searchsorted(self._first_hashes, hashes, side="right") - 1
         positions = np.full(len(ids), -1, np.int64)
@@ -200,32 +180,19 @@ class ExportedTable:
         return chunks, positions
 
 
-def _make_initial_rows(spec: Table, ids: np.ndarray) -> np.ndarray:
-    from echelon.server import kernels
-    from echelon.server.store.sparse_table import derive_seed, encode_init
-
-    kind, init_params = encode_init(spec.init)
-    rows = np.empty((len(ids), spec.dim))
-    for row, row_id in zip(rows, ids.tolist(), strict=True):
-        kernels.init_row(kind, init_params[0], init_params[1], derive_seed(spec.name, spec.init), row_id, row)
-    return rows
-
-
 def _check_batches(batches: Iterable[RowBatch], count: int, path: Path) -> Iterator[RowBatch]:
-    """Batches that are not empty, if they are in order and as many as was said."""
+    """The batches that are not empty; StoreError if they are not in order, or not of `count` rows."""
     last_hash, row_count = -1, 0
     for ids, arrays in batches:
         if not len(ids):
             continue
         hashes = mix64(ids)
         if int(hashes[0]) <= last_hash or (hashes[1:] <= hashes[:-1]).any():
-            raise StoreError(
-                f"{path}: ids twice, or not in the order of their hashes; give shards in order, each id once"
-            )
+            raise StoreError(f"{path}: ids are duplicated or out of order; give shards in order, each id once")
         last_hash, row_count = int(hashes[-1]), row_count + len(ids)
         yield ids, arrays
     if row_count != count:
-        raise StoreError(f"{path}: {row_count} rows came where {count} were said; was the table written to meanwhile?")
+        raise StoreError(f"{path}: expected {count} rows, got {row_count}; was the table written to meanwhile?")
 
 
 # Checkpoints
@@ -247,22 +214,19 @@ def _read_checkpoint_batches(
     from echelon.server.protocol.wire_dtypes import dequantize, quantize
     from echelon.server.store import shard_checkpoint
     from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_from_runs
-    from echelon.server.store.sparse_table import extract_weights
+    from echelon.server.store.row_layout import extract_weights
 
     for shard in range(manifest["shards"]):
-        table_parts = [
-            (meta["kind"], arrays)
-            for meta, arrays in shard_checkpoint.load_shard(folder, shard)
-            if meta.get("name") == spec.name
-        ]
+        parts = shard_checkpoint.load_shard(folder, shard)
+        table_parts = [(meta["kind"], arrays) for meta, arrays in parts if meta.get("name") == spec.name]
         row_arrays = [arrays[0] for kind, arrays in table_parts if kind == "rows"]
         if not row_arrays:
             continue
         rows = np.concatenate(row_arrays)
-        del row_arrays
-        for ends, rates in (arrays for kind, arrays in table_parts if kind == "course"):
+        histories = [arrays for kind, arrays in table_parts if kind == "course"]
+        del parts, table_parts, row_arrays
+        for ends, rates in histories:
             rows = bring_rows_up_to_date(spec, rows, history_from_runs(spec, ends, rates))
-        del table_parts
         rows = rows[np.argsort(mix64(np.ascontiguousarray(rows[:, 0])))]
         weights = extract_weights(spec, rows)
         ids = np.ascontiguousarray(rows[:, 0])
@@ -270,51 +234,38 @@ def _read_checkpoint_batches(
 
 
 def _read_histories(folder: Path, manifest: dict[str, Any], spec: Table) -> list[RateRuns]:
-    """The updates that each shard of a checkpoint has had, without reading its rows."""
+    """The updates of each shard, without reading its rows."""
     histories = [(np.empty(0, np.int64), np.empty(0))] * int(manifest["shards"])
     for shard in range(manifest["shards"]):
-        with _open_shard_file(folder, manifest, shard) as (file, start, parts):
-            for meta, (ends, rates) in ((meta, entries) for meta, entries in parts if meta.get("kind") == "course"):
-                if meta["name"] == spec.name:
-                    histories[shard] = (
-                        _read_array(file, start, ends, np.int64),
-                        _read_array(file, start, rates, np.float64),
-                    )
+        with _open_shard(folder, manifest, shard) as (file, parts):
+            for meta, names in parts:
+                if meta.get("kind") == "course" and meta["name"] == spec.name:
+                    ends, rates = (file.tensor(name) for name in names)
+                    histories[shard] = (ends, rates)
     return histories
 
 
-def _read_array(file: Any, start: int, entry: dict[str, Any], dtype: Any) -> np.ndarray:
-    first, last = entry["data_offsets"]
-    file.seek(start + first)
-    return np.frombuffer(file.read(last - first), dtype).reshape(entry["shape"])
-
-
 def _count_rows(folder: Path, manifest: dict[str, Any], shard: int, name: str) -> int:
-    """Rows of a table in one shard's file, by its head alone."""
-    with _open_shard_file(folder, manifest, shard) as (_, _, parts):
-        row_entries = (entries for meta, entries in parts if meta.get("kind") == "rows" and meta["name"] == name)
-        return sum(entries[0]["shape"][0] for entries in row_entries)
+    """Rows of a table in one shard, without reading them."""
+    with _open_shard(folder, manifest, shard) as (file, parts):
+        is_rows = (names for meta, names in parts if meta.get("kind") == "rows" and meta["name"] == name)
+        return sum(file.shape(names[0])[0] for names in is_rows)
 
 
 @contextlib.contextmanager
-def _open_shard_file(folder: Path, manifest: dict[str, Any], shard: int) -> Iterator[tuple[Any, int, list[Any]]]:
-    """A shard's file, where its data begins, and its parts: what each is, and where its arrays lie."""
+def _open_shard(
+    folder: Path, manifest: dict[str, Any], shard: int
+) -> Iterator[tuple[SafetensorsFile, list[tuple[dict[str, Any], list[str]]]]]:
+    """A shard's file, mapped, and its parts with the names of their tensors."""
     from echelon.server.store import shard_checkpoint
 
     path = shard_checkpoint.shard_file(folder, manifest, shard)
     try:
-        header, start = _read_safetensors_header(path)
-        metas = json.loads(header["__metadata__"]["parts"])
-        parts = [
-            (meta, [header[f"{part_number:06d}.{array_number:03d}"] for array_number in range(count)])
-            for part_number, (meta, count) in enumerate(metas)
-        ]
-        with open(path, "rb") as file:
-            yield file, start, parts
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: {type(error).__name__}: {error}; it is damaged, take an older checkpoint"
-        ) from None
+        file = SafetensorsFile(path)
+        yield file, shard_checkpoint.parse_parts(file)
+    except DAMAGE_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: {reason}; it is damaged, use an older checkpoint") from None
 
 
 # Formats
@@ -354,57 +305,31 @@ def _open_arrow(path: Path) -> tuple[dict[str, str], list[RowBatch]]:
 def _write_safetensors(
     file: Any, spec: Table, batches: Iterator[RowBatch], wire_dtype: str, count: int, metadata: dict[str, str]
 ) -> None:
-    sizes = {
-        "id": count * 8,
-        "row": count * spec.dim * DTYPE_BYTES[wire_dtype],
-        "scale": count * 4 if wire_dtype[0] == "i" else 0,
+    # Wider dtypes first, so that each tensor is aligned to its own.
+    tensors: dict[str, tuple[np.dtype, list[int]]] = {
+        "id": (np.dtype("i8"), [count]),
+        "scale": (np.dtype("f4"), [count]),
     }
-    dtypes_and_shapes = {
-        "id": ("I64", [count]),
-        "row": (_SAFETENSORS_DTYPES[wire_dtype], [count, spec.dim]),
-        "scale": ("F32", [count]),
-    }
-    # Longer numbers first, so that each tensor is aligned to its own.
-    order = [name for name in ("id", "scale", "row") if sizes[name] or name != "scale"]
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offsets, offset = {}, 0
-    for name in order:
-        offsets[name] = offset
-        header[name] = {
-            "dtype": dtypes_and_shapes[name][0],
-            "shape": dtypes_and_shapes[name][1],
-            "data_offsets": [offset, offset + sizes[name]],
-        }
-        offset += sizes[name]
-    header_bytes = json.dumps(header, separators=(",", ":")).encode()
-    header_bytes += b" " * (-len(header_bytes) % 64)
-    file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
-    file.truncate(8 + len(header_bytes) + offset)
+    if wire_dtype[0] != "i" or not count:
+        del tensors["scale"]
+    tensors["row"] = (np.dtype(wire_dtype), [count, spec.dim])
+    header, offsets, file_bytes = encode_header(tensors, metadata)
+    file.write(header)
+    file.truncate(file_bytes)
     for ids, arrays in batches:
         for name, array in zip(("id", "row", "scale"), (ids, *arrays), strict=False):
-            file.seek(8 + len(header_bytes) + offsets[name])
+            file.seek(offsets[name])
             file.write(np.ascontiguousarray(array).data)
             offsets[name] += array.nbytes
 
 
-def _read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length < 100 << 20:
-            raise ValueError(f"a head of {length} bytes")
-        return json.loads(file.read(length)), 8 + length
-
-
 def _open_safetensors(path: Path) -> tuple[dict[str, str], list[RowBatch]]:
-    header, start = _read_safetensors_header(path)
-    dtype_by_code = {code: kind for kind, code in _SAFETENSORS_DTYPES.items()} | {"I64": "i8"}
-    with open(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    arrays = []
-    for name in ("id", "row", "scale"):
-        if name in header:
-            entry = header[name]
-            count = int(np.prod(entry["shape"], dtype=np.int64))
-            view = np.frombuffer(mapping, dtype_by_code[entry["dtype"]], count, start + entry["data_offsets"][0])
-            arrays.append(view.reshape(entry["shape"]))
-    return header["__metadata__"], [(arrays[0], arrays[1:])] if len(arrays[0]) else []
+    file = SafetensorsFile(path)
+    ids, *arrays = (file.tensor(name) for name in ("id", "row", "scale") if name in file)
+    return file.metadata, [(ids, arrays)] if len(ids) else []
+
+
+_FORMATS: dict[str, tuple[Callable[..., None], Callable[[Path], tuple[dict[str, str], list[RowBatch]]]]] = {
+    ".arrow": (_write_arrow, _open_arrow),
+    ".safetensors": (_write_safetensors, _open_safetensors),
+}
