@@ -139,10 +139,10 @@ def _require_options_of(mode: str, explicit: set[str], servers: int) -> None:
 
 def _resume_job_settings(folder: Path, explicit: set[str], options: dict[str, Any]) -> dict[str, Any]:
     """Settings that are fixed for the job: explicit ones (the controller refuses changes), else those of the job in the folder."""
-    from echelon.server import atomic_file
     from echelon.server.controller.state import open_controller
+    from echelon.server.controller_process import DOCUMENT_NAME, read_document
 
-    document = atomic_file.read_json(folder / "controller.json")
+    document = read_document(folder / DOCUMENT_NAME)
     if document is None:
         return options
     stored = open_controller(document).job_settings()

@@ -1,31 +1,37 @@
-"""The controller's process: its state machine, its sockets, its file."""
+"""The controller's process: its state machine, its sockets, its document."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, ServerError
-from echelon.server import atomic_file
+from echelon import files
+from echelon.errors import DocumentError, EchelonError, ServerError
 from echelon.server.controller import events
-from echelon.server.controller.state import SERVER_LEASE, ControllerState, open_controller
+from echelon.server.controller.state import SERVER_LEASE, Refusal, open_controller
 from echelon.server.log import EventLogger, log_event
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action, Persist, WriteManifest, perform
 from echelon.server.protocol.auth import WORKER
 from echelon.server.protocol.event_loop import Connection, EventLoop, parse_address
 
-#: Blocks of one dense parameter: a slip of the pen must not take all servers' memory.
+DOCUMENT_NAME = "controller.json"
+#: Blocks of one dense parameter: a typing mistake must not take all servers' memory.
 MAX_DENSE_BLOCKS = 1 << 24
+#: Requests of workers.
+_WORKER_REQUESTS = {
+    *(wire.JOIN, wire.WATCH, wire.DECLARE, wire.STATUS, wire.HEARTBEAT, wire.LEAVE, wire.CHECKPOINT, wire.EXPIRE)
+}
 
 
 class ControllerProcess:
-    """The controller: listens, and writes its document before it answers.
+    """The controller. It writes its document before it answers.
 
-    Where the folder has one already it goes on from there: options that are not that job's are refused, unless this is but a next life
-    (`again`) of a controller that was started with them.
+    If the folder has a document, its job continues: other settings are refused, unless a controller that was started with them is restarted
+    (`is_restart`).
     """
 
     def __init__(
@@ -47,21 +53,23 @@ class ControllerProcess:
 
         self._log_event = log
         folder.mkdir(parents=True, exist_ok=True)
-        self._document_path = folder / "controller.json"
-        # One life at a time: what a dying one still writes is read by the next, or never written.
-        self._lock_file = open(folder / "controller.lock", "w")  # noqa: SIM115 (held until the process ends)
-        _lock_folder(self._lock_file, folder)
-        document = atomic_file.read_json(self._document_path)
+        self._document_path = folder / DOCUMENT_NAME
+        try:
+            # Until the process ends: what a dying controller still writes, its successor reads.
+            self._lock = files.acquire_lock(folder / "controller.lock", timeout=5.0)
+        except TimeoutError:
+            raise ServerError(
+                f"{folder}: another controller uses this folder; stop it, or give another folder"
+            ) from None
+        document = read_document(self._document_path)
         restored_state = None
         if restore is not None and document is not None and not is_restart:
             raise ServerError(
-                f"{folder}: holds a job already, which goes on where it was and is not begun from {restore}; leave out restore to go on "
-                "with it, or give a new folder"
+                f"{folder}: holds a job already, which cannot begin from {restore}; leave out restore to continue it, or give a new folder"
             )
         if restore is not None and document is None:
-            manifest = shard_checkpoint.verify_checkpoint(
-                restore
-            )  # before anyone connects: later, a shard that cannot be read is lost
+            # Verified before anyone connects: later, a shard that cannot be read is lost.
+            manifest = shard_checkpoint.verify_checkpoint(restore)
             shards = int(manifest["shards"])
             restored_state = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
         self.controller = open_controller(
@@ -75,14 +83,15 @@ class ControllerProcess:
             restore=restored_state,
         )
         if document is not None and not is_restart:
-            _check_same_settings(folder, self.controller, {"shards": shards, "replicas": replicas, **(settings or {})})
+            requested = {"shards": shards, "replicas": replicas, **(settings or {})}
+            _check_same_settings(folder, self.controller.job_settings(), requested)
         self.loop = EventLoop(self, secret)
         self.address = self.loop.listen(*parse_address(bind))
         self._peers: dict[Any, Connection] = {}
         self._last_peer_id = 0
 
     def run(self) -> None:
-        """Until told to end."""
+        """Serve until the loop is stopped."""
         self.loop.run()
 
     def on_open(self, connection: Connection) -> None:
@@ -94,9 +103,14 @@ class ControllerProcess:
         if connection.role == WORKER and frame.kind not in _WORKER_REQUESTS:
             self.loop.close(connection)
             return
-        if frame.kind == wire.DECLARE and not self._check_declaration(connection, frame):
-            return
-        if frame.kind == wire.CHECKPOINT and not self._check_checkpoint_target(connection, frame):
+        try:
+            if frame.kind == wire.DECLARE:
+                _check_declaration(frame)
+            elif frame.kind == wire.CHECKPOINT:
+                _check_checkpoint_target(frame)
+        except Refusal as refusal:
+            meta = {"error": refusal.error, "message": str(refusal)}
+            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, meta))
             return
         self._perform(events.on_frame(self.controller, time.monotonic(), connection.tag, frame))
 
@@ -108,56 +122,12 @@ class ControllerProcess:
     def on_tick(self, now: float) -> None:
         self._perform(events.on_tick(self.controller, now))
 
-    def _check_declaration(self, connection: Connection, frame: wire.Frame) -> bool:
-        """A spec that no server could take must not reach the document."""
-        from echelon.server.protocol.specs import Dense, spec_from_plain
-
-        try:
-            spec = spec_from_plain(frame.meta["spec"], "spec")
-            if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
-                raise ServerError(
-                    f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of one parameter"
-                )
-        except EchelonError as error:
-            refusal = {"error": type(error).__name__, "message": str(error)}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            refusal = {"error": "ServerError", "message": f"DECLARE: {type(error).__name__}: {error}"}
-        else:
-            return True
-        self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, refusal))
-        return False
-
-    def _check_checkpoint_target(self, connection: Connection, frame: wire.Frame) -> bool:
-        """Nothing but a checkpoint may be replaced by one."""
-        from echelon.server.store import shard_checkpoint
-
-        try:
-            shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
-        except (EchelonError, KeyError, OSError, ValueError) as error:
-            refusal = {"error": "CheckpointError", "message": str(error)}
-            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, refusal))
-            return False
-        return True
-
-    def _complete_checkpoint(self, action: WriteManifest) -> str | None:
-        """Make a whole checkpoint of what servers wrote; why that cannot be done."""
-        from echelon.server.store import shard_checkpoint
-
-        try:
-            shard_checkpoint.complete_checkpoint(Path(action.path), action.document)
-        except (EchelonError, OSError) as error:
-            return (
-                f"{action.path}: the checkpoint cannot be completed ({error}); "
-                "give a folder that the controller and all servers can write to"
-            )
-        return None
-
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Persist):
                 self._persist(action.document)
             elif isinstance(action, WriteManifest):
-                self._perform(events.on_manifest(self.controller, self._complete_checkpoint(action)))
+                self._perform(events.on_manifest(self.controller, _complete_checkpoint(action)))
             else:
                 perform((action,), self.loop, self._connection_to, self._log_event)
 
@@ -166,7 +136,7 @@ class ControllerProcess:
 
     def _persist(self, document: Mapping[str, Any]) -> None:
         try:
-            atomic_file.write_json(self._document_path, document)
+            files.atomic_write(self._document_path, json.dumps(document, separators=(",", ":")))
         except OSError as error:
             # Nobody may hear of what is not on the disk.
             raise ServerError(
@@ -174,43 +144,60 @@ class ControllerProcess:
             ) from error
 
 
-def _check_same_settings(folder: Path, controller: ControllerState, requested: Mapping[str, Any]) -> None:
-    """A job has its settings for life: others are refused, and both sides are said."""
-    existing = controller.job_settings()
-    differing = [name for name in requested if requested[name] != existing.get(name)]
-    if differing:
-        existing_text, requested_text = (
-            ", ".join(f"{name}={settings.get(name)}" for name in differing) for settings in (existing, requested)
-        )
+def read_document(path: Path) -> dict[str, Any] | None:
+    """A controller's document, or None if there is none."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DocumentError(f"{path}: {error}; not a controller's document, or damaged") from None
+    if not isinstance(document, dict):
+        raise DocumentError(f"{path}: not a JSON object, so not a controller's document")
+    return document
+
+
+def _check_same_settings(folder: Path, existing: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    names = [name for name in requested if requested[name] != existing.get(name)]
+    if names:
+        have, want = (", ".join(f"{name}={values.get(name)}" for name in names) for values in (existing, requested))
         raise ServerError(
-            f"{folder}: holds a job already, with {existing_text}, and {requested_text} is asked for; ask for what it has, or give a new folder"
+            f"{folder}: holds a job with {have}, but {want} was requested; use its settings or a new folder"
         )
 
 
-def _lock_folder(file: Any, folder: Path, timeout: float = 5.0) -> None:
-    import fcntl
+def _check_declaration(frame: wire.Frame) -> None:
+    """Refuse a spec that no server could take: it must not reach the document."""
+    from echelon.server.protocol.specs import Dense, spec_from_plain
 
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"{folder}: another controller runs on this folder; end it, or give this one its own"
-                ) from None
-            time.sleep(0.02)
+    try:
+        spec = spec_from_plain(frame.meta["spec"], "spec")
+    except EchelonError as error:
+        raise Refusal(type(error).__name__, str(error)) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refusal("ServerError", f"DECLARE: {type(error).__name__}: {error}") from error
+    if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
+        message = f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of one parameter"
+        raise Refusal("ServerError", message)
 
 
-#: What a worker may ask of the controller.
-_WORKER_REQUESTS = {
-    wire.JOIN,
-    wire.WATCH,
-    wire.DECLARE,
-    wire.STATUS,
-    wire.HEARTBEAT,
-    wire.LEAVE,
-    wire.CHECKPOINT,
-    wire.EXPIRE,
-}
+def _check_checkpoint_target(frame: wire.Frame) -> None:
+    """Refuse a folder that holds other things than a checkpoint."""
+    from echelon.server.store import shard_checkpoint
+
+    try:
+        shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
+    except (EchelonError, KeyError, OSError, ValueError) as error:
+        raise Refusal("CheckpointError", str(error)) from error
+
+
+def _complete_checkpoint(action: WriteManifest) -> str | None:
+    """Complete a checkpoint that servers wrote; why it cannot be completed, if so."""
+    from echelon.server.store import shard_checkpoint
+
+    try:
+        shard_checkpoint.complete_checkpoint(Path(action.path), action.document)
+    except (EchelonError, OSError) as error:
+        advice = "give a folder that the controller and all servers can write to"
+        return f"{action.path}: the checkpoint cannot be completed ({error}); {advice}"
+    return None

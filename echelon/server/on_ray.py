@@ -1,18 +1,17 @@
-"""Servers, controller and workers on a Ray cluster: Ray places, starts and watches them; rows go by our own connections.
+"""Servers, controller and workers on a Ray cluster: Ray places, starts and watches them; rows travel over our own connections.
 
     with RayServers(4, replicas=2) as servers:
         results = servers.run(train, 8)              # train(client, worker) in 8 processes over the nodes
 
-Ray is never asked to restart or to retry: an actor that came back would be empty, and a call that is made again might be a push that is
-applied twice. One that dies is replaced by a new server with another name, which joins and is given its shards by their heads. That a
-server is dead is decided by our controller's leases, long before Ray knows; Ray only tells where to start the next one.
+Ray never restarts or retries: a restarted actor would be empty, and a repeated call might apply a push twice. A server that dies is replaced
+by a new one with another name, which joins and receives its shards from their heads. The controller's leases decide that a server is dead,
+long before Ray knows; Ray only says where to start the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,34 +22,34 @@ from typing import Any
 from echelon.errors import EchelonError, LaunchError, ServerError
 from echelon.server.client.client import Client
 from echelon.server.controller.state import SERVER_LEASE
-from echelon.server.local_servers import check_server_options
 from echelon.server.log import log_event
 from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import make_secret
-from echelon.server.ray_actors import Result, ServerActor, Worker, WorkerActor
+from echelon.server.ray_actors import Result, ServerActor, Worker
+from echelon.server.ray_workers import run_workers, summarize_error
+from echelon.server.server_options import controller_config
 from echelon.server.status import fetch_status, send_request
 
 #: Seconds until all servers must be in the map: cold nodes compile first.
 START_TIMEOUT = 300.0
-#: Seconds that an actor may wait for the node that was chosen for it; then it may go to any.
+#: Seconds that an actor may wait for its node; then it may go to any.
 PLACEMENT_TIMEOUT = 60.0
-#: Seconds between looks at the servers' spread over nodes and at those that hang.
+#: Seconds between checks for servers that hang and for crowded nodes.
 HEALTH_CHECK_INTERVAL = 2.0
-#: A server that the controller has not heard for so long is replaced, even if Ray says that it lives (a stopped process).
+#: A server that the controller has not heard for so long is replaced, even if Ray takes it for alive (a stopped process).
 SILENT_SERVER_TIMEOUT = 15.0
-#: Starts in a row that fail until no more are tried.
+#: Consecutive failures to start a server before giving up.
 MAX_START_FAILURES = 5
 
 
 class ServerHandle:
-    """An actor of ours, from when it is asked for."""
+    """A server or controller actor, from its request on."""
 
     def __init__(self, name: str, actor: Any, node: str | None) -> None:
         self.name, self.actor, self.node = name, actor, node
-        self.location_ref = actor.locate.remote()
+        self.location_ref, self.end_ref = actor.locate.remote(), actor.wait_until_ended.remote()
         self.address_ref: Any = None
-        self.end_ref = actor.wait_until_ended.remote()
         self.requested_at = self.last_heard = time.monotonic()
         self.pid: int | None = None
         self.address: str | None = None
@@ -58,11 +57,11 @@ class ServerHandle:
 
 
 class RayServers:
-    """`n` servers, spread over the nodes, and a controller on this node; they end with this process, or with `close`.
+    """`n` servers over the nodes, and a controller on this node; they end with this process, or with `close`.
 
-    The same face as `embedded.Servers`. `cpus` and `memory` of each server are reserved at Ray. `cluster`: the address of a Ray cluster
-    if this process is in none yet; None: as `ray.init()` finds or starts one. `echelon[server]` must be installed on every node (or be
-    in Ray's `runtime_env`).
+    The options are those of `local_servers.Servers`. `cpus` and `memory` of each server are reserved in Ray. `cluster`: the address of a Ray
+    cluster if this process is not connected to one; None: the one that `ray.init()` finds or starts. `echelon[server]` must be installed on
+    every node (or be in Ray's `runtime_env`).
     """
 
     def __init__(
@@ -83,42 +82,26 @@ class RayServers:
         cluster: str | None = None,
         timeout: float = START_TIMEOUT,
     ) -> None:
-        check_server_options(n, replicas, staleness=staleness, aggregate=aggregate, memory=memory)
         self._ray = ray = _require_ray()
         if ray.util.client.ray.is_connected():
-            raise ServerError(
-                "ray:// leads into the cluster from outside, where servers cannot be called; run this on a node (`ray job submit`)"
-            )
+            raise ServerError("ray:// connects from outside the cluster; run this on a node (`ray job submit`)")
+        self._config = controller_config(
+            n, folder=folder, replicas=replicas, shards=shards, staleness=staleness, aggregate=aggregate, lease=lease,
+            memory=memory, restore=restore,
+        )  # fmt: skip
+        self.folder, self._owns_folder = Path(self._config["folder"]), folder is None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             ray.init(address=cluster)
         self.secret = secret or make_secret()
-        self._owns_folder = folder is None
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="echelon-servers-"))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._target_servers, self._cpus, self._memory, self._spill, self._start_timeout = (
-            n,
-            cpus,
-            memory,
-            spill,
-            timeout,
-        )
+        self._target_servers, self._start_timeout = n, timeout
+        self._cpus, self._memory, self._spill = cpus, memory, spill
         self.servers: dict[str, ServerHandle] = {}
         self._start_count = self._failed_starts = 0
         self._fatal_error: EchelonError | None = None
-        self._lock = threading.RLock()
-        self._closing = threading.Event()
+        self._lock, self._closing = threading.RLock(), threading.Event()
         self._drain_thread: threading.Thread | None = None
         self._actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=4)(ServerActor)
-        self._config: dict[str, Any] = {
-            "folder": self.folder.resolve(),
-            "shards": shards,
-            "replicas": replicas,
-            "expect": n,
-            "settings": {"staleness": staleness, "aggregate": aggregate},
-            "lease": lease,
-            "restore": None if restore is None else Path(restore).resolve(),
-        }
         self._supervisor = threading.Thread(target=self._supervise, name="echelon-ray", daemon=True)
         try:
             self.controller = self._start_controller({})
@@ -131,10 +114,8 @@ class RayServers:
             self.close()
             raise
 
-    # What people call
-
     def status(self) -> dict[str, Any]:
-        """The controller's report, and of each server of ours its node and process."""
+        """The controller's report, with the node and process of each server."""
         self._raise_if_failed()
         report = fetch_status(self.address, self.secret)
         with self._lock:
@@ -145,17 +126,17 @@ class RayServers:
         return report
 
     def start(self) -> str:
-        """One more server; it joins by itself. Its name."""
+        """Start one more server, which joins by itself; its name."""
         with self._lock:
             self._target_servers += 1
             return self._start_server().name
 
     def stop(self, name: str) -> None:
-        """One server fewer: its shards move to the others, then it ends."""
+        """Stop one server, after its shards moved to the others."""
         with self._lock:
             if name not in self.servers or self.servers[name].is_leaving:
                 names = ", ".join(sorted(self.servers)) or "none"
-                raise ServerError(f"{name}: no server of that name is here; there are {names}")
+                raise ServerError(f"{name}: no server of that name; there are {names}")
             self._target_servers -= 1
             handle = self.servers[name]
             handle.is_leaving = True
@@ -177,57 +158,19 @@ class RayServers:
         max_attempts: int = 4,
         **options: Any,
     ) -> list[Result]:
-        """Run `function(client, worker)` in `count` processes over the nodes; what they return, in order.
+        """Run `function(client, worker)` in `count` processes over the nodes; their results, in order.
 
-        A worker whose process or node dies is started anew elsewhere, at most `max_attempts` times in all, under a new incarnation: each push is
-        applied once, but the function begins again; `client.step` says where the others are. An error of the function ends all of them
-        and is raised here. `options` go to `connect` (window, timeout).
+        A worker whose process or node dies is restarted elsewhere, at most `max_attempts` starts in total, as a new incarnation: each push
+        is applied once, but the function begins again; `client.step` is where the others are. An error in the function ends all workers and
+        is raised here. `options` are passed to `connect` (window, timeout).
         """
-        if count < 1 or max_attempts < 1:
-            raise ServerError(f"count={count}, max_attempts={max_attempts}; both must be at least 1")
-        ray = self._ray
-        actor_class = ray.remote(max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")(WorkerActor)
-        running: dict[Any, tuple[int, int, Any]] = {}
-        results: dict[int, Result] = {}
-
-        def start_worker(number: int, attempt: int) -> None:
-            actor = actor_class.options(num_cpus=cpus, num_gpus=gpus).remote()
-            running[actor.run.remote(function, (number, count, attempt), self.address, self.secret, options)] = (
-                number,
-                attempt,
-                actor,
-            )
-
-        try:
-            for number in range(count):
-                start_worker(number, 0)
-            while running:
-                self._raise_if_failed()
-                done, _ = ray.wait(list(running), timeout=0.5)
-                for ref in done:
-                    number, attempt, actor = running[ref]
-                    try:
-                        results[number] = ray.get(ref)
-                    except ray.exceptions.RayTaskError:
-                        raise
-                    except ray.exceptions.RayError as error:
-                        log_event("worker lost", {"worker": number, "life": attempt, "why": _summarize_error(error)})
-                        if attempt + 1 >= max_attempts:
-                            raise LaunchError(
-                                f"worker {number} was lost {max_attempts} times, the last time so: {_summarize_error(error)}; see Ray's logs of that node"
-                            ) from None
-                        ray.kill(actor)  # it may only be out of reach
-                        start_worker(number, attempt + 1)
-                    del running[ref]
-                    ray.kill(actor)
-        finally:
-            for _, _, actor in running.values():
-                if ray.is_initialized():  # else the call would connect again
-                    ray.kill(actor)
-        return [results[number] for number in range(count)]
+        return run_workers(
+            self._ray, function, count, address=self.address, secret=self.secret, cpus=cpus, gpus=gpus, max_attempts=max_attempts,
+            options=options, check_servers=self._raise_if_failed,
+        )  # fmt: skip
 
     def wait_until_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Until every server is in the map and every shard has a head."""
+        """Wait until every server is in the map and every shard has a head."""
         deadline = time.monotonic() + timeout
         status: dict[str, Any] = {}
         while True:
@@ -239,13 +182,13 @@ class RayServers:
             if status and joined_servers >= self._target_servers and not status["unplaced"]:
                 return
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"{joined_servers} of {self._target_servers} servers came up within {timeout:g} s; each asks for {self._server_resources()}; see `ray status`"
-                )
+                counts = f"{joined_servers} of {self._target_servers}"
+                resources = f"each asks for {self._server_resources()}; see `ray status`"
+                raise LaunchError(f"{counts} servers came up within {timeout:g} s; {resources}")
             time.sleep(0.05)
 
     def serve_forever(self) -> None:
-        """Until they cannot be kept running, and why; for who has nothing else to do."""
+        """Wait until the servers cannot be kept running, and raise why."""
         while True:
             self._raise_if_failed()
             time.sleep(0.2)
@@ -271,67 +214,51 @@ class RayServers:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # Placing
+    # Placement
 
     def _start_controller(self, overrides: Mapping[str, Any]) -> ServerHandle:
-        """On this node, where its folder is: if the node is lost, so is whoever would go on."""
+        """Start the controller on this node, where its folder is."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node = self._ray.get_runtime_context().get_node_id()
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        handle = ServerHandle(
-            "the controller", self._actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote(), node
-        )
-        handle.address_ref = handle.actor.start.remote("controller", {**self._config, **overrides}, self.secret)
+        actor = self._actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
+        handle = ServerHandle("the controller", actor, node)
+        handle.address_ref = actor.start.remote("controller", {**self._config, **overrides}, self.secret)
         try:
             handle.address = self._ray.get(handle.address_ref, timeout=self._start_timeout)
         except self._ray.exceptions.RayError as error:
             self._kill(handle)
-            raise LaunchError(f"the controller could not be started: {_summarize_error(error)}") from None
+            raise LaunchError(f"the controller could not be started: {summarize_error(error)}") from None
         return handle
 
     def _alive_nodes(self) -> list[NodeResources]:
-        return [
-            NodeResources(
-                id=node["NodeID"], cpus=node["Resources"].get("CPU", 0.0), memory=node["Resources"].get("memory", 0.0)
-            )
-            for node in self._ray.nodes()
-            if node["Alive"]
-        ]
+        alive = [(node["NodeID"], node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        return [NodeResources(id=name, cpus=has.get("CPU", 0.0), memory=has.get("memory", 0.0)) for name, has in alive]
 
     def _count_servers_per_node(self) -> Counter[str]:
-        return Counter(
-            handle.node for handle in self.servers.values() if handle.node is not None and not handle.is_leaving
-        )
+        return Counter(handle.node for handle in self.servers.values() if handle.node and not handle.is_leaving)
 
     def _server_resources(self) -> dict[str, float]:
         return {"cpus": self._cpus, "memory": float(self._memory or 0)}
 
     def _start_server(self, *, anywhere: bool = False, avoid: str | None = None) -> ServerHandle:
-        """A new, empty server. Where none has room, or the chosen node none free, Ray finds a place or grows the cluster."""
+        """Start a new, empty server. If no node has room, or the chosen one is not free, Ray finds a place or grows the cluster."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with self._lock:
             self._start_count += 1
-            name = f"s{self._start_count}"
-            node = (
-                None
-                if anywhere
-                else choose_node(
-                    self._alive_nodes(), self._count_servers_per_node(), avoid=avoid, **self._server_resources()
-                )
-            )
+            name, node = f"s{self._start_count}", None
+            if not anywhere:
+                counts = self._count_servers_per_node()
+                node = choose_node(self._alive_nodes(), counts, avoid=avoid, **self._server_resources())
             strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
             options = {"num_cpus": self._cpus, "scheduling_strategy": strategy}
             if self._memory:
                 options["memory"] = self._memory
             handle = self.servers[name] = ServerHandle(name, self._actor_class.options(**options).remote(), node)
-            config = {
-                "controller": self.address,
-                "name": name,
-                "memory": self._memory,
-                "spill": None if self._spill is None else self._spill / name,
-            }
+            spill = None if self._spill is None else str(self._spill / name)
+            config = {"controller": self.address, "name": name, "memory": self._memory, "spill": spill}
             handle.address_ref = handle.actor.start.remote("server", config, self.secret)
             return handle
 
@@ -339,40 +266,33 @@ class RayServers:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(handle.actor)
 
-    # Watching
+    # Supervision
 
     def _raise_if_failed(self) -> None:
         if self._fatal_error is not None:
             raise self._fatal_error
         if self._closing.is_set():
-            raise ServerError("the servers are closed; what runs with them must end before")
+            raise ServerError("the servers are closed; end what uses them first")
 
     def _supervise(self) -> None:
-        """Until closed: what died is replaced, what is crowded is spread."""
+        """Replace servers that die, and spread crowded ones, until closed."""
         last_check = time.monotonic()
         while not self._closing.is_set():
             try:
                 with self._lock:
                     handles = [self.controller, *self.servers.values()]
-                done, _ = self._ray.wait([candidate.end_ref for candidate in handles], timeout=0.25)
+                done, _ = self._ray.wait([handle.end_ref for handle in handles], timeout=0.25)
                 for handle in handles:
                     if handle.end_ref in done:
                         self._replace_lost(handle, self._end_reason(handle))
-                self._update_placements(
-                    [
-                        candidate
-                        for candidate in handles
-                        if candidate is self.controller or candidate.name in self.servers
-                    ]
-                )
+                self._update_placements([one for one in handles if one is self.controller or one.name in self.servers])
                 if time.monotonic() - last_check >= HEALTH_CHECK_INTERVAL:
                     self._check_health()
                     last_check = time.monotonic()
             except Exception as error:
                 if not self._closing.is_set():
-                    self._fatal_error = LaunchError(
-                        f"the servers on Ray are not watched any more: {_summarize_error(error)}"
-                    )
+                    reason = summarize_error(error)
+                    self._fatal_error = LaunchError(f"the servers on Ray are not supervised any more: {reason}")
                 return
 
     def _end_reason(self, handle: ServerHandle) -> str:
@@ -380,20 +300,15 @@ class RayServers:
             return str(self._ray.get(handle.end_ref))
         except self._ray.exceptions.RayError as error:
             handle.is_unreachable = isinstance(error, self._ray.exceptions.ActorUnavailableError)
-            return _summarize_error(error)
+            return summarize_error(error)
+
+    def _ready_refs(self, refs: Sequence[Any]) -> set[Any]:
+        return set(self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) if refs else set()
 
     def _update_placements(self, handles: Sequence[ServerHandle]) -> None:
-        """Take note of who has a place now, and who waits for one in vain."""
-        unplaced = [candidate for candidate in handles if candidate.pid is None]
-        ready_refs = (
-            set(
-                self._ray.wait(
-                    [candidate.location_ref for candidate in unplaced], num_returns=len(unplaced), timeout=0
-                )[0]
-            )
-            if unplaced
-            else set()
-        )
+        """Note which actors are placed and started; those that wait for their node in vain may go to any."""
+        unplaced = [handle for handle in handles if handle.pid is None]
+        ready_refs = self._ready_refs([handle.location_ref for handle in unplaced])
         for handle in unplaced:
             if handle.location_ref in ready_refs:
                 with contextlib.suppress(self._ray.exceptions.RayError):
@@ -405,22 +320,14 @@ class RayServers:
                     if self.servers.pop(handle.name, None) is not None:
                         self._kill(handle)
                         self._start_server(anywhere=True)
-        starting = [candidate for candidate in handles if candidate.address is None and candidate.pid is not None]
-        ready_refs = (
-            set(
-                self._ray.wait([candidate.address_ref for candidate in starting], num_returns=len(starting), timeout=0)[
-                    0
-                ]
-            )
-            if starting
-            else set()
-        )
+        starting = [handle for handle in handles if handle.address is None and handle.pid is not None]
+        ready_refs = self._ready_refs([handle.address_ref for handle in starting])
         for handle in starting:
             if handle.address_ref in ready_refs:
                 try:
                     handle.address = self._ray.get(handle.address_ref)
                 except self._ray.exceptions.RayError as error:
-                    self._replace_lost(handle, _summarize_error(error))
+                    self._replace_lost(handle, summarize_error(error))
 
     def _replace_lost(self, handle: ServerHandle, reason: str) -> None:
         if self._closing.is_set() or (handle is not self.controller and handle.name not in self.servers):
@@ -435,15 +342,13 @@ class RayServers:
                 return
             self._failed_starts = 0 if handle.has_joined else self._failed_starts + 1
             if self._failed_starts >= MAX_START_FAILURES:
-                raise LaunchError(
-                    f"{self._failed_starts} servers in a row could not be started; the last one: {reason}"
-                )
-            if sum(not candidate.is_leaving for candidate in self.servers.values()) < self._target_servers:
-                # Where a process died the next may live; a node that does not answer Ray may take long to be given up.
+                raise LaunchError(f"{self._failed_starts} servers in a row could not be started; the last: {reason}")
+            if sum(not other.is_leaving for other in self.servers.values()) < self._target_servers:
+                # Where a process died the next may live; it may take Ray long to give up a node that does not answer.
                 self._start_server(avoid=handle.node if handle.is_unreachable else None)
 
     def _restart_controller(self) -> None:
-        """The controller, from its file, at the same address: everyone else calls there until it answers."""
+        """Restart the controller from its document, at the same address."""
         for attempts_left in reversed(range(MAX_START_FAILURES)):
             try:
                 self.controller = self._start_controller({"bind": self.address, "is_restart": True})
@@ -453,7 +358,7 @@ class RayServers:
                     raise
 
     def _check_health(self) -> None:
-        """Servers that hang, and nodes that have too many while others have none."""
+        """Replace servers that hang; spread servers from crowded nodes to empty ones."""
         try:
             report = fetch_status(self.address, self.secret)
         except ServerError:
@@ -471,23 +376,22 @@ class RayServers:
             self._rebalance_nodes()
 
     def _rebalance_nodes(self) -> None:
-        """A server of a crowded node gives way to a new one elsewhere: that joins first, then there is one too many, and it is drained."""
+        """Replace a server of a crowded node by one elsewhere: the new one joins first, then the old one is drained."""
         with self._lock:
             remaining = [handle for handle in self.servers.values() if not handle.is_leaving]
             if len(remaining) < len(self.servers) or not all(handle.has_joined for handle in remaining):
                 return
             servers_per_node = self._count_servers_per_node()
             if len(remaining) > self._target_servers:
-                leaving_handle = max(remaining, key=lambda handle: servers_per_node[handle.node or ""])
-                leaving_handle.is_leaving = True
-                self._drain_thread = threading.Thread(
-                    target=self._drain_in_background, args=(leaving_handle,), name="echelon-drain", daemon=True
-                )
-                self._drain_thread.start()
+                leaving = max(remaining, key=lambda handle: servers_per_node[handle.node or ""])
+                leaving.is_leaving = True
+                drain = threading.Thread(target=self._try_drain, args=(leaving,), name="echelon-drain", daemon=True)
+                self._drain_thread = drain
+                drain.start()
             elif find_crowded_node(self._alive_nodes(), servers_per_node, **self._server_resources()):
                 log_event("spreading", {"servers": dict(servers_per_node), "to": self._start_server().node})
 
-    def _drain_in_background(self, handle: ServerHandle) -> None:
+    def _try_drain(self, handle: ServerHandle) -> None:
         try:
             self._drain_and_kill(handle)
         except ServerError as error:
@@ -499,12 +403,6 @@ class RayServers:
         with self._lock:
             self.servers.pop(handle.name, None)
             self._kill(handle)
-
-
-def _summarize_error(error: Exception) -> str:
-    """What Ray says, without its pages."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return (f"{type(error).__name__}: " + (" ... ".join([lines[0], lines[-1]] if len(lines) > 1 else lines)))[:600]
 
 
 def _require_ray() -> Any:

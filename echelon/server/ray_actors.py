@@ -1,7 +1,7 @@
-"""What Ray's actors run: a server, the controller, a worker. `on_ray.py` places and watches them.
+"""What Ray's actors run: a server, the controller, a worker. `on_ray.py` and `ray_workers.py` place and watch them.
 
-The secret comes by a call to the actor, which Ray sends to that process alone: the arguments of its creation would be kept in Ray's own
-tables, and those of a process, or its environment, can be read by others.
+The secret is passed by a call to the actor, which Ray sends to that process alone: it would keep the arguments of the actor's creation in its
+own tables, and other users can read a process's arguments and environment.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from echelon.errors import EchelonError
 from echelon.server.client.client import Client, connect
 from echelon.server.controller_process import ControllerProcess
+from echelon.server.process_main import create_process
 from echelon.server.server_process import ServerProcess
 
 Result = TypeVar("Result")
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """Which of the workers a function runs as. `attempt` counts how often it was started anew after it was lost."""
+    """The worker that a function runs as. `attempt` counts its restarts."""
 
     number: int
     count: int
@@ -33,28 +34,26 @@ class Worker:
 
 
 class ServerActor:
-    """What an actor runs: a server or the controller, in a thread beside Ray's own."""
+    """A server or the controller, in a thread of its own."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._end_reason = ""
 
     def locate(self) -> tuple[str, str, int]:
-        """Node, its address as Ray knows it, process."""
+        """The node, its address as Ray knows it, and the process id."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def start(self, role: str, config: dict[str, Any], secret: bytes) -> str:
-        """Start; the address. The secret comes by this call, which Ray sends to this process alone and keeps nowhere."""
+        """Start; the address."""
         _raise_priority()
         node, ip, _ = self.locate()
         config.setdefault("bind", f"[{ip}]:0" if ":" in ip else f"{ip}:0")
-        process: ControllerProcess | ServerProcess
-        if role == "controller":
-            process = ControllerProcess(secret=secret, **config)
-        else:
-            process = ServerProcess(secret=secret, host=node, **config)
+        if role == "server":
+            config["host"] = node
+        process = create_process(role, secret, config)
         threading.Thread(target=self._run, args=(process,), name="echelon-server", daemon=True).start()
         return process.address
 
@@ -69,13 +68,13 @@ class ServerActor:
         self._ended.set()
 
     def wait_until_ended(self) -> str:
-        """Answers when it ends, with why; Ray answers when the process or its node dies."""
+        """Why it ended, once it has. If the process or its node dies, Ray answers."""
         self._ended.wait()
         return self._end_reason
 
 
 class WorkerActor:
-    """What a worker's actor runs."""
+    """A worker's function."""
 
     def run(
         self,
@@ -85,7 +84,7 @@ class WorkerActor:
         secret: bytes,
         options: Mapping[str, Any],
     ) -> Result:
-        """The function, with a client that is connected; its pushes are acknowledged when this returns."""
+        """Run the function with a connected client; its pushes are acknowledged when this returns."""
         import ray
 
         _raise_priority()
@@ -96,6 +95,6 @@ class WorkerActor:
 
 
 def _raise_priority() -> None:
-    """As high a priority as the node's own process: Ray's workers run at nice 15, and whoever starves there loses its lease."""
+    """Take the priority of the node's own process: Ray's workers run at nice 15, and a starved server loses its lease."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))

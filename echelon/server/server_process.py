@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -23,14 +24,15 @@ from echelon.server.replica.state import ReplicaState
 HEARTBEAT_INTERVAL = 0.15
 REPORT_INTERVAL = 1.0
 RETRY_INTERVAL = 0.05
-#: Signs of life of whoever compiles, at most so often.
 COMPILE_LOG_INTERVAL = 0.2
-#: A loop that has not turned for so long is not alive, whatever its threads say.
+#: A loop that has not turned for so long is not alive, whatever its threads send.
 MAX_LOOP_STALL = 10.0
+#: Requests of workers and administrators.
+_WORKER_REQUESTS = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}
 
 
 class ServerProcess:
-    """A server: joins at the controller, holds what the map gives it, starts anew if it was taken for dead."""
+    """A server: joins the controller, holds the shards that the map gives it, starts over if it was declared dead."""
 
     def __init__(
         self,
@@ -52,45 +54,40 @@ class ServerProcess:
         self._memory, self._spill = memory, spill
         self.loop = EventLoop(self, secret, allow_shm=True)
         address = self.loop.listen(*parse_address(bind))
-        # Bound to all interfaces: others need a name to call.
+        # Bound to all interfaces, a server has no address that others could connect to.
         self.address = f"{advertise}:{parse_address(address)[1]}" if advertise else address
         self.host = host or host_name()
         self.replica: ReplicaState | None = None
         self._store: Any = None
+        #: Accepted connections by number, connections to other servers by name.
         self._peer_connections: dict[Any, Connection] = {}
         self._link_connections: dict[str, Connection] = {}
         self._retry_at: dict[str, float] = {}
         self._controller_connection: Connection | None = None
         self._has_joined = False
-        #: Why the controller is not ours to join.
         self._authentication_error: SecretError | None = None
         self._last_peer_id = 0
-        self._last_heartbeat = self._last_report = 0.0
+        self._last_heartbeat = self._last_report = self._last_compile_log = 0.0
         self._last_counters: tuple[float, dict[str, int]] = (time.monotonic(), {})
         self._last_progress = time.monotonic()
         self._checkpoint_writer: Any = None
-        self._last_compile_log = 0.0
         warm_up(self._log_compile_progress)
 
     def run(self) -> None:
-        """Until told to end, or until this replica cannot go on as one."""
+        """Serve until the loop is stopped, or until this replica cannot continue."""
         threading.Thread(target=self._send_heartbeats, name="echelon-beats", daemon=True).start()
         self.loop.run()
 
     def _log_compile_progress(self, share: float) -> None:
-        """A sign of life of whoever compiles: whoever waits for this server reads it."""
         if time.monotonic() - self._last_compile_log >= COMPILE_LOG_INTERVAL:
             self._last_compile_log = time.monotonic()
             self._log_event(COMPILING_EVENT, {"share": round(share, 3)})
 
     def _mark_alive(self) -> None:
-        """Busy, not stuck."""
         self._last_progress = time.monotonic()
 
     def _send_heartbeats(self) -> None:
-        """Signs of life from a thread: a long snapshot or a large frame is no death. A stopped process stops this too."""
-        import socket
-
+        """Heartbeats from a thread: a server that copies a large snapshot is alive. A stopped process stops this thread too."""
         while True:
             try:
                 with socket.create_connection(parse_address(self._controller_address), timeout=2.0) as connection:
@@ -101,31 +98,21 @@ class ServerProcess:
                         if self._has_joined and time.monotonic() - self._last_progress < MAX_LOOP_STALL:
                             meta = {"server": self.name, "incarnation": self.incarnation}
                             wire.send(connection, wire.encode(wire.HEARTBEAT, 0, meta))
-            except HandshakeAborted:
-                time.sleep(RETRY_INTERVAL)
-            except SecretError as error:
-                self._authentication_error = error
-                time.sleep(RETRY_INTERVAL)
-            except (OSError, EchelonError):
+            except (OSError, EchelonError) as error:
+                if isinstance(error, SecretError) and not isinstance(error, HandshakeAborted):
+                    self._authentication_error = error
                 time.sleep(RETRY_INTERVAL)
 
-    # The loop calls
+    # Called by the loop
 
     def on_open(self, connection: Connection) -> None:
-        now = time.monotonic()
         if connection is self._controller_connection:
-            incarnation = self.incarnation or None
-            meta = {
-                "role": "server",
-                "id": self.name,
-                "incarnation": incarnation,
-                "address": self.address,
-                "host": self.host,
-            }
+            meta = {"role": "server", "id": self.name, "incarnation": self.incarnation or None}
+            meta |= {"address": self.address, "host": self.host}
             self.loop.send(connection, wire.encode(wire.JOIN, 1, meta))
         elif isinstance(connection.tag, str):
             if self.replica is not None:
-                self._perform(events.on_link_up(self.replica, now, connection.tag))
+                self._perform(events.on_link_up(self.replica, time.monotonic(), connection.tag))
         else:
             self._last_peer_id += 1
             connection.tag = self._last_peer_id
@@ -166,75 +153,76 @@ class ServerProcess:
         if self._controller_connection is None and self._retry_at.get("", 0.0) <= now:
             self._retry_at[""] = now + RETRY_INTERVAL
             self._controller_connection = self.loop.connect(self._controller_address, SERVER, None)
-        if self.replica is not None:
-            self._perform(events.on_tick(self.replica, now))
-            self._connect_links(now)
-            while self.replica is not None and self.replica.shards_to_load and time.monotonic() - now < 0.2:
-                self._perform(events.load_next_shard(self.replica, now))
-        if (
-            self._has_joined
-            and self._controller_connection is not None
-            and now - self._last_heartbeat >= HEARTBEAT_INTERVAL
-            and self.replica is not None
-        ):
+        if self.replica is None:
+            return
+        self._perform(events.on_tick(self.replica, now))
+        self._connect_links(now, self.replica)
+        while self.replica.shards_to_load and time.monotonic() - now < 0.2:
+            self._perform(events.load_next_shard(self.replica, now))
+        if self._has_joined and now - self._last_heartbeat >= HEARTBEAT_INTERVAL:
             self._last_heartbeat = now
             meta: dict[str, Any] = {"version": self.replica.map.version}
-            unreachable = events.unreachable_replicas(self.replica, now)
-            if unreachable:
+            if unreachable := events.unreachable_replicas(self.replica, now):
                 meta["cut"] = unreachable
             if now - self._last_report >= REPORT_INTERVAL:
                 self._last_report = now
                 meta["report"] = self._make_report(self.replica, now)
-            self.loop.send(self._controller_connection, wire.encode(wire.HEARTBEAT, 0, meta))
+            self._send_to_controller(wire.HEARTBEAT, meta)
 
     # The controller
 
+    def _send_to_controller(self, kind: int, meta: dict[str, Any]) -> None:
+        if self._controller_connection is not None:
+            self.loop.send(self._controller_connection, wire.encode(kind, 0, meta))
+
     def _on_controller_frame(self, now: float, frame: wire.Frame) -> None:
-        meta = frame.meta
+        meta, kind = frame.meta, frame.kind
         if self.replica is not None and self._has_joined:
             self.replica.controller_heard_at = now
-        if frame.kind == wire.MAP:
-            self.name, self.incarnation = str(meta["id"]), int(meta["incarnation"])
-            new_map = ShardMap.from_document(meta["map"])
-            if self.replica is None:
-                self._create_replica(new_map.num_shards)
-            assert self.replica is not None
-            self._has_joined = True
-            self.replica.target_replicas, self.replica.controller_heard_at = int(meta["settings"]["replicas"]), now
-            self._perform(events.on_map(self.replica, now, new_map, meta["specs"]))
-            self._perform(events.on_controller_connected(self.replica, now))
-        elif frame.kind == wire.REFUSED and not self._has_joined:
+        if kind == wire.MAP:
+            self._on_joined(now, meta)
+        elif kind == wire.REFUSED and not self._has_joined:
             if meta["error"] != "Out":
                 raise ServerError(f"the controller refuses this server: {meta['message']}")
             self._rejoin_as_new()
-        elif frame.kind == wire.MAP_UPDATE and self.replica is not None and self._has_joined:
+        elif self.replica is None:
+            return
+        elif kind == wire.MAP_UPDATE and self._has_joined:
             new_map = ShardMap.from_document(meta["map"])
             entry = new_map.servers.get(self.name or "")
             if entry is None or entry.incarnation != self.incarnation:
                 self._rejoin_as_new()
             else:
                 self._perform(events.on_map(self.replica, now, new_map, meta["specs"]))
-        elif frame.kind == wire.CHECKPOINT and self.replica is not None:
+        elif kind == wire.CHECKPOINT:
             self._write_checkpoint(meta)
-        elif frame.kind == wire.DECLARE and self._controller_connection is not None and self.replica is not None:
-            answer = {"of": meta["of"], "error": self._declaration_error(meta["spec"])}
-            self.loop.send(self._controller_connection, wire.encode(wire.DONE, 0, answer))
-        elif self.replica is not None:
+        elif kind == wire.DECLARE:
+            self._send_to_controller(wire.DONE, {"of": meta["of"], "error": self._declaration_error(meta["spec"])})
+        else:
             self._perform(events.on_controller_frame(self.replica, now, frame))
 
-    def _create_replica(self, num_shards: int) -> None:
+    def _on_joined(self, now: float, meta: dict[str, Any]) -> None:
+        self.name, self.incarnation = str(meta["id"]), int(meta["incarnation"])
+        new_map = ShardMap.from_document(meta["map"])
+        replica = self.replica or self._create_replica(self.name, new_map.num_shards)
+        self.replica, self._has_joined = replica, True
+        replica.target_replicas, replica.controller_heard_at = int(meta["settings"]["replicas"]), now
+        self._perform(events.on_map(replica, now, new_map, meta["specs"]))
+        self._perform(events.on_controller_connected(replica, now))
+
+    def _create_replica(self, name: str, num_shards: int) -> ReplicaState:
         from echelon.server.protocol.specs import spec_from_plain
-        from echelon.server.store import shard_checkpoint
+        from echelon.server.store.shard_checkpoint import load_shard
         from echelon.server.store.store import ParameterStore
 
         self._store = store = ParameterStore(
             num_shards=num_shards, memory=self._memory, spill=self._spill, keep_alive=self._mark_alive
         )
-        self.replica = ReplicaState(
-            name=self.name or "",
+        return ReplicaState(
+            name=name,
             incarnation=self.incarnation,
             shards=ShardState(store, num_shards),
-            load_shard=lambda folder, shard: shard_checkpoint.load_shard(Path(folder), shard),
+            load_shard=lambda folder, shard: load_shard(Path(folder), shard),
             declare_spec=lambda spec: self._declare(store, spec_from_plain(spec)),
         )
 
@@ -247,7 +235,7 @@ class ServerProcess:
         store.declare(spec)
 
     def _declaration_error(self, spec: dict[str, Any]) -> str | None:
-        """Why this server could not hold what is to be declared, beside all that it holds."""
+        """Why this server could not hold a table or dense parameter, if so."""
         from echelon.server.protocol.specs import spec_from_plain
         from echelon.server.store.store import ParameterStore
 
@@ -260,7 +248,7 @@ class ServerProcess:
         return None
 
     def _rejoin_as_new(self) -> None:
-        """We were taken for dead: what we hold is worth nothing any more. Join as a new server."""
+        """This server was declared dead: its data is of no use any more."""
         self._log_event("out", {"server": self.name, "incarnation": self.incarnation})
         self.replica, self.incarnation, self._has_joined = None, 0, False
         for connection in [*self._peer_connections.values(), *self._link_connections.values()]:
@@ -278,17 +266,12 @@ class ServerProcess:
             self._checkpoint_writer = CheckpointWriter(self.loop)
         replica = self.replica
         assert replica is not None
-
-        def report_written(details: dict[str, Any]) -> None:
-            if self._controller_connection is not None:
-                self.loop.send(self._controller_connection, wire.encode(wire.CHECKPOINT_WRITTEN, 0, details))
-
         self._checkpoint_writer.write(
             int(meta["id"]),
             Path(meta["path"]),
             [int(shard) for shard in meta["shards"]],
             lambda shard: snapshot_if_ready(replica, shard) if replica is self.replica else None,
-            report_written,
+            lambda details: self._send_to_controller(wire.CHECKPOINT_WRITTEN, details),
         )
 
     # Actions
@@ -304,14 +287,12 @@ class ServerProcess:
         assert channel == CONTROL
         return self._controller_connection if self._has_joined else None
 
-    def _connect_links(self, now: float) -> None:
-        """Connections to the replicas of what we head."""
-        assert self.replica is not None
-        for server in self.replica.links:
+    def _connect_links(self, now: float, replica: ReplicaState) -> None:
+        """Connect to the replicas of the shards that are headed here."""
+        for server in replica.links:
             if server not in self._link_connections and self._retry_at.get(server, 0.0) <= now:
                 self._retry_at[server] = now + RETRY_INTERVAL
-                address = self.replica.map.servers[server].address
-                connection = self.loop.connect(address, SERVER, server, allow_shm=True)
+                connection = self.loop.connect(replica.map.servers[server].address, SERVER, server, allow_shm=True)
                 if connection is not None:
                     self._link_connections[server] = connection
 
@@ -326,9 +307,5 @@ class ServerProcess:
 
 
 def snapshot_if_ready(replica: ReplicaState, shard: int) -> list[SnapshotPart] | None:
-    """A shard for a checkpoint, where this head serves it: one that is still to be read out of an older checkpoint is empty here."""
+    """A shard for a checkpoint, if this head serves it: one that is still to be restored is empty here."""
     return replica.shards.snapshot(shard) if replica.is_ready[shard] else None
-
-
-#: What a worker or an administrator may ask of a server.
-_WORKER_REQUESTS = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}

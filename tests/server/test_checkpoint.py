@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echelon import files
 from echelon.errors import CheckpointError, ServerError
 from echelon.plan.sealed_json import seal
-from echelon.server import Init, Rule, Servers, Table, atomic_file, connect
+from echelon.server import Init, Rule, Servers, Table, connect
 from echelon.server.protocol import wire
 from echelon.server.protocol.event_loop import Connection, EventLoop
 from echelon.server.protocol.hashing import shard_of
@@ -50,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray,
         with pytest.raises(ServerError, match="holds other things than a checkpoint"):
             client.checkpoint(other)
         other.rename(other.with_name("run.partial"))
-        with pytest.raises(ServerError, match=r"run\.partial: holds other things than a checkpoint that was begun"):
+        with pytest.raises(ServerError, match=r"run\.partial: holds other things than an unfinished checkpoint"):
             client.checkpoint(other)
         assert (folder.parent / "run.partial" / "log.txt").read_text() == "dear"
         client.checkpoint(folder)
@@ -240,7 +241,7 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """Whoever finds a whole one without its name gives it that, beside the one who writes it."""
-    folder, durably = tmp_path / "kept", atomic_file.write_bytes
+    folder, durably = tmp_path / "kept", files.atomic_write
     for lsn in range(before):
         write(folder, lsn)
 
@@ -248,7 +249,7 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
         durably(path, data)
         shard_checkpoint.read_manifest(folder)
 
-    monkeypatch.setattr(atomic_file, "write_bytes", looked_at)
+    monkeypatch.setattr(files, "atomic_write", looked_at)
     write(folder, 7)
     assert shard_checkpoint.load_shard(folder, 0)[0][0]["lsn"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]

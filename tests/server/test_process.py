@@ -136,13 +136,15 @@ def test_a_checkpoint_that_cannot_be_completed_ends_nobody(servers: Servers, tmp
 
 def test_a_controller_that_cannot_write_its_file_ends_and_says_so(servers: Servers) -> None:
     """Nobody may hear of what is not on the disk; once there is room it goes on."""
-    blocked = servers.folder / "controller.json.new"
-    blocked.mkdir()
+    document, kept = servers.folder / "controller.json", servers.folder / "kept.json"
+    document.rename(kept)
+    document.mkdir()  # which no file can replace
     with pytest.raises(ServerError):
         connect(servers.address, secret=servers.secret, worker="unheard", timeout=1.0)
     servers.controller.process.wait(10)
-    blocked.rmdir()
-    assert servers.controller.describe_end().startswith(f"{servers.folder / 'controller.json'}: cannot be written")
+    document.rmdir()
+    kept.rename(document)
+    assert servers.controller.describe_end().startswith(f"{document}: cannot be written")
     servers.restart_controller()
     servers.wait_until_ready()
     assert "unheard" not in fetch_status(servers.address, servers.secret)["workers"]

@@ -240,7 +240,7 @@ def test_an_entry_of_several_fits_whole_or_is_refused_whole():
         store.check_operations([("a", ids, grads), ("b", ids, grads)])
     with pytest.raises(StoreError, match=r"b: values of shape \(4500, 30\) for 4499 ids"):
         store.check_operations([("a", ids, grads), ("b", ids[1:], grads)])
-    with pytest.raises(StoreError, match="c: no table of that name here; declared: a, b"):
+    with pytest.raises(StoreError, match="c: no table of that name; declared: a, b"):
         store.check_operations([("c", ids, grads)])
     with pytest.raises(StoreFull, match="table a: 9000 new rows"):
         store.check_operations([("a", ids, grads), ("a", ids + 4500, grads)])
