@@ -120,7 +120,7 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
     data[len(data) // 2] ^= 1
     (copy / "3.safetensors").write_bytes(bytes(data))
     (tmp_path / "outside.safetensors").write_bytes(bytes(data))
-    for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "not in this folder")):
+    for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "outside this folder")):
         manifest["files"]["3"]["file"] = name
         (copy / shard_checkpoint.MANIFEST_NAME).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
         with pytest.raises(CheckpointError, match=message):
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Pat
     assert shard_checkpoint.verify_checkpoint(folder)["shards"] == 4
     path = folder / files["3"]["file"]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
+    with pytest.raises(CheckpointError, match=f"^{path}: damaged, its SHA-256 is not .* use an older checkpoint$"):
         shard_checkpoint.verify_checkpoint(folder)
 
 
@@ -149,7 +149,7 @@ def test_a_manifest_with_one_changed_byte_is_refused_by_name(tmp_path: Path) -> 
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"{path}: .*use an older checkpoint"):
             shard_checkpoint.load_shard(tmp_path / "kept", 0)
     path.write_bytes(whole + b" ")
     with pytest.raises(CheckpointError, match="does not end in its SHA-256"):

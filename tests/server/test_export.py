@@ -142,7 +142,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(StoreError, match=r"emb\.safetensors: the table cannot be written \(disk full\)"):
         table_export.write_table(path, spec, half(), wire_dtype="f4", count=2)
     one = [(IDS[:1], store.read("emb", IDS[:1]))]
-    with pytest.raises(StoreError, match="1 rows came where 2 were said"):
+    with pytest.raises(StoreError, match="expected 2 rows, got 1"):
         table_export.write_table(path, spec, one, wire_dtype="f4", count=2)
     with pytest.raises(StoreError, match="ids twice"):
         table_export.write_table(path, spec, one * 2, wire_dtype="f4", count=2)
@@ -175,10 +175,10 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     head = 8 + int.from_bytes(whole[:8], "little")
     for size in (0, 5, 100, head, head + 4, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"{path}: .*use an older checkpoint"):
             table_export.export_from_checkpoint(folder, "emb", output)
     path.unlink()
-    with pytest.raises(CheckpointError, match=rf"{path}: .*No such file.*take an older checkpoint"):
+    with pytest.raises(CheckpointError, match=rf"{path}: .*No such file.*use an older checkpoint"):
         table_export.export_from_checkpoint(folder, "emb", output)
     path.write_bytes(whole)
     assert not output.exists()

@@ -316,7 +316,7 @@ def test_what_does_not_belong_is_refused():
     store.declare(Table(name="t", dim=4))
     with pytest.raises(StoreError, match=r"t: declared as .*dim=4.*now as .*dim=8"):
         store.declare(Table(name="t", dim=8))
-    with pytest.raises(StoreError, match="w: rowwise_adagrad keeps one number per row"):
+    with pytest.raises(StoreError, match="w: rowwise_adagrad needs rows"):
         store.declare(Dense(name="w", size=4, rule=Rule(kind="rowwise_adagrad")))
     store.apply("t", np.arange(50), np.ones((50, 4)), lsn=stamps(1))
     parts = store.snapshot(1)
@@ -421,9 +421,9 @@ def test_what_is_declared_takes_of_the_room_that_was_reckoned():
     store.declare(Table(name="t", dim=1))
     for lsn in (1, 2):
         store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(lsn))
-    assert store._guaranteed_rows
+    assert store._limit._guaranteed_rows
     store.declare(Table(name="u", dim=1))
-    assert not store._guaranteed_rows
+    assert not store._limit._guaranteed_rows
 
 
 def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
@@ -432,7 +432,7 @@ def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
     store.declare(Table(name="t", dim=1))
     store.declare(Table(name="m", dim=1, rule=Rule(kind="sgd", lr=0.1, every=True)))
     store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(1))
-    store._memory_limit = store.bytes + 4096
+    store._limit.bytes = store.bytes + 4096
     store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(2))
     held = store.bytes
     while store.bytes - held < 4096:
