@@ -323,9 +323,9 @@ def test_what_does_not_belong_is_refused():
     with pytest.raises(StoreError, match="t: rows of a table that is not declared here"):
         other.install(1, parts)
     other.declare(Table(name="t", dim=4))
-    with pytest.raises(StoreError, match="rows of other shards than 2"):
+    with pytest.raises(StoreError, match="rows of other shards in a snapshot of shard 2"):
         other.install(2, parts)
-    with pytest.raises(StoreError, match="t: ids twice in a snapshot of shard 1"):
+    with pytest.raises(StoreError, match="t: duplicate ids in a snapshot of shard 1"):
         other.install(1, parts * 2)
     other.declare(Table(name="u", dim=400))
     with pytest.raises(StoreError, match="u: rows of shape"):
