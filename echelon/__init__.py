@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.errors import EchelonError
-    from echelon.flow import TrainResult, parallelize, train, verify
+    from echelon.flow.train import parallelize, train
+    from echelon.flow.train_result import TrainResult
+    from echelon.flow.verify import verify
     from echelon.hardware import measure
     from echelon.job import Job
     from echelon.plan.certificate import Certificate

@@ -28,7 +28,12 @@ _SYSTEM_PREFIXES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", "/run/
 #: Variables that differ between ranks, launches, shells or machines, or hold secrets.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _SESSION_VARIABLES = frozenset(
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT", "HOSTNAME", "HOST", "HOME", "USER", "LOGNAME", "SHELL", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLORTERM", "LANG", "LANGUAGE", "COLUMNS", "LINES", "TMPDIR", "TEMP", "TMP", "DISPLAY", "EDITOR", "PAGER", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "LS_COLORS", "MAIL", "TZ", "NO_COLOR", "FORCE_COLOR", "CI", "TOKENIZERS_PARALLELISM"]
+    """
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME NODE_RANK
+    NNODES MASTER_ADDR MASTER_PORT HOSTNAME HOST HOME USER LOGNAME SHELL PATH PWD OLDPWD SHLVL _ TERM COLORTERM LANG
+    LANGUAGE COLUMNS LINES TMPDIR TEMP TMP DISPLAY EDITOR PAGER VIRTUAL_ENV LD_LIBRARY_PATH LD_PRELOAD LS_COLORS MAIL TZ
+    NO_COLOR FORCE_COLOR CI TOKENIZERS_PARALLELISM
+    """.split()  # noqa: SIM905
 )
 _SESSION_PREFIXES = (
     "ECHELON_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "NCCL_", "GLOO_", "TORCH", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
@@ -37,7 +42,20 @@ _SESSION_PREFIXES = (
 )  # fmt: skip
 #: Libraries that read the environment on a user's behalf.
 _SETTINGS_LIBRARIES = frozenset(
-    ["dotenv", "decouple", "environs", "pydantic_settings", "hydra", "omegaconf", "absl", "click", "typer", "configargparse", "jsonargparse", "environ"]
+    [
+        "dotenv",
+        "decouple",
+        "environs",
+        "pydantic_settings",
+        "hydra",
+        "omegaconf",
+        "absl",
+        "click",
+        "typer",
+        "configargparse",
+        "jsonargparse",
+        "environ",
+    ]
 )
 
 

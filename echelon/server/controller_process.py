@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon import files
 from echelon.errors import DocumentError, EchelonError, ServerError
+from echelon.files import acquire_lock, atomic_write
 from echelon.server.controller import events
 from echelon.server.controller.state import SERVER_LEASE, Refusal, open_controller
 from echelon.server.log import EventLogger, log_event
@@ -56,7 +56,7 @@ class ControllerProcess:
         self._document_path = folder / DOCUMENT_NAME
         try:
             # Until the process ends: what a dying controller still writes, its successor reads.
-            self._lock = files.acquire_lock(folder / "controller.lock", timeout=5.0)
+            self._lock = acquire_lock(folder / "controller.lock", timeout=5.0)
         except TimeoutError:
             raise ServerError(
                 f"{folder}: another controller uses this folder; stop it, or give another folder"
@@ -136,7 +136,7 @@ class ControllerProcess:
 
     def _persist(self, document: Mapping[str, Any]) -> None:
         try:
-            files.atomic_write(self._document_path, json.dumps(document, separators=(",", ":")))
+            atomic_write(self._document_path, json.dumps(document, separators=(",", ":")))
         except OSError as error:
             # Nobody may hear of what is not on the disk.
             raise ServerError(

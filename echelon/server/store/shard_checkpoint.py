@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon import files
 from echelon.errors import CheckpointError, DocumentError
+from echelon.files import atomic_write, atomic_writer, sync_folder
 from echelon.plan.sealed_json import open_regular, read_regular, read_unsealed_format, seal, unseal
 from echelon.server.protocol.event_loop import EventLoop
 from echelon.server.replica.shard_state import SnapshotPart
@@ -51,7 +51,7 @@ def _finish_rename(folder: Path) -> None:
     if not folder.exists() and (partial_folder(folder) / MANIFEST_NAME).is_file():
         with contextlib.suppress(FileNotFoundError):  # a reader may do the same
             os.rename(partial_folder(folder), folder)
-        files.sync_folder(folder.parent)
+        sync_folder(folder.parent)
 
 
 def check_target_folder(folder: Path) -> None:
@@ -82,7 +82,7 @@ def write_shard(folder: Path, shard: int, parts: Sequence[SnapshotPart]) -> dict
     folder.mkdir(parents=True, exist_ok=True)
     lsn, digest = int(parts[0][0]["lsn"]), hashlib.sha256()
     name = f"shard-{shard:05d}-{_PROCESS_TOKEN}-{lsn}.safetensors"
-    with files.atomic_writer(folder / name) as file:
+    with atomic_writer(folder / name) as file:
         chunks: list[bytes | memoryview] = [header, *(array.data for array in arrays.values())]
         for chunk in chunks:
             digest.update(chunk)
@@ -116,7 +116,7 @@ def complete_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> None:
     previous_folder, replaces = _previous_folder(folder), folder.exists()
     shutil.rmtree(previous_folder, ignore_errors=True)
     # From here on a reader may rename it (`_finish_rename`), so `folder` need not be the previous one.
-    files.atomic_write(partial_path / MANIFEST_NAME, seal({"format": CHECKPOINT_FORMAT, **manifest}))
+    atomic_write(partial_path / MANIFEST_NAME, seal({"format": CHECKPOINT_FORMAT, **manifest}))
     if replaces:
         os.rename(folder, previous_folder)
     _finish_rename(folder)

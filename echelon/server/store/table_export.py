@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon import files
 from echelon.errors import CheckpointError, DocumentError
+from echelon.files import atomic_writer
 from echelon.server.protocol.hashing import mix64, shard_of
 from echelon.server.protocol.specs import DTYPE_BYTES, StoreError, Table, spec_from_plain, spec_to_plain
 from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
@@ -104,7 +104,7 @@ def write_table(
     write_rows, _ = _FORMATS[path.suffix]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_writer(path) as file:
+        with atomic_writer(path) as file:
             write_rows(file, spec, _check_batches(batches, count, path), wire_dtype, count, metadata)
     except OSError as error:
         raise StoreError(f"{path}: the table cannot be written ({error}); give another path") from error
