@@ -518,7 +518,7 @@ def test_show_and_verify(tmp_path: Path) -> None:
     assert "6 to 7" in shown
     assert "sample 1: {x: float64[3] [3, 4, 5], y: 1}" in shown
     assert json.loads(echelon("data", "show", tmp_path / "packed", "--json"))["shards"]["lanes"] == 3
-    assert "whole; 3 blocks in 3 files" in echelon("data", "verify", tmp_path / "packed")
+    assert "good; 3 blocks in 3 files" in echelon("data", "verify", tmp_path / "packed")
     path = tmp_path / "packed/shard-00001.arrow"
     content = bytearray(path.read_bytes())
     content[Packed(tmp_path / "packed").manifests[0].shards[1].buffers[0][0]] ^= 1

@@ -422,7 +422,7 @@ def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
         return done.output
 
     assert "far: 400 samples" in " ".join(said("show", store).split())
-    assert f"{store}: whole; 8 blocks in 8 files" in said("verify", store)
+    assert f"{store}: good; 8 blocks in 8 files" in said("verify", store)
     (tmp_path / "far/shard-00003.arrow").unlink()
     os.truncate(tmp_path / "far/shard-00005.arrow", 700)
     told = said("verify", store, code=1)

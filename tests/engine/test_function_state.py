@@ -333,7 +333,7 @@ def test_a_large_tensor_cannot_be_put_back() -> None:
 
     loss = Bank()
     with (
-        pytest.raises(JobError, match=r"loss\.bank: it is changed in place, .* buffer of the model"),
+        pytest.raises(JobError, match=r"loss\.bank: it changes in place, .* buffer of the model"),
         preserve_function_state(mlp(loss=loss), MODEL),
     ):
         values(loss, 0, 1)

@@ -91,7 +91,7 @@ def test_more_epochs_by_an_argument_are_the_same_run(tmp_path: Path, monkeypatch
 
     assert launch("0.01", 1).folder.name == "small"
     longer = launch("0.01", 2)
-    assert (longer.folder.name, longer.step) == ("small", 2 * STEPS)
+    assert (longer.folder.name, longer.steps) == ("small", 2 * STEPS)
     assert launch("0.02", 2).folder.name == "small-2"
     assert launch("0.01", 2).folder.name == "small"
 

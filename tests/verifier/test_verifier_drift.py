@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.cli.verify import _print_certificate
+from echelon.cli.common import print_answer
+from echelon.cli.verify import _describe_certificate
 from echelon.engine.loss_weighing import LossWeighing
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
@@ -91,7 +92,7 @@ def test_a_factor_that_only_the_trained_precision_has_is_a_no(precision: str, mo
 
 def test_the_drift_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     certificate = alone()
-    _print_certificate(certificate, "certificate.json")
+    print_answer(False, None, *_describe_certificate(certificate, "certificate.json"))
     text = capsys.readouterr().out
     below = text[text.index("drift") :]
     for finding in certificate.drift:
