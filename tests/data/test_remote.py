@@ -429,7 +429,7 @@ def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
     assert "shard-00003.arrow cannot be read" in told
     assert "shard-00005.arrow (samples 250 to 299) is cut off" in told
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "far"), "s3://bucket/set"])
-    assert "is on a store: pack into a folder here" in done.output
+    assert "DST must be a local folder" in done.output
 
 
 def test_files_come_together_and_ahead_of_their_batch(store: str, tmp_path: Path) -> None:
