@@ -17,6 +17,8 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action, Persist, WriteManifest, perform
 from echelon.server.protocol.auth import WORKER
 from echelon.server.protocol.event_loop import Connection, EventLoop, parse_address
+from echelon.server.protocol.specs import Dense, spec_from_plain
+from echelon.server.store import shard_checkpoint
 
 DOCUMENT_NAME = "controller.json"
 #: Blocks of one dense parameter: a typing mistake must not take all servers' memory.
@@ -49,8 +51,6 @@ class ControllerProcess:
         is_restart: bool = False,
         log: EventLogger = log_event,
     ) -> None:
-        from echelon.server.store import shard_checkpoint
-
         self._log_event = log
         folder.mkdir(parents=True, exist_ok=True)
         self._document_path = folder / DOCUMENT_NAME
@@ -91,7 +91,6 @@ class ControllerProcess:
         self._last_peer_id = 0
 
     def run(self) -> None:
-        """Serve until the loop is stopped."""
         self.loop.run()
 
     def on_open(self, connection: Connection) -> None:
@@ -168,8 +167,6 @@ def _check_same_settings(folder: Path, existing: Mapping[str, Any], requested: M
 
 def _check_declaration(frame: wire.Frame) -> None:
     """Refuse a spec that no server could take: it must not reach the document."""
-    from echelon.server.protocol.specs import Dense, spec_from_plain
-
     try:
         spec = spec_from_plain(frame.meta["spec"], "spec")
     except EchelonError as error:
@@ -183,8 +180,6 @@ def _check_declaration(frame: wire.Frame) -> None:
 
 def _check_checkpoint_target(frame: wire.Frame) -> None:
     """Refuse a folder that holds other things than a checkpoint."""
-    from echelon.server.store import shard_checkpoint
-
     try:
         shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
     except (EchelonError, KeyError, OSError, ValueError) as error:
@@ -193,8 +188,6 @@ def _check_checkpoint_target(frame: wire.Frame) -> None:
 
 def _complete_checkpoint(action: WriteManifest) -> str | None:
     """Complete a checkpoint that servers wrote; why it cannot be completed, if so."""
-    from echelon.server.store import shard_checkpoint
-
     try:
         shard_checkpoint.complete_checkpoint(Path(action.path), action.document)
     except (EchelonError, OSError) as error:

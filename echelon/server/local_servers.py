@@ -58,7 +58,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self.process.pid
 
     def wait_for_address(self) -> str:
@@ -106,7 +105,6 @@ class ChildProcess:
                     pipe.close()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """End it, by force if need be."""
         self.close_pipes()
         try:
             self.process.wait(timeout)
@@ -308,7 +306,6 @@ class Servers:
         )
 
     def close(self) -> None:
-        """End all of them."""
         self._closing.set()
         with self._lock:
             children = (*self.servers.values(), self.controller)

@@ -194,7 +194,6 @@ class RayServers:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """End all of them."""
         self._closing.set()
         for thread in (self._supervisor, self._drain_thread):
             if thread is not None and thread.is_alive():

@@ -47,7 +47,6 @@ class ServerActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def start(self, role: str, config: dict[str, Any], secret: bytes) -> str:
-        """Start; the address."""
         _raise_priority()
         node, ip, _ = self.locate()
         config.setdefault("bind", f"[{ip}]:0" if ":" in ip else f"{ip}:0")
@@ -74,8 +73,6 @@ class ServerActor:
 
 
 class WorkerActor:
-    """A worker's function."""
-
     def run(
         self,
         function: Callable[[Client, Worker], Result],

@@ -16,10 +16,13 @@ from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, perform
 from echelon.server.protocol.auth import SERVER, HandshakeAborted, SecretError, authenticate
 from echelon.server.protocol.event_loop import Connection, EventLoop, host_name, parse_address
 from echelon.server.protocol.shard_map import ShardMap
+from echelon.server.protocol.specs import spec_from_plain
 from echelon.server.replica import events
 from echelon.server.replica.report import make_report
-from echelon.server.replica.shard_state import ShardState, SnapshotPart
+from echelon.server.replica.shard_state import ShardState
 from echelon.server.replica.state import ReplicaState
+from echelon.server.store import SnapshotPart
+from echelon.server.store.shard_checkpoint import CheckpointWriter, load_shard
 
 HEARTBEAT_INTERVAL = 0.15
 REPORT_INTERVAL = 1.0
@@ -70,7 +73,7 @@ class ServerProcess:
         self._last_heartbeat = self._last_report = self._last_compile_log = 0.0
         self._last_counters: tuple[float, dict[str, int]] = (time.monotonic(), {})
         self._last_progress = time.monotonic()
-        self._checkpoint_writer: Any = None
+        self._checkpoint_writer: CheckpointWriter | None = None
         warm_up(self._log_compile_progress)
 
     def run(self) -> None:
@@ -211,13 +214,7 @@ class ServerProcess:
         self._perform(events.on_controller_connected(replica, now))
 
     def _create_replica(self, name: str, num_shards: int) -> ReplicaState:
-        from echelon.server.protocol.specs import spec_from_plain
-        from echelon.server.store.shard_checkpoint import load_shard
-        from echelon.server.store.store import ParameterStore
-
-        self._store = store = ParameterStore(
-            num_shards=num_shards, memory=self._memory, spill=self._spill, keep_alive=self._mark_alive
-        )
+        self._store = store = self._create_store(num_shards)
         return ReplicaState(
             name=name,
             incarnation=self.incarnation,
@@ -225,6 +222,12 @@ class ServerProcess:
             load_shard=lambda folder, shard: load_shard(Path(folder), shard),
             declare_spec=lambda spec: self._declare(store, spec_from_plain(spec)),
         )
+
+    def _create_store(self, num_shards: int) -> Any:
+        from echelon.server.store.store import ParameterStore  # needs numba
+
+        options: dict[str, Any] = {"memory": self._memory, "spill": self._spill, "keep_alive": self._mark_alive}
+        return ParameterStore(num_shards=num_shards, **options)
 
     def _declare(self, store: Any, spec: Any) -> None:
         from echelon.server.jit_warmup import warm_up_table
@@ -236,11 +239,8 @@ class ServerProcess:
 
     def _declaration_error(self, spec: dict[str, Any]) -> str | None:
         """Why this server could not hold a table or dense parameter, if so."""
-        from echelon.server.protocol.specs import spec_from_plain
-        from echelon.server.store.store import ParameterStore
-
         try:
-            trial = ParameterStore(num_shards=self._store.num_shards, memory=self._memory, spill=self._spill)
+            trial = self._create_store(self._store.num_shards)
             self._declare(trial, spec_from_plain(spec))
             trial.close()
         except (EchelonError, OSError, MemoryError, ValueError, OverflowError) as error:
@@ -260,8 +260,6 @@ class ServerProcess:
             self.loop.close(self._controller_connection)
 
     def _write_checkpoint(self, meta: dict[str, Any]) -> None:
-        from echelon.server.store.shard_checkpoint import CheckpointWriter
-
         if self._checkpoint_writer is None:
             self._checkpoint_writer = CheckpointWriter(self.loop)
         replica = self.replica

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from echelon.server.protocol.specs import StoreError
-from echelon.server.replica.shard_state import SnapshotPart
+from echelon.server.store import SnapshotPart
 
 
 class TinyStore:

@@ -129,7 +129,6 @@ def _publish_without_workers(controller: ControllerState, names: set[str], **cha
 
 
 def remove_dead(controller: ControllerState, now: float, dead: Sequence[tuple[str, str]]) -> None:
-    """Publish a map without these members."""
     for key in dead:
         controller.disconnect_deadlines.pop(key, None)
     shard_map = controller.map

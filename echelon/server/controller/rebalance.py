@@ -99,7 +99,6 @@ def on_drained(controller: ControllerState, now: float, session: MemberSession, 
 
 
 def complete_handovers(controller: ControllerState, now: float) -> bool:
-    """Give drained shards their new heads."""
     controller.handovers = {head: handover for head, handover in controller.handovers.items() if handover[0] > now}
     drained = {shard for shard in controller.drained_shards if controller.map.heads[shard] in controller.handovers}
     controller.drained_shards = set()

@@ -158,24 +158,19 @@ class ControllerState:
     # Actions
 
     def take_actions(self) -> list[Action]:
-        """The actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
 
     def send(self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any]) -> None:
-        """Send a frame."""
         self.actions.append(Send(PEER, peer, kind, request_id, meta))
 
     def refuse(self, peer: Hashable, request_id: int, error: str, message: str) -> None:
-        """Answer that a request fails."""
         self.send(peer, wire.REFUSED, request_id, {"error": error, "message": message})
 
     def close(self, peer: Hashable) -> None:
-        """Close a connection."""
         self.actions.append(Close(PEER, peer))
 
     def log(self, event: str, **details: Any) -> None:
-        """Log an event for people."""
         self.actions.append(LogEvent(event, details))
 
     def persist(self) -> None:
@@ -190,7 +185,6 @@ class ControllerState:
         return None if session is None else session.peer
 
     def is_head(self, session: MemberSession, shard: int) -> bool:
-        """Whether a member is the head of a shard."""
         return session.role == "server" and self.map.heads[shard] == session.name
 
     # Maps
@@ -201,7 +195,6 @@ class ControllerState:
         return {"map": self.map.to_document(), "specs": self.specs, "settings": settings, **more}
 
     def send_map_update(self, peer: Hashable) -> None:
-        """Send a server the map."""
         self.send(peer, wire.MAP_UPDATE, 0, {"map": self.map.to_document(), "specs": self.specs})
 
     def publish_map(self, **changes: Any) -> None:
@@ -241,11 +234,9 @@ class ControllerState:
         return -1 if peer is None else self.sessions[peer].map_version
 
     def is_map_installed(self) -> bool:
-        """Whether every server has the present map."""
         return all(self.installed_version(name) >= self.map.version for name in self.map.servers)
 
     def answer_once_installed(self, peer: Hashable, request_id: int, kind: int, meta: dict[str, Any]) -> None:
-        """Answer when every server has the present map."""
         self.deferred_answers.append(DeferredAnswer(self.map.version, peer, request_id, kind, meta))
         self.send_due_answers()
 

@@ -32,7 +32,6 @@ class DedupTable:
         self.pushed_since_rollback = np.zeros((4, num_shards), bool)
 
     def get_slot(self, worker: str, incarnation: int) -> int:
-        """The row of a worker, created if new."""
         key = (worker, incarnation)
         slot = self.slots.get(key)
         if slot is None:
@@ -55,7 +54,6 @@ class DedupTable:
         return np.maximum(self.clocks[:, shards].max(axis=0), self.departed_max_clock[shards])
 
     def expired_slots(self, is_expired: Callable[[int], bool]) -> list[int]:
-        """The rows of expired incarnations."""
         return [slot for (_, incarnation), slot in self.slots.items() if is_expired(incarnation)]
 
     def forget_expired(self, is_expired: Callable[[int], bool], shards: Any) -> None:
@@ -106,7 +104,6 @@ class DedupTable:
         self.pushed_since_rollback[:, shard] = False
 
     def clear_shard(self, shard: int) -> None:
-        """Forget everything of one shard."""
         self._clear(slice(None), shard)
         self.is_rolled_back[shard], self.departed_max_clock[shard] = False, 0
 

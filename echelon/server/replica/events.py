@@ -152,7 +152,6 @@ def on_tick(replica: ReplicaState, now: float) -> list[Action]:
 
 
 def load_next_shard(replica: ReplicaState, now: float) -> list[Action]:
-    """Read one shard that is to be restored from a checkpoint, if any."""
     map_change.load_next_shard(replica, now)
     return replica.take_actions()
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,40 +17,16 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet, all_set
 from echelon.server.protocol.specs import check_learning_rate
 from echelon.server.replica.dedup import NOT_COUNTED, DedupTable
+from echelon.server.store import SnapshotPart
 
-SnapshotPart = tuple[dict[str, Any], list[np.ndarray]]
+if TYPE_CHECKING:  # without numba there is none
+    from echelon.server.store.store import ParameterStore
+
 #: Gradients or rows of a table (n, dim), or one array for each dense block.
 Values = Any
 #: One operation of a push, its ids or blocks, and its values.
 Operation = tuple[dict[str, Any], np.ndarray, Values]
 _INT64 = np.dtype(np.int64)
-
-
-class ReplicaStore(Protocol):
-    """The methods of the store that a replica calls."""
-
-    @property
-    def lazy_tables(self) -> Mapping[str, Any]: ...
-    def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray: ...
-    def check_operations(
-        self, operations: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None
-    ) -> None: ...
-    def without_memory_limit(self) -> AbstractContextManager[None]: ...
-    def apply(self, name: str, ids: np.ndarray, grads: Values, *, lr: float | None, lsn: np.ndarray, step: int | None, ids_are_unique: bool = False) -> None: ...  # fmt: skip
-    def advance_lazy_table(self, name: str, shards: np.ndarray, lr: float | None) -> None: ...
-    def assign(self, name: str, ids: np.ndarray, rows: np.ndarray, *, lsn: np.ndarray) -> None: ...
-    def initialize_blocks(self, name: str, blocks: np.ndarray, values: Values, *, lsn: np.ndarray) -> None: ...
-    def read(self, name: str, ids: np.ndarray, wire_dtype: str) -> list[np.ndarray]: ...
-    def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]: ...
-    def changed_ids_until(
-        self, name: str, shards: Any, since: np.ndarray, limit: int | None
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-    def snapshot(self, shard: int) -> list[SnapshotPart]: ...
-    def install(self, shard: int, parts: Sequence[SnapshotPart]) -> None: ...
-    def drop(self, shard: int) -> None: ...
-    def digest(self, shard: int) -> bytes: ...
-    def expire(self, name: str, shards: Any, before_lsn: Any) -> int: ...
-    def stats(self) -> dict[str, Any]: ...
 
 
 class ReplicaDiverged(ServerError):  # noqa: N818 (what happened; its base says error)
@@ -113,7 +88,7 @@ def covers_frame(shard_set: ShardSet, frame: wire.Frame) -> bool:
 class ShardState:
     """All shards of one replica. Arrays are per shard."""
 
-    def __init__(self, store: ReplicaStore, num_shards: int) -> None:
+    def __init__(self, store: ParameterStore, num_shards: int) -> None:
         self.store, self.num_shards = store, num_shards
         self.lsn = np.zeros(num_shards, np.int64)
         #: The map version under which the last entry was ordered. Each version has one head per shard, so (version, lsn) names a state.

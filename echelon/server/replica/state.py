@@ -13,7 +13,8 @@ from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, 
 from echelon.server.protocol.shard_map import ShardMap, empty_map
 from echelon.server.protocol.shard_sets import ShardSet, ShardSetCache
 from echelon.server.replica.replica_link import PendingAck, ReplicaLink
-from echelon.server.replica.shard_state import ReplicaDiverged, ShardState, SnapshotPart
+from echelon.server.replica.shard_state import ReplicaDiverged, ShardState
+from echelon.server.store import SnapshotPart
 
 #: Seconds for which a backup's answer lets its head serve reads.
 LEASE = 0.3
@@ -94,7 +95,6 @@ class ReplicaState:
         self.counters = dict.fromkeys(("pushes", "pulls", "entries", "rows", "refused", "stale"), 0)
 
     def take_actions(self) -> list[Action]:
-        """The actions since the last call."""
         actions, self.actions = self.actions, []
         return actions
 
@@ -109,7 +109,6 @@ class ReplicaState:
         self.actions.append(Send(LINK, server, kind, 0, meta, arrays))
 
     def send_to_controller(self, kind: int, meta: dict[str, Any]) -> None:
-        """Send to the controller."""
         self.actions.append(Send(CONTROL, None, kind, 0, meta))
 
     def send_stale(self, peer: Hashable, request_id: int) -> None:

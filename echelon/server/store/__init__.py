@@ -1,1 +1,8 @@
-"""What a server holds: sparse tables, dense parameters, checkpoints."""
+"""The contents of a server: tables and dense parameters by shard, their snapshots, checkpoints and exports."""
+
+from typing import Any
+
+import numpy as np
+
+#: What a part of a shard's snapshot holds, and its arrays.
+SnapshotPart = tuple[dict[str, Any], list[np.ndarray]]

@@ -34,13 +34,11 @@ class DenseParameter:
         self._scratch = np.zeros(2, self._dtype)
 
     def block_bytes(self, block: int) -> int:
-        """Bytes of a block and its state."""
         length = self.spec.block_length(block)
         return (length + state_layout(self.spec.rule, length)[0]) * DTYPE_BYTES[self.spec.dtype]
 
     @property
     def bytes(self) -> int:
-        """Memory in use."""
         last_block = self.spec.blocks - 1  # the only one of another size
         last_bytes = self.block_bytes(last_block) if last_block in self.blocks else 0
         full_blocks = len(self.blocks) - (last_block in self.blocks)
@@ -79,7 +77,6 @@ class DenseParameter:
     def apply(
         self, blocks: list[int], grads: list[np.ndarray], *, lr: float | None, lsn: np.ndarray, step: int | None
     ) -> None:
-        """Update distinct blocks."""
         params = encode_rule_params(self.spec.rule, lr, self.spec.size)
         rule_args = (params.astype(self._dtype), params)
         for block in blocks:

@@ -71,7 +71,6 @@ class UpdateHistory:
 
     @property
     def bytes(self) -> int:
-        """Memory in use."""
         return self.rates.nbytes + self.adam_terms.nbytes + self.product_tree.nbytes
 
     @property
@@ -83,7 +82,6 @@ class UpdateHistory:
         return min(self.count, _ADAM_TAIL_UPDATES) if method == ADAM and converges else self.count
 
     def extend(self, rates: np.ndarray) -> None:
-        """Add one update per rate."""
         first, last = self.count, self.count + len(rates)
         while last > len(self.rates):
             self._double_capacity()
@@ -134,7 +132,6 @@ class _CatchUpKernel:
         self._no_output = np.empty((0, spec.dim), spec.dtype)
 
     def read(self, history: UpdateHistory, row_numbers: np.ndarray, views: tuple[Any, ...], out: np.ndarray) -> None:
-        """Bring the weights of rows up to date that were copied to `out`."""
         self._apply(history, row_numbers, views, out, -1)
 
     def write(self, history: UpdateHistory, row_numbers: np.ndarray, views: tuple[Any, ...], update_count: int) -> None:
@@ -184,11 +181,9 @@ class LazySparseTable(SparseTable):
 
     @property
     def bytes(self) -> int:
-        """Memory in use, histories included."""
         return super().bytes + sum(history.bytes for history in self._histories.values())
 
     def get_history(self, shard: int) -> UpdateHistory:
-        """The updates that a shard has had."""
         return self._histories[int(self._history_of_shard[shard])]
 
     def advance(self, shards: np.ndarray, lr: float | None) -> None:
@@ -234,7 +229,6 @@ class LazySparseTable(SparseTable):
             yield self._histories[number], slice(None) if selected.all() else np.flatnonzero(selected)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """Present weights."""
         weights = super().read(ids)
         row_numbers = self.find(ids)[0]
         for history, selected in self._group_by_history(ids):

@@ -30,7 +30,6 @@ class RowLayout(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Bytes of a row."""
         return 8 * self.words
 
     def to_array(self) -> np.ndarray:
@@ -46,7 +45,6 @@ def state_layout(rule: Rule, dim: int) -> tuple[int, int]:
 
 
 def make_row_layout(spec: Table) -> RowLayout:
-    """The layout of a table's rows."""
     dtype_bytes, stored_bytes = DTYPE_BYTES[spec.dtype], DTYPE_BYTES[spec.stored]
     state_size, count_index = state_layout(spec.rule, spec.dim)
     weights_end, scale_offset = 16 + spec.dim * stored_bytes, 0

@@ -62,7 +62,6 @@ class SafetensorsFile:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return tuple(self._tensors[name]["shape"])
 
     def tensor(self, name: str) -> np.ndarray:

@@ -27,7 +27,7 @@ from echelon.errors import CheckpointError, DocumentError
 from echelon.files import atomic_write, atomic_writer, sync_folder
 from echelon.plan.sealed_json import open_regular, read_regular, read_unsealed_format, seal, unseal
 from echelon.server.protocol.event_loop import EventLoop
-from echelon.server.replica.shard_state import SnapshotPart
+from echelon.server.store import SnapshotPart
 from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
 CHECKPOINT_FORMAT = 2
@@ -165,7 +165,6 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def shard_file(folder: Path, manifest: Mapping[str, Any], shard: int) -> Path:
-    """The file of a shard."""
     entry = manifest["files"].get(str(shard))
     if not isinstance(entry, dict) or not {"file", "sha256"} <= set(entry):
         raise CheckpointError(f"{folder}: shard {shard} is missing; use an older checkpoint")

@@ -42,7 +42,6 @@ class ShardIndex:
 
     @property
     def bytes(self) -> int:
-        """Memory of all slots."""
         return self._allocated_slots * 8
 
     def shard_arrays(self, shard: int) -> tuple[np.ndarray, int, int]:
@@ -72,7 +71,6 @@ class ShardIndex:
         return self._next_slot + int(self._growth(missing)[1].sum()) <= self._max_slots
 
     def grow(self, missing: np.ndarray) -> None:
-        """Make room for `missing` more rows per shard."""
         for shard, slot_count in zip(*(array.tolist() for array in self._growth(missing)), strict=True):
             slots, start, mask = self.shard_arrays(shard)
             self._allocated_slots += slot_count - (mask + 1)
@@ -82,7 +80,6 @@ class ShardIndex:
             self._release(start, mask + 1)
 
     def clear(self, shard: int) -> None:
-        """Forget the rows of a shard."""
         _, start, mask = self.shard_arrays(shard)
         self.rows_per_shard[shard] = 0
         self._allocated_slots += _MIN_SLOTS - (mask + 1)

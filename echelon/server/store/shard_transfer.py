@@ -13,7 +13,7 @@ from echelon.server import kernels as k
 from echelon.server.protocol.grouped_ids import make_hash_table
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import StoreError, spec_to_plain
-from echelon.server.replica.shard_state import SnapshotPart
+from echelon.server.store import SnapshotPart
 from echelon.server.store.dense_param import DenseBlock, DenseParameter
 from echelon.server.store.lazy_updates import LazySparseTable, UpdateHistory, history_from_runs
 from echelon.server.store.row_layout import state_layout

@@ -85,12 +85,10 @@ class SparseTable:
 
     @property
     def rows_per_shard(self) -> np.ndarray:
-        """How many rows each shard has."""
         return self.index.rows_per_shard
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
         return int(self.rows_per_shard.sum())
 
     @property
@@ -148,7 +146,6 @@ class SparseTable:
         self._spill_bytes = nbytes
 
     def grow_index(self, missing: np.ndarray) -> None:
-        """Grow the index for `missing` new rows per shard."""
         if not self._uses_huge_pages and self.bytes + self.bytes_needed(missing) > _MIN_HUGE_PAGE_BYTES:
             self._uses_huge_pages = True
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -314,7 +311,6 @@ class SparseTable:
         return row_numbers[np.argsort(self.read_column(row_numbers, 0))]
 
     def close(self) -> None:
-        """Delete the spill file; memory goes with the last view."""
         if self._spill_file is not None:
             os.close(self._spill_file)
             self._spill_file = None

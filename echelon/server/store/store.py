@@ -17,8 +17,7 @@ from echelon.server.protocol.grouped_ids import group_by_route, make_hash_table
 from echelon.server.protocol.hashing import shard_bits, shard_of
 from echelon.server.protocol.specs import Dense, StoreError, Table, check_learning_rate
 from echelon.server.protocol.wire_dtypes import quantize
-from echelon.server.replica.shard_state import SnapshotPart
-from echelon.server.store import shard_transfer
+from echelon.server.store import SnapshotPart, shard_transfer
 from echelon.server.store.admission import AdmissionCounts
 from echelon.server.store.dense_param import DenseParameter
 from echelon.server.store.lazy_updates import LazySparseTable
@@ -76,7 +75,6 @@ class ParameterStore:
 
     @property
     def specs(self) -> dict[str, Table | Dense]:
-        """The declared specs, by name."""
         specs: dict[str, Table | Dense] = {name: table.spec for name, table in self._tables.items()}
         return specs | {name: dense.spec for name, dense in self._dense_parameters.items()}
 
@@ -116,7 +114,7 @@ class ParameterStore:
         return [dense.read(block) for block in as_id_array(blocks).tolist()]
 
     def changed_ids_until(
-        self, name: str, shards: Sequence[int], since_lsns: np.ndarray, limit: int | None = None
+        self, name: str, shards: Sequence[int] | np.ndarray, since_lsns: np.ndarray, limit: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids (or blocks) written after a log number of each shard, and up to which log number each shard's answer is complete.
 
@@ -308,7 +306,7 @@ class ParameterStore:
         block_bytes = (self._dense_parameter(name).bytes_needed(np.concatenate(some)) for name, some in blocks.items())
         self._limit.check(missing_rows, sum(block_bytes))
 
-    def expire(self, name: str, shards: Sequence[int], before_lsn: int | np.ndarray) -> int:
+    def expire(self, name: str, shards: Sequence[int] | np.ndarray, before_lsn: int | np.ndarray) -> int:
         """Remove rows last written before a log number (one for all, or one per shard); how many."""
         limits = np.broadcast_to(np.asarray(before_lsn, np.int64), (len(shards),))
         counts, table = self._admission_counts.get(name), self._table(name)
@@ -354,7 +352,6 @@ class ParameterStore:
             lazy_table.set_history(shard, history)
 
     def drop(self, shard: int) -> None:
-        """Forget a shard."""
         for table in (*self._tables.values(), *self._admission_counts.values()):
             table.rows_of_shard(shard, clear=True)
         for dense in self._dense_parameters.values():
@@ -384,12 +381,10 @@ class ParameterStore:
 
     @property
     def bytes(self) -> int:
-        """Memory in use."""
         tables = (*self._tables.values(), *self._admission_counts.values())
         return sum(table.bytes for table in tables) + sum(dense.bytes for dense in self._dense_parameters.values())
 
     def close(self) -> None:
-        """Delete spill files."""
         for table in self._tables.values():
             table.close()
 

@@ -18,6 +18,7 @@ from echelon.errors import CheckpointError, DocumentError
 from echelon.files import atomic_writer
 from echelon.server.protocol.hashing import mix64, shard_of
 from echelon.server.protocol.specs import DTYPE_BYTES, StoreError, Table, spec_from_plain, spec_to_plain
+from echelon.server.store import shard_checkpoint
 from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
 #: Ids, rows, and the scales of integers.
@@ -28,8 +29,6 @@ RateRuns = tuple[np.ndarray, np.ndarray]
 
 def export_from_checkpoint(folder: Path, name: str, path: Path, wire_dtype: str = "f4") -> int:
     """Write a table of a servers' checkpoint; how many rows. Needs no server."""
-    from echelon.server.store import shard_checkpoint
-
     manifest = shard_checkpoint.read_manifest(folder)
     spec = _find_table_spec(folder, manifest, name)
     count = sum(_count_rows(folder, manifest, shard, name) for shard in range(manifest["shards"]))
@@ -54,8 +53,6 @@ def iterate_rows(source: Path, name: str | None = None, dtype: str = "f4") -> It
         for ids, arrays in table.chunks:
             yield np.array(ids), dequantize([np.array(array) for array in arrays], dtype)
         return
-    from echelon.server.store import shard_checkpoint
-
     manifest = shard_checkpoint.read_manifest(source)
     spec = _find_table_spec(source, manifest, name)
     for ids, arrays in _read_checkpoint_batches(source, manifest, spec, "f8" if dtype == "f8" else "f4"):
@@ -212,7 +209,6 @@ def _read_checkpoint_batches(
     folder: Path, manifest: dict[str, Any], spec: Table, wire_dtype: str
 ) -> Iterator[RowBatch]:
     from echelon.server.protocol.wire_dtypes import dequantize, quantize
-    from echelon.server.store import shard_checkpoint
     from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_from_runs
     from echelon.server.store.row_layout import extract_weights
 
@@ -257,8 +253,6 @@ def _open_shard(
     folder: Path, manifest: dict[str, Any], shard: int
 ) -> Iterator[tuple[SafetensorsFile, list[tuple[dict[str, Any], list[str]]]]]:
     """A shard's file, mapped, and its parts with the names of their tensors."""
-    from echelon.server.store import shard_checkpoint
-
     path = shard_checkpoint.shard_file(folder, manifest, shard)
     try:
         file = SafetensorsFile(path)
