@@ -179,7 +179,7 @@ def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixtu
     said = capfd.readouterr().err
     assert "the controller died (it was killed by signal 9" in said
     assert f"server {name} died" in said
-    assert "the other replicas go on, and a new server takes its place" in said
+    assert "the other replicas continue, and a new server replaces it" in said
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_what_becomes_of_the_shards_of_a_dead_server_is_said() -> None:
         os.kill(alone.servers["s1"].pid, signal.SIGKILL)
         alone.servers["s1"].process.wait()
         alone.restart_dead(said.append)
-    assert "; its shards go back to the last checkpoint, or are lost where there is none, and a new server" in said[0]
+    assert "; its shards go back to the last checkpoint, or are lost without one, and a new server" in said[0]
     assert said[1] == "server s2 started"
 
 
