@@ -124,7 +124,10 @@ def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
         assert (found["shards"], found["replicas"], found["settings"]["staleness"]) == (4, 1, 3)
         assert found["version"] > 1
     for options, message in (
-        (["--shards", "8", "--staleness", "0"], "a job with shards=4, staleness=3, but shards=8, staleness=0 was requested"),
+        (
+            ["--shards", "8", "--staleness", "0"],
+            "a job with shards=4, staleness=3, but shards=8, staleness=0 was requested",
+        ),
         (["--servers", "2", "--replicas", "2"], "a job with replicas=1, but replicas=2 was requested"),
         (["--restore", str(tmp_path)], f"{folder}: holds a job already, which cannot begin from"),
     ):
