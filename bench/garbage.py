@@ -210,7 +210,7 @@ def _attack(
                 say(f"{reached['strangers']} of strangers")
         if not np.array_equal(client.pull({"canary": IDS})["canary"], before):
             raise Unsafe("strangers changed rows")
-        if set(fetch_status(servers.address, servers.secret)["workers"]) - {"witness"}:
+        if set(fetch_status(servers.address, servers.secret)["workers"]) - set(found["workers"]):
             raise Unsafe("strangers joined")
         while (sent := reached["holders"]) < frames - half:
             holders(targets, servers.secret, good, drawn, min(TOGETHER, frames - half - sent))
