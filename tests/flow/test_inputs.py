@@ -92,7 +92,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
     monkeypatch.delenv("READING_RATE", raising=False)
     first = identity_of(file)
     names = {"file config.json", "file values.npy", "folder parts", "environment READING_RATE", "source reading.py"}
-    assert names | {"source helper_of_reading.py", "data", "code loss", "version torch", "setting batch"} <= set(
+    assert names | {"source helper_of_reading.py", "data", "code loss", "version torch", "setting batch_size"} <= set(
         first.digests
     )
     assert not any("site-packages" in name or "RANK" in name for name in first.digests)

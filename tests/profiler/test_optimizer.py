@@ -141,17 +141,17 @@ def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, s
 @pytest.mark.parametrize(
     ("make", "plan", "words"),
     [
-        (own.Lamb, "dp=2 zero=1", "LAMB reads whole parameters (norms, factors), and zero=1 shards them"),
-        (own.Lamb, "dp=2 tp=2 zero=3", "zero=3 shards and tp=2 cuts them: every step gathers gradients and values at the ranks that own"),
+        (own.Lamb, "dp=2 zero=1", "LAMB reads full parameters (norms, factors), and zero=1 shards them"),
+        (own.Lamb, "dp=2 tp=2 zero=3", "zero=3 shards and tp=2 cuts them: every step gathers gradients and values on the ranks that own"),
         (own.Lamb, "dp=2", None),
         (own.Lamb, "pp=2", None),
-        (own.DAdapt, "pp=2", "reads across parameters, and pp=2 spreads them: every step gathers gradients and values at one rank"),
+        (own.DAdapt, "pp=2", "reads across parameters, and pp=2 spreads them: every step gathers gradients and values on one rank"),
         (own.DAdapt, "dp=2", None),
         (own.Sgld, "dp=2 zero=2", "draws random numbers"),
         (own.Sgld, "dp=2", None),
         (own.Plain, "dp=2 tp=2 pp=2 zero=2", None),
-        (lambda p: Stubborn([v for _, v in p], lr=1e-3), "tp=2", r"could not be tried on small parameters (KeyError: 'who is this?')"),
-        (own.by_value, "tp=2", "could not be tried on small parameters (RuntimeError"),
+        (lambda p: Stubborn([v for _, v in p], lr=1e-3), "tp=2", r"could not be tested on small parameters (KeyError: 'who is this?')"),
+        (own.by_value, "tp=2", "could not be tested on small parameters (RuntimeError"),
     ],
 )  # fmt: skip
 def test_check_names_what_is_gathered_and_refuses_nothing(make: Any, plan: str, words: str | None) -> None:

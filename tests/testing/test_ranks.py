@@ -121,8 +121,8 @@ def test_no_process_outlives_the_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from echelon.testing.rank_pool import Pool\n"
-        "pool = Pool()\n"
+        "from echelon.testing.rank_pool import RankPool\n"
+        "pool = RankPool()\n"
         "pool.run(2, 'tests.testing.test_ranks:total', 1.0)\n"
         "print(*[pid for pid, _ in pool.run(2, 'tests.testing.test_ranks:total', 1.0)], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

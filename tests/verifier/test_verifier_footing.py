@@ -71,7 +71,7 @@ def test_where_samples_may_see_each_other_one_of_two_plans_has_whole_batches(tex
     footing = choose_reference(complete(from_text(text), job), job, unknown, device=CPU, memory=1, host_memory=1)
     assert str(footing.plan) == other
     with pytest.raises(
-        VerificationError, match=r"not known whether samples see each other, because it is too large; give"
+        VerificationError, match=r"it is unknown whether samples see each other, because it is too large; give"
     ):
         parse_reference("dp=2 zero=3", Plan(mesh=Mesh(dp=2)), job, unknown)
 
