@@ -162,7 +162,7 @@ def _make_checked(
         is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
         if is_sparse and not allow_sparse and any(id(p) not in table_ids for p in _parameters_of(optimizer)):
             raise PlanError(
-                "optimizer= is SparseAdam, which takes sparse gradients alone; ranks add up dense ones: train in one process (dp=1), or with "
+                "optimizer= is SparseAdam, which takes sparse gradients alone; ranks sum dense ones: train in one process (dp=1), or with "
                 "Adagrad or SGD, which train the same either way, or with Adam, which also moves rows that a batch did not use; or under a plan "
                 "with exchange=server, which trains tables as SparseAdam does"
             )
@@ -228,7 +228,7 @@ def trained_loss_parameters(
     trained = {name: parameter for name, parameter in held_by_loss.items() if id(parameter) in trained_ids}
     if trained and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.uses_servers or has_full_tensor_optimizers):
         raise PlanError(
-            f'"{plan}" cannot train {next(iter(trained))}, a parameter that loss= holds and optimizer= trains beside the model\'s: one process and plans of '
+            f'"{plan}" cannot train {next(iter(trained))}, a parameter that loss= holds and optimizer= trains besides the model\'s: one process and plans of '
             "dp and zero can (zero: with an optimizer that treats each number by itself); or make it a parameter of the model"
         )
     return trained

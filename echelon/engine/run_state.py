@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from echelon.data.loader import StepBatch
 from echelon.engine.backends.backend import Backend
 from echelon.engine.build_model import RankModel, allows_sparse_gradients
 from echelon.engine.checkpoint.function_state import find_loss_parameters
@@ -159,6 +160,10 @@ class RunState:
     def is_first_replica(self) -> bool:
         """Whether this rank is the first of those that hold the same stage: it saves what they hold alike."""
         return not self.data_parallel.rank and not self.axes["tp"].rank
+
+    def is_split(self, batch: StepBatch) -> bool:
+        """Whether a step is computed in parts, by ranks or in micro-batches."""
+        return self.data_parallel.size > 1 or len(batch.micro_batches) > 1
 
     def seed_random(self, *seed_key: int | str) -> None:
         """Seed every generator from the job's seed and `seed_key`."""

@@ -36,15 +36,15 @@ class StepMetrics:
         deferred: bool | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`uses_micro_batches`: whether a rank computes its part of a batch in micro-batches; `track_frozen`: whether parameters that are not trained are whole and
-        may be looked at. `deferred`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
+        """`uses_micro_batches`: whether a rank computes its part of a batch in micro-batches. `track_frozen`: also track frozen parameters, which are
+        whole. `deferred`: the host reads changes a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
         self._synced_states: list[_RunningStatistics | BufferTracker | ReducedState] = []
         #: State that calls change by a known rule; None: nothing does.
         self.reduced_state: ReducedState | None = None
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
-        self._scalar_count = self._extra_size = 0
+        self._sizes: list[int] = []
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
         norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
         # A synchronised batch norm has the same statistics on every rank already.
@@ -57,7 +57,7 @@ class StepMetrics:
             self._synced_states.append(self.buffer_tracker)
 
     def set_reduced_state(self, reduced_state: ReducedState) -> None:
-        """Have this state put together by its own rules."""
+        """Reduce this state by its own rules."""
         others = [state for state in self._synced_states if state is not self.reduced_state]
         self._synced_states = [*others, reduced_state]
         self.reduced_state = reduced_state
@@ -72,46 +72,42 @@ class StepMetrics:
 
     @torch.no_grad()
     def send(self, *scalars: Tensor, extra: Tensor) -> None:
-        """After the step's last forward: this rank's shares of numbers to add up, the loss among them; `extra`: a vector of more."""
+        """After the step's last forward: send this rank's shares of numbers to sum, the loss among them, and `extra`, a vector of more."""
         packed_scalars = torch.stack([scalar.detach().double() for scalar in scalars])
-        self._scalar_count, self._extra_size = len(scalars), len(extra)
-        self._sums = torch.cat([packed_scalars, extra, *(state.pack() for state in self._synced_states)])
+        parts = [packed_scalars, extra, *(state.pack() for state in self._synced_states)]
+        self._sums, self._sizes = torch.cat(parts), [len(part) for part in parts]
         if self._ranks.size > 1:
             self._work = dist.all_reduce(self._sums, group=self._ranks.process_group, async_op=True)
 
     @torch.no_grad()
     def receive(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Those numbers, and the vector, summed over the ranks; buffers now hold their common values."""
+        """Those numbers, and the vector, summed over the ranks; buffers then hold their common values."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._synced_states:
-            packed = self._sums[self._scalar_count + self._extra_size :]
-            for state in self._synced_states:
-                sums_of_state, packed = packed[: state.size], packed[state.size :]
-                state.unpack(sums_of_state)
-        return tuple(self._sums[: self._scalar_count]), self._sums[
-            self._scalar_count : self._scalar_count + self._extra_size
-        ]
+        scalars, extra, *state_sums = self._sums.split(self._sizes)
+        for state, sums in zip(self._synced_states, state_sums, strict=True):
+            state.unpack(sums)
+        return tuple(scalars), extra
 
     @property
     def resync_flag(self) -> Tensor | None:
-        """On an accelerator: above 0 if a rank saw what it had not seen before. Then all must `resync`."""
+        """On an accelerator: above 0 if a rank saw a first change. Then all must `resync`."""
         flags = [state.resync_flag for state in self._synced_states if state.resync_flag is not None]
         return torch.stack(flags).sum() if flags else None
 
     @torch.no_grad()
     def resync(self) -> None:
-        """Agree on which buffers change and bring them to their common values now. Every rank must call it."""
+        """Agree on which buffers change, and reduce them. Every rank must call it."""
         for state in self._synced_states:
             state.resync()
 
 
 class _RunningStatistics:
-    """The running means and variances of local batch norms, all in one flat tensor; no value visits the host."""
+    """The running means and variances of local batch norms in one flat tensor; the host reads none of it."""
 
     def __init__(self, norms: list[_BatchNorm], ranks: Communicator, *, deferred: bool) -> None:
-        """`deferred`: the host may not wait for what the ranks add up."""
+        """`deferred`: the host must not wait for sums over ranks."""
         self._ranks, device = ranks, ranks.device
         self._deferred = deferred
         #: Where the host may not wait: above 0 if ranks called a layer unequally often.

@@ -68,7 +68,7 @@ class TrainStep:
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
         run = self._run
-        is_split = run.data_parallel.size > 1 or len(batch.micro_batches) > 1
+        is_split = run.is_split(batch)
         can_repeat = is_split and run.nominal_count is None and run.backend.can_repeat_step and run.device.type == "cpu"
         self._replaced_parameter_check.begin_step()
         self.buffer_rule_check.learn_rules(batch)

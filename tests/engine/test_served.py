@@ -65,7 +65,7 @@ def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: RankPool
         with pytest.raises(Exception, match="have staleness=0, aggregate=True, and the plan has staleness=4"):
             run("dp=2 exchange=server staleness=4", stop=2)
         before = run(stop=2, save=saved)
-        with pytest.raises(Exception, match="they hold what this job trained before; go on from its last checkpoint"):
+        with pytest.raises(Exception, match="they hold what this job trained before; resume from its last checkpoint"):
             run(stop=2)
         after = run(stop=4, load=saved)
         with pytest.raises(Exception, match=r"they are at step 4, and the checkpoint .* at step 2; start servers with"):

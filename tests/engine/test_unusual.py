@@ -200,7 +200,7 @@ def test_micro_batches_of_sparse_gradients_are_proved() -> None:
 
 
 def test_several_ranks_refuse_what_takes_sparse_gradients_alone(ranks: RankPool) -> None:
-    assert all("takes sparse gradients alone; ranks add up dense" in each for each in ranks.run(2, sparse_failure))
+    assert all("takes sparse gradients alone; ranks sum dense" in each for each in ranks.run(2, sparse_failure))
 
 
 def sparse_failure(world: World) -> str:

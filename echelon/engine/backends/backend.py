@@ -34,7 +34,7 @@ class Backend(Protocol):
         ...
 
     def gradient_norm(self, gradients: Sequence[Tensor], replica_counts: Sequence[int]) -> Tensor:
-        """The norm of the whole gradient: of this rank's `gradients`, each held by so many ranks, and of those that servers get."""
+        """The norm of the whole gradient: of this rank's `gradients`, held by `replica_counts` ranks each, and of those that servers get."""
         ...
 
     def look_ahead(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:

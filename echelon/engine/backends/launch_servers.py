@@ -23,7 +23,7 @@ SHARD_COUNT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalServers:
-    """Servers that were started elsewhere and go on after the run."""
+    """Servers that were started elsewhere and outlive the run."""
 
     address: str  #: of their controller
     secret_file: Path

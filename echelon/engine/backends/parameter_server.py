@@ -101,7 +101,7 @@ class ParameterServerBackend(AllReduceBackend):
     def begin_step(self, batch: StepBatch) -> None:
         if self._servers_are_trained:
             raise ServerError(
-                f"servers={self._launcher.address}: they hold what this job trained before; go on from its last checkpoint (resume), or start new servers"
+                f"servers={self._launcher.address}: they hold what this job trained before; resume from its last checkpoint, or start new servers"
             )
         self._fetched_rows, self._row_gradients = {}, {}
         predicted_ids = self._predict_ids(batch)

@@ -31,7 +31,7 @@ class BufferRuleCheck:
 
     def learn_rules(self, batch: StepBatch) -> None:
         """Before a step: learn how calls change the model's state, by calling it."""
-        if not self._applies or not self._is_split(batch):
+        if not self._applies or not self._run.is_split(batch):
             return
         if self._tracker.newly_changed:  # on an accelerator, where ranks hear of it a step later
             self._check_new_changes(batch)
@@ -44,14 +44,11 @@ class BufferRuleCheck:
         self._step_count += 1
         if not self._applies or not self._tracker.newly_changed:
             return
-        if self._is_split(batch):
+        if self._run.is_split(batch):
             self._check_new_changes(batch)
         else:
             self._has_new_state = True  # one device has called it with the whole batch
             self._tracker.clear_newly_changed()
-
-    def _is_split(self, batch: StepBatch) -> bool:
-        return self._run.data_parallel.size > 1 or len(batch.micro_batches) > 1
 
     def _find_rules(self, batch: MicroBatch, other_batch: MicroBatch, *, caches_exist: bool = False) -> dict[str, str]:
         reduced_state = self._step_metrics.reduced_state

@@ -205,7 +205,7 @@ def _choose_rule(run: RunState, name: str, observations: Sequence[_Observation],
     if name in dict(run.model.named_parameters()) and rules[:1] != ["same"]:
         raise UnshardableStateError(
             f"parameter {name}: forward itself changes it by this rank's samples (an initialization by the first batch, a Python flag), so that ranks "
-            f"or micro-batches come apart; initialize it before training, {remedy}",
+            f"or micro-batches diverge; initialize it before training, {remedy}",
             tensor=name,
             cause="forward writes to a parameter",
         )

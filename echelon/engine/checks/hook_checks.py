@@ -40,5 +40,5 @@ def require_supported_hooks(
     if first_hooked is not None and (plan.ranks > 1 or plan.micro):
         warn(
             f"{first_hooked} has a hook on gradients: under this plan it is called on each part of the batch (or of the tensor) by itself; "
-            "`echelon verify` tells whether that matters"
+            "`echelon verify` shows whether that matters"
         )

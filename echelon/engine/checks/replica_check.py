@@ -222,7 +222,7 @@ def _first_differing(ranks: Sequence[int], values: Sequence[object]) -> int:
 
 def _divergence_error(message: str, rank: int, name: str, kind: _ReplicaKind) -> DivergenceError:
     remedy = "; the last checkpoint was saved before that" if kind is not _INITIAL_PARAMETER else ""
-    return DivergenceError(f"ranks came apart: {message}{remedy}", rank=rank, tensor=name, cause=kind.cause)
+    return DivergenceError(f"ranks diverged: {message}{remedy}", rank=rank, tensor=name, cause=kind.cause)
 
 
 def _local_shape(value: Any) -> tuple[int, ...]:
