@@ -176,7 +176,10 @@ def _collect_terms(
             return
         operator = _operator_name(node)
         mean_divisor = _mean_divisor(node, operator)
-        is_sum = mean_divisor is None and _is_sum(node, operator, accept_sums) and not _has_single_inputs(node)
+        is_sum = mean_divisor is None and (
+            operator in _SUM_OPERATORS or (accept_sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
+        )
+        is_sum = is_sum and not _has_single_inputs(node)
         if mean_divisor is not None or is_sum:
             name = (f"{operator} / count" if is_sum else operator).lower()
             if not isinstance(factor, Tensor) and factor == 0:
@@ -237,10 +240,6 @@ def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
         return False
     is_empty = torch.stack(empty).any() & (divisor == 1)
     return is_empty if isinstance(divisor, Tensor) or is_empty.device.type != "cpu" else bool(is_empty)
-
-
-def _is_sum(node: Any, operator: str, accept_sums: bool) -> bool:
-    return operator in _SUM_OPERATORS or (accept_sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
 
 
 def _mean_divisor(node: Any, operator: str) -> Scalar | None:

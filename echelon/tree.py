@@ -136,7 +136,9 @@ def _open_container(value: Any) -> tuple[Any, Any, Iterable[Any], Any] | None:
         return kind, value._fields, tuple(value), None
     if isinstance(value, dict):
         keys = tuple(value)
-        return kind, keys, value.values(), None if instance_dict(value) is value else _emptied_copy(value, keys)
+        mirrors_itself = instance_dict(value) is value
+        template = None if mirrors_itself else _fill_dict(copy.copy(value), keys, [None] * len(keys))
+        return kind, keys, value.values(), template
     if isinstance(value, list | tuple):
         return kind, len(value), value, None
     names = _container_attributes(value)
@@ -176,10 +178,6 @@ def _new_instance(container_type: Any) -> Any:
         return object.__new__(container_type)
     except TypeError:
         return container_type.__new__(container_type)
-
-
-def _emptied_copy(value: dict[Any, Any], keys: tuple[Any, ...]) -> Any:
-    return _fill_dict(copy.copy(value), keys, [None] * len(keys))
 
 
 def _fill_dict(new: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:

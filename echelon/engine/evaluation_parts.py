@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,10 @@ def _is_row_list(value: Any) -> bool:
     return is_list and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
-def _map_part(change: Callable[[Tensor], Any], part: EvaluationPart) -> EvaluationPart:
-    return EvaluationPart(map_tensors(change, part.output), map_tensors(change, part.batch), part.sample_count)
-
-
 def move_part(part: EvaluationPart, device: torch.device) -> EvaluationPart:
     """The same on another device, without graphs."""
-    return _map_part(lambda tensor: tensor.detach().to(device), part)
+    output, batch = (map_tensors(lambda t: t.detach().to(device), tree) for tree in (part.output, part.batch))
+    return EvaluationPart(output, batch, part.sample_count)
 
 
 def widen_outputs(part: EvaluationPart) -> EvaluationPart:

@@ -325,13 +325,11 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         if len(shardedness) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors take whole ones or sharded ones
-        elif fused and type(optimizer) in kernels and is_supported and not _prevents_fused(group):
+        # Settings that the kernels or `init_late_momentum` do not support.
+        elif isinstance(group.get("lr"), Tensor) or group.get("dampening"):
+            continue
+        elif fused and type(optimizer) in kernels and is_supported:
             group["fused"] = True
-
-
-def _prevents_fused(group: Mapping[str, Any]) -> bool:
-    """Whether it has settings that the kernels or `init_late_momentum` do not support."""
-    return isinstance(group.get("lr"), Tensor) or bool(group.get("dampening"))
 
 
 def init_late_momentum(optimizer: Optimizer) -> None:

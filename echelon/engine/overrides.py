@@ -268,7 +268,8 @@ def _rebuild_schedules(
             adopted = [_keys_moved_by_schedule(*settings) for settings in records]
         else:
             old = [read_group_settings(group) for group in replayed[0][index].param_groups]
-            is_same = _same_settings(old, new) and _same_schedule(replayed[1][index], run.schedules[index])
+            states = map(schedule_state.read_state, (replayed[1][index], run.schedules[index]))
+            is_same = _same_settings(old, new) and _is_close(*states)
             follows_metric = takes_metric(old_schedules[index])
             keeps_old_schedule = is_same or follows_metric
             if not keeps_old_schedule and _same_settings(old, loaded[index]):
@@ -332,10 +333,6 @@ def _is_close(left: Any, right: Any) -> bool:
     if isinstance(left, float | int) and isinstance(right, float | int):
         return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-300) or (left != left and right != right)
     return callable(left) or bool(left == right)
-
-
-def _same_schedule(left: Any, right: Any) -> bool:
-    return _is_close(schedule_state.read_state(left), schedule_state.read_state(right))
 
 
 def _irreproducible_message(

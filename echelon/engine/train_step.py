@@ -274,7 +274,9 @@ class TrainStep:
         gradient_norm, skipped = None, False
         if run.job.clip_norm is not None or run.loss_scale is not None:
             gradient_norm = self.gradient_norm()
-            skipped = run.loss_scale is not None and not self._gradients_are_finite(gradient_norm)
+            if run.loss_scale is not None:
+                grads = grad_clip.gradients(run.loss_parameters.values())
+                skipped = not math.isfinite(gradient_norm.item()) or not all(bool(g.isfinite().all()) for g in grads)
             if run.job.clip_norm is not None and not skipped:
                 factor = grad_clip.clip_factor(gradient_norm, run.job.clip_norm)
                 grad_clip.scale_gradients(grad_clip.gradients(run.rank_model.parameters), factor)
@@ -331,11 +333,6 @@ class TrainStep:
             if parameter.grad is not None
         ]
         return self._run.backend.gradient_norm(grad_clip.gradients(rank_model.parameters), replica_counts)
-
-    def _gradients_are_finite(self, gradient_norm: Tensor) -> bool:
-        """Whether all gradients are; `gradient_norm`: the norm of the model's."""
-        loss_gradients = grad_clip.gradients(self._run.loss_parameters.values())
-        return math.isfinite(gradient_norm.item()) and all(bool(grad.isfinite().all()) for grad in loss_gradients)
 
     def check_last(self) -> None:
         """Check the last step's results before they are built upon, saved or reported."""

@@ -37,7 +37,7 @@ class EmptyTable(nn.Parameter):
     as that would give other numbers than the table."""
 
     parameter_name: str
-    is_in_forward: Callable[[], bool]
+    is_in_forward: Callable[[], bool] = staticmethod(lambda: False)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ class EmptyTable(nn.Parameter):
                 if not isinstance(result, Tensor):  # `.T` and `.data` are read in order to compute with them
                     return result
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, EmptyTable) and getattr(leaf, "is_in_forward", _never_in_forward)():
+                if isinstance(leaf, EmptyTable) and leaf.is_in_forward():
                     raise PlanError(
                         f"exchange=server: forward computes with {leaf.parameter_name} itself, of which a rank has only the rows of its batch; read it by "
                         "calling its module, or keep it with the ranks (a larger rows=)"
@@ -60,10 +60,6 @@ class EmptyTable(nn.Parameter):
 _METADATA_METHODS = (
     "__get__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex", "__hash__", "__repr__",
 )  # fmt: skip
-
-
-def _never_in_forward() -> bool:
-    return False
 
 
 def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_values: bool) -> dict[str, Tensor]:

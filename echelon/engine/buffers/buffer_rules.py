@@ -119,7 +119,10 @@ class _Trial:
         """What rules hold for this rank's samples; of what no call changes nothing."""
         run, count = self._run, micro_batch.samples
         batch, other_batch = run.move_batch(micro_batch.batch), run.move_batch(other_micro_batch.batch)
-        can_concatenate = _have_same_shapes(batch, other_batch)
+        shapes, other_shapes = (
+            [getattr(leaf, "shape", None) for leaf in tree_leaves(tree)] for tree in (batch, other_batch)
+        )
+        can_concatenate = shapes == other_shapes
         split_at = max(count // 3, min(2, count // 2))  # of a single sample some layers have no statistics
         observations: dict[str, _Observation] = {}
         with (
@@ -261,11 +264,6 @@ def _concatenate_samples(batch: Any, other_batch: Any) -> Any:
         return torch.cat([leaf, other_leaf]) if is_sample else leaf
 
     return tree_map(concatenate_leaf, batch)
-
-
-def _have_same_shapes(batch: Any, other_batch: Any) -> bool:
-    shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(tree)] for tree in (batch, other_batch)]
-    return shapes[0] == shapes[1]
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ class BufferTracker:
         self.slots: dict[str, TensorSlot] = {
             name: slot
             for name, module, slot in named_slots(model)
-            if not isinstance(module, _BatchNorm) and _may_hold_numbers(slot)
+            if not isinstance(module, _BatchNorm) and ((tensor := slot[0][slot[1]]) is None or has_numbers(tensor))
         }
         #: Frozen parameters, which may be large.
         self._frozen_slots: dict[str, TensorSlot] = {}
@@ -289,11 +289,6 @@ class BufferTracker:
                 self._integer_mismatches[name] = (
                     mean_values.view_as(tensor) - tensor.to(mean_values)
                 ).abs().max() > 0.25
-
-
-def _may_hold_numbers(slot: TensorSlot) -> bool:
-    tensor = slot[0][slot[1]]
-    return tensor is None or has_numbers(tensor)
 
 
 def _has_shape(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:

@@ -153,7 +153,10 @@ class ReplicaCheck:
     def _compare_over(
         self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
     ) -> None:
-        if communicator.size > 1 and not _checksums_agree(communicator, {name: checksums[name] for name in items}):
+        if communicator.size == 1:
+            return
+        text = "\n".join(f"{name} {checksums[name]}" for name in sorted(items)).encode()
+        if not is_same_on_ranks(communicator, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")):
             self._diagnose(communicator, items, checksums, step)
 
     def _diagnose(
@@ -229,12 +232,6 @@ def _local_shape(value: Any) -> tuple[int, ...]:
     return tuple(to_local(value).shape) if isinstance(value, Tensor) else ()
 
 
-def _checksums_agree(communicator: Communicator, checksums: Mapping[str, int]) -> bool:
-    """Whether all ranks have the same names with the same sums."""
-    text = "\n".join(f"{name} {checksum}" for name, checksum in sorted(checksums.items())).encode()
-    return is_same_on_ranks(communicator, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
-
-
 def is_same_on_ranks(communicator: Communicator, checksum: int) -> bool:
     """Whether an integer of 60 bits is the same on every rank."""
     words = [checksum >> (_WORD_BITS * index) & ((1 << _WORD_BITS) - 1) for index in range(_WORD_COUNT)]
@@ -274,7 +271,9 @@ def checksum(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    flat = tensor.reshape(-1) if tensor.is_contiguous() or not _is_dense(tensor) else _in_memory_order(tensor)
+    is_dense = bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    is_permuted = is_dense and not tensor.is_contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_permuted else tensor.reshape(-1)  # in memory order
     flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
     values_per_word = 8 // flat.element_size()
     length = flat.numel() // (values_per_word * _CHECKSUM_PARTS) * (values_per_word * _CHECKSUM_PARTS)
@@ -292,12 +291,3 @@ def _as_integers(flat: Tensor) -> Tensor:
     """The bits as integers of the same width."""
     dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(dtypes[flat.element_size()])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's numbers in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
