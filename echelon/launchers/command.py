@@ -28,7 +28,6 @@ def user_command() -> list[str]:
 
 
 def command_environment() -> dict[str, str]:
-    """The variables by which a rank knows the command."""
     return {COMMAND_VARIABLE: json.dumps(user_command())}
 
 

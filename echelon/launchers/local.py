@@ -169,7 +169,6 @@ def _launch_error(failed_rank: int, processes: list[_Process], folder: Path) -> 
 
 
 def _end_processes(processes: list[_Process]) -> None:
-    """Leave no process behind."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         alive = [process for process in processes if process.poll() is None]
         for process in alive:

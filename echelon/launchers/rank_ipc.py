@@ -58,7 +58,6 @@ def take_previous_result() -> dict[str, str] | None:
 
 
 def report_start() -> None:
-    """Report to the launcher that training has begun."""
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -71,7 +70,6 @@ def has_started(folder: Path) -> bool:
 
 
 def has_launcher() -> bool:
-    """Whether a launcher of ours started this rank."""
     return FAILURES_VARIABLE in os.environ
 
 

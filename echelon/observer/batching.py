@@ -37,7 +37,6 @@ class EventBatcher:
             atexit.unregister(self.flush)
 
     def flush(self) -> None:
-        """Pass all waiting events on."""
         waiting, self._waiting = self._waiting, []
         for listener in self.listeners:
             for event in waiting:

@@ -31,7 +31,6 @@ class ProgressTracker:
         self._loss = self._weight = 0.0
 
     def add(self, step: int, data: Mapping[str, Any]) -> None:
-        """Count one step event."""
         self.step = step
         seconds = data["seconds"]
         if self.steps_seen == 1:
@@ -53,7 +52,6 @@ class ProgressTracker:
 
     @property
     def rate(self) -> float | None:
-        """Current samples per second."""
         return self._samples / self._seconds if self._seconds > 0 else None
 
     @property

@@ -21,7 +21,6 @@ _REPEATED_KINDS = frozenset({"step", "evaluation", "checkpoint"})
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
-    """The file of a rank's events."""
     return Path(folder) / ("events.jsonl" if rank == 0 else f"events-{rank}.jsonl")
 
 

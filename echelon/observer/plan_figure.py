@@ -37,7 +37,6 @@ def write_figure(timeline: Timeline, path: str | Path) -> Path:
 
 
 def to_svg(timeline: Timeline) -> str:
-    """The figure as an SVG element."""
     file = io.BytesIO()
     _save_figure(timeline, file, "svg")
     text = file.getvalue().decode()

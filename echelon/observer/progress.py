@@ -31,8 +31,6 @@ _LINE_INTERVAL = 10.0
 
 
 class Progress:
-    """Prints the events of rank 0."""
-
     def __init__(self, *, forecast: Forecast | None = None, console: Console | None = None) -> None:
         self._console = console or StderrConsole()
         self._forecast = forecast
@@ -171,7 +169,6 @@ class WarningPrinter:
 
 
 def start_line(data: Mapping[str, Any]) -> str:
-    """The job, its plan and its size."""
     ranks = data.get("ranks", 1)
     parts = [f"{data.get('job', 'job')}: {data.get('plan', '')}".rstrip(": "), f"{ranks} rank{'s' * (ranks != 1)}"]
     if data.get("device"):
@@ -190,12 +187,10 @@ def start_line(data: Mapping[str, Any]) -> str:
 
 
 def status_line(event: Event, tracker: ProgressTracker, epochs: int | None) -> str:
-    """The current figures in one line."""
     return "  ".join(_status_texts(event, tracker, epochs))
 
 
 def evaluation_line(event: Event) -> str:
-    """The metrics of an evaluation."""
     data = event.data
     metrics = ", ".join(
         f"{name} {format_units.format_number(value)}" for name, value in data.get("metrics", {}).items()
@@ -206,7 +201,6 @@ def evaluation_line(event: Event) -> str:
 
 
 def checkpoint_line(event: Event) -> str:
-    """The path and size of a checkpoint."""
     data = event.data
     facts = [format_units.format_bytes(data["bytes"])] if data.get("bytes") else []
     facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
@@ -215,7 +209,6 @@ def checkpoint_line(event: Event) -> str:
 
 
 def warning_line(event: Event) -> str:
-    """A warning with its rank."""
     return f"warning (rank {event.rank}): {event.data.get('message', '')}"
 
 

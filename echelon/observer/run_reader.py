@@ -36,7 +36,6 @@ class RunRecord:
     profile: Profile | str = "the model was not profiled"
 
     def events_of(self, kind: str) -> Sequence[Event]:
-        """The events of one kind, in order."""
         return self.events_by_kind.get(kind, ())
 
     @property
@@ -69,7 +68,6 @@ class RunRecord:
 
     @property
     def median_step_time(self) -> float | None:
-        """Median seconds of a step."""
         times = [event.data["seconds"] for event in self.warm_steps]
         return statistics.median(times) if times else None
 

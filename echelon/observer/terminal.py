@@ -17,7 +17,6 @@ class StderrConsole(Console):
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
-        """Go quiet."""
         silence_console(self)
 
 

@@ -20,7 +20,6 @@ def build_certificate(
     nondeterminism: Objection | None,
     job_hash: str,
 ) -> Certificate:
-    """The certificate: findings, the first divergence in words, drift and notes."""
     comparator, drift, choice = result.comparator, result.drift_comparator, context.reference_choice
     assert comparator is not None
     assert drift is not None

@@ -116,7 +116,6 @@ class CandidateRun:
             restore()
 
     def read_batch(self, step: int) -> StepBatch:
-        """What this rank reads for a step."""
         with self._isolated_job.active():
             (batch,) = self.run.loader.steps(step, step + 1)
         return batch
@@ -189,7 +188,6 @@ class CandidateRun:
         self.forward_order.setdefault(path, len(self.forward_order))
 
     def _sample_ranges(self, batch: StepBatch) -> list[SampleRange]:
-        """This rank's micro-batches."""
         return self.run.plan.split_batch(batch.samples)[self.run.data_parallel.rank]
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -41,7 +41,6 @@ class ReferenceChoice:
 
     @property
     def note(self) -> str:
-        """The certificate's note on it; empty for one device."""
         if self.kind == "host":
             return f"reference: one process on the host's CPU, {self.reason}"
         if self.kind == "plan":
@@ -50,7 +49,6 @@ class ReferenceChoice:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 

@@ -50,7 +50,6 @@ class Bounds:
     by_tensor: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def bound_for(self, difference: Difference) -> float:
-        """The bound of one tensor."""
         return self.by_tensor.get((difference.kind, difference.name), self.default)
 
     def widest(self, kind: str) -> float:
@@ -58,22 +57,18 @@ class Bounds:
         return max([self.default, *(bound for (other, _), bound in self.by_tensor.items() if other == kind)])
 
     def allows(self, difference: Difference) -> bool:
-        """Whether a difference is within its bound."""
         return difference.value <= self.bound_for(difference)
 
 
 def has_fractions(tensor: Tensor) -> bool:
-    """Whether a tensor holds floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor` itself, or its dense form."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def to_float64(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """As float64 on `device`, dense."""
     value = dense(tensor.detach().to(device))
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 

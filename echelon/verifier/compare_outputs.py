@@ -25,8 +25,6 @@ from echelon.verifier.tensor_checksum import TensorChecksum, compute_checksum
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """A tensor of an output, for some samples of the batch."""
-
     tensor_index: int
     sample_range: SampleRange
 
@@ -116,7 +114,6 @@ def checksum_outputs(
 
 
 def single_sample_ranges(sample_range: SampleRange) -> list[SampleRange]:
-    """One range for each sample."""
     return [SampleRange(position, position + 1) for position in range(sample_range.start, sample_range.stop)]
 
 
@@ -128,7 +125,6 @@ def _slice_samples(tensor: Tensor, first: int, size: int, batch_size: int) -> Te
 
 
 def compare_outputs(actual: OutputChecksums, expected: OutputChecksums, step: int) -> list[Difference]:
-    """The difference of every slice that both runs have in the same shape."""
     norms = [checksum.norm for checksum in expected.values() if checksum is not None and not checksum.has_nan]
     floor = RELATIVE_FLOOR * max(norms, default=0.0)  # of what is zero but for rounding
     differences = []

@@ -98,7 +98,6 @@ class Comparator:
 
     @property
     def notes(self) -> list[str]:
-        """What was left out."""
         names = format_names(list(self._zero_gradients))
         drift_note = f"drift leaves out gradients that are zero in truth and rounding alone: {names}" if names else ""
         return [*filter(None, [self._outputs_note, drift_note])]
@@ -110,7 +109,6 @@ class Comparator:
         return "" if divergence is None else first_divergence.describe(divergence, self._context.bounds)
 
     def compare_start(self, checksums: RankChecksums, step: int) -> None:
-        """Compare what the ranks start from with the reference's values."""
         self.add_differences(compare_start_values(checksums, self._start_values, step))
 
     def compare_step(self, actual: StepRecord, expected: StepRecord, checksums: RankChecksums = ()) -> None:
@@ -133,7 +131,6 @@ class Comparator:
         self.add_differences([*differences, *compare_replicas(checksums, actual.step)])
 
     def add_differences(self, differences: Sequence[Difference]) -> None:
-        """Take more differences into account."""
         self.differences += differences
         self.find_first_divergence()
 
@@ -145,5 +142,4 @@ class Comparator:
 
 
 def dropout_note(paths: Sequence[str]) -> str:
-    """The note on modules whose dropout was turned off."""
     return f"dropout is off in both runs, so its masks are no part of the proof: {format_names(paths)}"

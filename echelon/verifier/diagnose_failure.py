@@ -212,7 +212,6 @@ def _collect_evidence(
 
 
 def _rates_after_steps(reference: Reference, steps: int) -> dict[float, int]:
-    """The learning rates after `steps` steps of the schedules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedules that are stepped without their optimizers
         for schedule in reference.schedules:

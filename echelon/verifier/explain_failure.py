@@ -64,7 +64,6 @@ class Evidence:
 
     @property
     def same_kind(self) -> list[Difference]:
-        """All tensors of the divergent one's kind."""
         return [difference for difference in self.differences if difference.kind == self.divergence.kind]
 
     @property
@@ -74,7 +73,6 @@ class Evidence:
 
     @property
     def tensor_pair(self) -> TensorPair | None:
-        """The divergent tensor in both runs."""
         return tensor_pair(self.divergence, self.actual, self.expected)
 
     def agrees(self, kind: str) -> bool:
@@ -113,7 +111,6 @@ def explain(evidence: Evidence) -> str:
 
 
 def _describe_extent(evidence: Evidence) -> str:
-    """How many are off, and what they have in common."""
     same_kind, out_of_bounds = evidence.same_kind, evidence.out_of_bounds
     if len(same_kind) < 2:
         return ""
@@ -240,7 +237,6 @@ def _explain_wrong_backward(evidence: Evidence) -> str:
 
 
 def _explain_missing_sequence_sum(evidence: Evidence) -> str:
-    """Only gradients that add up from the parts of a sequence are off."""
     partial_names = {name for segment in evidence.plan.tensor.segments for name in segment.partial_gradients}
     if not all(difference.name in partial_names for difference in evidence.out_of_bounds):
         return ""

@@ -31,6 +31,5 @@ def model_hash(model: nn.Module) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions on which a proof depends."""
     installed = installed_versions(("echelon", "torch", "numpy"))
     return {name: installed[name] for name in ("echelon", "torch", "numpy")}

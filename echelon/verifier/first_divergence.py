@@ -16,13 +16,10 @@ FACTOR_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
-    """A tensor of the plan's run and the reference's."""
-
     actual: Tensor
     expected: Tensor
 
     def in_float64(self) -> tuple[Tensor, Tensor]:
-        """Both, in float64 on the CPU."""
         return to_float64(self.actual), to_float64(self.expected)
 
 
@@ -39,7 +36,6 @@ def find_first_divergence(
 
 
 def parameter_name(difference: Difference) -> str:
-    """The parameter or buffer that a difference is about."""
     return difference.name.split("/")[1] if difference.kind == "optimizer" else difference.name
 
 
@@ -54,7 +50,6 @@ def forward_position(name: str, forward_order: Mapping[str, int]) -> int:
 
 
 def tensor_pair(difference: Difference, actual: StepRecord, expected: StepRecord) -> TensorPair | None:
-    """The two tensors behind a difference, where both runs have one."""
     a, b = (_find_tensor(difference, record) for record in (actual, expected))
     return None if a is None or b is None else TensorPair(actual=a, expected=b)
 
@@ -68,7 +63,6 @@ def _find_tensor(difference: Difference, record: StepRecord) -> Tensor | None:
 
 
 def describe(divergence: Difference, bounds: Bounds) -> str:
-    """What is off and by how much."""
     name, step = divergence.name, divergence.step
     amount = (
         divergence.reason or f"relative difference {divergence.value:.1e}, bound {bounds.bound_for(divergence):.0e}"
@@ -106,7 +100,6 @@ def exact_ratio(pair: TensorPair) -> float | None:
 
 
 def scalar_multiple(value: Tensor, base: Tensor) -> float | None:
-    """`value` as a multiple of `base`, if it is one."""
     a, b = to_float64(value).flatten(), to_float64(base).flatten()
     if a.shape != b.shape or a.is_complex() or not (a.isfinite().all() and b.isfinite().all()):
         return None

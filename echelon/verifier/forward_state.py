@@ -42,7 +42,6 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds of buffers."""
     return {name: value for name, value in model.named_buffers() if not value.is_meta}
 
 

@@ -46,7 +46,6 @@ def freeze_samples(job: Job, ranks: WorldCommunicator, steps: int) -> Job | None
 
 
 def _sample_ids(job: Job, steps: int) -> np.ndarray:
-    """The samples that a proof of `steps` steps reads."""
     source = open_source(job.data, collate=job.collate, seed=job.seed)
     order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
     chosen_steps = open_reference_data(job).choose_steps(steps)

@@ -70,7 +70,6 @@ def _load_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def _load_server_tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The tables that a parameter server held, as tensors."""
     if not (folder / "server" / "manifest.json").is_file():
         return {}
     from echelon.server.store.shard_checkpoint import read_manifest
@@ -109,7 +108,6 @@ def build_schedules(job: Job, optimizers: Sequence[Optimizer], steps: int) -> li
 
 
 def requires_metric(schedule: Any) -> bool:
-    """Whether its `step` takes a metric."""
     return _count_required_arguments(schedule.step) > 0
 
 

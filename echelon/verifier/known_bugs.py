@@ -37,8 +37,6 @@ class MicroBatchSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBug:
-    """A mistake in words, and the value that it would give."""
-
     description: str
     value: Tensor
 
@@ -151,7 +149,6 @@ def tied_weight_gradients(reference: Reference, step: int, name: str) -> Iterato
 
 
 def aliases_of(model: nn.Module, name: str) -> list[str]:
-    """All names of a parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [alias for alias, value in parameters.items() if name in parameters and value is parameters[name]]
 

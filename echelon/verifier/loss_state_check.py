@@ -64,8 +64,6 @@ def find_divergent_loss_state(candidate: CandidateRun, step: int, reference: Ref
 
 
 class _LossStateProbe:
-    """Repeats a step with other state of the loss."""
-
     def __init__(self, candidate: CandidateRun, step: int) -> None:
         self._candidate, self._run, self._step = candidate, candidate.run, step
         self._functions = self._run.attributes.functions

@@ -84,7 +84,6 @@ def _reduced_batch(plan: Plan, batch: int, share: float) -> tuple[int, int | Non
 
 
 def measure_flops_rate(device: torch.device) -> float:
-    """Floating-point operations per second of a device in float64."""
     matrix = torch.rand(_MATRIX_SIZE, _MATRIX_SIZE, dtype=torch.float64, device=device)
     best = float("inf")
     for _ in range(3):
@@ -95,7 +94,6 @@ def measure_flops_rate(device: torch.device) -> float:
 
 
 def _find_blocks(job: Job) -> RepeatedBlocks | None:
-    """The longest list of equal blocks."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return find_repeated_blocks(build_fake_model(job))

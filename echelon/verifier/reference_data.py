@@ -25,8 +25,7 @@ class ReferenceData(ABC):
     total_steps: int
 
     @abstractmethod
-    def samples_in(self, step: int) -> int:
-        """Samples of that step's global batch."""
+    def samples_in(self, step: int) -> int: ...
 
     @abstractmethod
     def read(self, step: int, positions: np.ndarray) -> Any:
@@ -37,7 +36,6 @@ class ReferenceData(ABC):
         return None
 
     def choose_steps(self, count: int) -> tuple[int, ...]:
-        """The steps that a proof of `count` steps runs."""
         return tuple(range(min(count, self.total_steps)))
 
     def repeated_digest(self, step: int, positions: np.ndarray) -> str | None:
@@ -47,8 +45,6 @@ class ReferenceData(ABC):
 
 
 class WrappedData(ReferenceData):
-    """Changes how other data is read."""
-
     def __init__(self, data: ReferenceData) -> None:
         self._data = data
         self.batch_size, self.total_steps = data.batch_size, data.total_steps
@@ -80,7 +76,6 @@ def micro_batches(plan: Plan, samples: int) -> list[SampleRange]:
 
 
 def positions_of(sample_range: SampleRange) -> np.ndarray:
-    """The positions of a range in its batch."""
     return np.arange(sample_range.start, sample_range.stop)
 
 
@@ -90,13 +85,10 @@ def has_row_per_sample(leaf: Any, samples: int) -> bool:
 
 
 def open_reference_data(job: Job) -> ReferenceData:
-    """Open the job's data."""
     return _IterableData(job) if is_stream(job.data) else _MapStyleData(job)
 
 
 class _MapStyleData(ReferenceData):
-    """Data whose samples are read by index."""
-
     def __init__(self, job: Job) -> None:
         self._source = open_source(job.data, collate=job.collate, seed=job.seed)
         self._order = self._source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)

@@ -51,8 +51,6 @@ def require_separable_loss(reference: Reference, step: int) -> None:
 
 
 class _RowLoss:
-    """The loss as a function of rows of one batch."""
-
     def __init__(self, reference: Reference, step: int, batch_size: int) -> None:
         self._reference, self._batch_size = reference, batch_size
         batch = reference.read_batch(step, np.arange(batch_size))

@@ -62,7 +62,6 @@ def _compare_runs(context: SingleDeviceContext, steps: Sequence[int], comparator
 
 
 def _first_differing_module(context: SingleDeviceContext, step: int) -> str:
-    """The first module whose output differs between two runs."""
     first_outputs, second_outputs = (expected_outputs(context.reference_at(step), step) for _ in range(2))
     for first, second in zip(first_outputs, second_outputs, strict=False):
         if first != second and first.checksums:

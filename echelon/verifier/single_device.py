@@ -108,7 +108,6 @@ class SingleDeviceContext(VerificationContext):
         return reference
 
     def reference_at(self, step: int) -> Reference:
-        """A fresh reference that has trained up to `step`."""
         reference = self.build_reference()
         for earlier_step in self.steps[: self.steps.index(step)]:
             reference.step(earlier_step)
@@ -149,7 +148,6 @@ class WarmReference:
         self.start_values = start_values
 
     def step(self, step: int) -> StepRecord:
-        """As `Reference.step`."""
         loss, self._loss = self._loss, None
         return self.reference.step(step, loss)
 
@@ -174,7 +172,6 @@ def _determinism_notes(
     remaining: NondeterminismScan,
     determinism: DeterministicMode,
 ) -> list[str]:
-    """What was made comparable, and what could not be."""
     seeding = (
         "both runs are seeded alike before each micro-batch, which the reference runs one after another"
         if determinism.needs_seeding

@@ -267,7 +267,6 @@ class SpotChecks:
         return join_readings(self._run, batch, collect_readings(self._run, batch))
 
     def _gather_state(self) -> StepState:
-        """What the step starts from, whole on rank 0."""
         self._fetch_function_state()
         return StepState.gather(self._run, self._job)
 

@@ -109,14 +109,12 @@ class _DrawDetector:
         self._state_after_seeding: Any = None
 
     def has_drawn(self) -> bool:
-        """Whether any were drawn since the first seeding."""
         is_seeded = self._state_after_seeding is not None
         self._has_drawn = self._has_drawn or (is_seeded and self._state_after_seeding != self._read_state())
         return self._has_drawn
 
     @contextlib.contextmanager
     def around_seeding(self) -> Iterator[None]:
-        """The context of a seeding."""
         self.has_drawn()
         yield
         self._state_after_seeding = self._read_state()

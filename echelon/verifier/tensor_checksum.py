@@ -28,7 +28,6 @@ class TensorChecksum:
 
     @property
     def has_nan(self) -> bool:
-        """Whether the tensor holds NaN."""
         return math.isnan(self.norm)
 
     def relative_difference(self, reference: TensorChecksum, floor: float = 0.0) -> float:
@@ -59,7 +58,6 @@ class TensorRegion:
     shape: tuple[int, ...]
 
     def extract(self, full_tensor: Tensor) -> Tensor:
-        """This part of the full tensor."""
         return full_tensor[
             tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
         ]

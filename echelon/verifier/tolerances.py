@@ -50,7 +50,6 @@ class ParameterTolerance:
         self._gradient_errors: dict[str, Tensor] = {}
 
     def add_gradients(self, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
-        """Take a step's gradients into account."""
         for name, reference in expected.items():
             gradient = actual.get(name)
             if reference is None or gradient is None or gradient.shape != reference.shape:
@@ -108,7 +107,6 @@ def widen_bounds(
 def compare_records(
     actual: StepRecord, expected: StepRecord, parameter_tolerance: ParameterTolerance
 ) -> list[Difference]:
-    """Compare every tensor that one step computed."""
     parameter_tolerance.add_gradients(actual.gradients, expected.gradients)
     step = expected.step
     differences = compare_tensors("gradient", actual.gradients, expected.gradients, step=step)

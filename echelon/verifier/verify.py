@@ -46,8 +46,6 @@ from echelon.world import World, read_world
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """The arguments of `verify`."""
-
     job: Job
     plan: Plan
     world: World

@@ -83,7 +83,6 @@ def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _curves(record: RunRecord) -> list[Chart]:
-    """Loss, evaluation, learning rate, gradient norm and throughput over steps."""
     charts, metrics = [], _metrics(record)
     losses = record.series("step", "loss")
     if losses:
