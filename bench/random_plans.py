@@ -23,7 +23,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
 from echelon.planner import search
-from echelon.planner.measured import data_parallel_candidates
+from echelon.planner.plan_space import PlanSpace
 from echelon.simulator import simulate
 
 #: The issue: half of the plans within 15 %, and the chosen plan within 5 % of the best that was measured.
@@ -72,7 +72,7 @@ def _all(profile: Profile, job: Job, cluster: Cluster, ranks: Sequence[int]) -> 
 def _plans(profile: Profile, job: Job, cluster: Cluster, size: int) -> Iterable[Plan]:
     again: list[Recompute] = ["none", "block", "selective"] if profile.fsdp_units else ["none"]
     try:
-        plain = [each.plan for each in data_parallel_candidates(profile, cluster, ranks=size)]
+        plain = [each.plan for each in PlanSpace(profile, cluster, ranks=size).data_parallel_candidates()]
     except PlanError:
         plain = []
     yield from (replace(plan, recompute=recompute) for plan, recompute in product(plain, again))

@@ -20,12 +20,13 @@ from bench.common import Row, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
 from echelon.partition.complete_plan import complete
-from echelon.plan.batch_split import split_batch
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.simulator.rank_profile import rank_profiles
+from echelon.simulator.memory import rank_memories
+from echelon.simulator.plan_layout import lay_out_plan
+from echelon.simulator.summarize_profile import summarize_profile
 from echelon.testing.rank_pool import RankPool
 from echelon.trials.op_recorder import record_ops
 from echelon.world import World
@@ -56,11 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def forecast(profile: Profile, plan: Plan) -> float:
     """The same by the simulator, of the rank that has most."""
-    micros = tuple(part.size for part in split_batch(profile.batch, plan.mesh.dp, plan.micro)[0])
-    return max(
-        part.in_flight_bytes + max(moment.alive.at(max(micros)) for moment in part.profile.moments)
-        for part in rank_profiles(profile, plan, micros)
-    )
+    layout = lay_out_plan(summarize_profile(profile, plan), profile.batch, plan, trusts_trace=True)
+    return max(memory.activations + memory.temporary for memory in rank_memories(layout))
 
 
 def peak(world: World, plan: Plan) -> float:

@@ -101,6 +101,9 @@ def stack_of(given: dict[str, Any], hardware: dict[str, Any]) -> TrainingStack:
         attention_kernel=_kernel(given, hardware),  # type: ignore[arg-type]
         master_weights=True,
         keeps_shards=False,
+        stops_recompute_early=False,
+        frees_gradients=False,
+        gradient_copies=1,
         gradient_width=_gradient_bytes(given, half=half),
         message_width=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlaps_data_parallel=given["overlap"] is not False,

@@ -23,11 +23,13 @@ from bench.published.rows import TRANSFORMERS, Row
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
-from echelon.simulator.calibration import FittedConstants
+from echelon.simulator.calibration import FittedConstants, load_constants
+from echelon.simulator.compute import PassCache, PlacedPlan
+from echelon.simulator.cost.roofline import RooflineCosts, reserved_bytes
+from echelon.simulator.memory import fullest_rank_memory
 from echelon.simulator.model_summary import ModelSummary
 from echelon.simulator.plan_layout import PlanLayout, lay_out_plan
-from echelon.simulator.sheet_memory import fullest_rank_memory, reserved_bytes
-from echelon.simulator.sheet_step import PassCache, PlacedPlan, step_time
+from echelon.simulator.step import step_time
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
 Worker = Callable[..., ModelSummary]
@@ -67,16 +69,13 @@ class Case:
     def seconds(self, constants: FittedConstants, known: dict[object, PassCache] | None = None) -> float:
         """Of one step. `known`: what was priced before with the same constants, by all that decides it."""
         layout = self.usual or self.layout
-        stack = layout.stack
-        alike = (
-            id(layout.model.block),
-            repr(layout.sheet),
-            stack.attention_kernel,
-            stack.block_precision,
-            stack.scans_for_scale,
-        )
-        priced = None if known is None else known.setdefault(alike, {})
-        return step_time([PlacedPlan(layout, self.cluster, priced)], constants).step
+        alike = id(layout.model.block), repr(self.cluster.nodes[0].devices[0].sheet), layout.stack.attention_kernel
+        priced = {} if known is None else known.setdefault(alike, {})
+        return step_time([PlacedPlan(layout, self.costs(constants), priced)]).step
+
+    def costs(self, constants: FittedConstants) -> RooflineCosts:
+        """Prices on the row's machines."""
+        return RooflineCosts(self.cluster, constants, self.layout.stack.attention_kernel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +96,12 @@ def outcome(row: Row, cases: Sequence[Case], constants: FittedConstants) -> Outc
     """The forecast of a row. Of several cases those that fit count, where some do: a run that was printed has run."""
     found = []
     for case in cases:
-        held, _ = fullest_rank_memory(case.layout, constants)
+        costs = case.costs(constants)
+        held, _ = fullest_rank_memory(case.layout, costs)
         on_card = row.measured.get("mem_kind") != "reserved"
-        shown = reserved_bytes(held, case.layout.capacity, constants)
+        shown = reserved_bytes(held, costs.capacity, constants)
         size = (shown + held.framework * on_card) / 2**30
-        fits = held.high + held.framework <= case.layout.capacity
+        fits = held.required <= costs.capacity
         found.append((case.seconds(constants), size, fits, case.layout.batch))
     rows = [each for each in found if each[2]] or found
     seconds, sizes = [each[0] for each in rows], [each[1] for each in rows]
@@ -305,5 +305,6 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
     ]
     plan, batch = plan_of(given)
     machine, stack = cluster_of(row, hardware), stack_of(given, hardware)
-    layout, *usual = (lay_out_plan(work, batch, machine, plan, stack) for work in works)
+    RooflineCosts(machine, load_constants()).require(plan)
+    layout, *usual = (lay_out_plan(work, batch, plan, stack) for work in works)
     return Case(layout=layout, cluster=machine, usual=usual[0] if usual else None, note=note.removesuffix("; "))

@@ -14,8 +14,10 @@ from scipy.optimize import differential_evolution, least_squares
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
 from echelon.simulator.calibration import FittedConstants, constant_bounds, fit_setting
-from echelon.simulator.sheet_memory import RankMemory, rank_memories, reserved_bytes, with_overheads
-from echelon.simulator.sheet_step import PassCache
+from echelon.simulator.compute import PassCache
+from echelon.simulator.cost.roofline import reserved_bytes, with_overheads
+from echelon.simulator.memory import rank_memories
+from echelon.simulator.rank_memory import RankMemory
 
 #: Constants of memory; all others are of time.
 MEMORY = ("slack", "cached", "context", "buffers", "spread", "unsure")
@@ -102,7 +104,7 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: FittedConstants) -> Fit
         [[begin + (n if n < len(each) else 0) for n in range(most)] for begin, each in zip(begins, held, strict=True)]
     )
     parts = together([each for row in held for each in row])
-    capacity = numpy.array([cases[row.id][0].layout.capacity for row in scored])
+    capacity = numpy.array([cases[row.id][0].costs(first).capacity for row in scored])
     of = numpy.repeat(capacity, [len(row) for row in held])
     on_card = numpy.array([row.measured.get("mem_kind") != "reserved" for row in scored])
     printed = numpy.array(
@@ -143,5 +145,5 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: FittedConstants) -> Fit
 
 def together(ranks: Sequence[RankMemory]) -> RankMemory:
     """What many ranks hold as arrays, so that they are put together at once."""
-    names = [field.name for field in fields(RankMemory) if field.name != "where"]
-    return RankMemory(**{name: numpy.array([getattr(each, name) for each in ranks]) for name in names}, where="")
+    names = [field.name for field in fields(RankMemory) if not isinstance(getattr(ranks[0], field.name), str)]
+    return RankMemory(**{name: numpy.array([getattr(each, name) for each in ranks]) for name in names})

@@ -49,7 +49,7 @@ def simulate(
     from echelon.plan.codec import to_plain
     from echelon.plan.problem import raise_on_errors
     from echelon.simulator import simulate as make_forecast
-    from echelon.simulator.step import uses_data_sheets
+    from echelon.simulator.device_kinds import uses_data_sheets
 
     requested = parse_plan(plan)
     if requested is None:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
-from echelon.simulator.step import rank_devices, uses_data_sheets
+from echelon.simulator.device_kinds import rank_devices, uses_data_sheets
 
 GoalKind = Literal["fastest", "memory", "cheapest", "devices"]
 
@@ -77,6 +77,14 @@ class Objective:
     def cost_of(self, forecast: Forecast) -> float:
         """Of a plan."""
         return self.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.required)
+
+    def key(self, forecast: Forecast) -> tuple[float, float, str]:
+        """What plans are sorted by."""
+        return self.cost_of(forecast), forecast.time.step, str(forecast.plan)
+
+    def accepts(self, forecast: Forecast) -> bool:
+        """Whether a plan fits and is fast enough."""
+        return forecast.fits and forecast.time.step <= self.goal.step_limit
 
     def price(self, seconds: float, ranks: int) -> float:
         """Of a step: what the devices of its ranks cost meanwhile, which are the first of the cluster."""

@@ -1,39 +1,22 @@
-"""The best plans of a job on a cluster, forecast and sorted.
-
-On a machine that was measured (`measured`): dp, ZeRO stages, micro-batches, tp, pp with its schedules, and what is computed again. On a cluster
-that is known by its data sheets (`space`): all axes at once, over up to tens of thousands of devices.
-"""
+"""The best plans of a job on a cluster, forecast and sorted."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import get_args
 
 from echelon.errors import PlanError
 from echelon.plan.check import require_executable
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
-from echelon.plan.format_units import format_seconds
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
-from echelon.plan.stages import find_stages, forbidden_stage_starts
-from echelon.planner import measured
+from echelon.planner.best_first import search_best_first
 from echelon.planner.candidate import MIN_IMPROVEMENT, Candidate, CompletePlan, simplest_first
+from echelon.planner.data_plans import server_forecasts, should_offer_servers, uneven_share_forecasts
 from echelon.planner.goal import Goal, Objective
-from echelon.planner.measured import MeasuredSpace
-from echelon.planner.space import (
-    DataSheetSpace,
-    devices_needed,
-    search_data_sheets,
-    server_forecasts,
-    uneven_share_forecasts,
-)
+from echelon.planner.nothing_found import no_plan_error
+from echelon.planner.plan_space import PlanSpace
 from echelon.planner.tp_selection import replicate_faster_modules
-from echelon.simulator.step import simulate_measured, uses_data_sheets
-
-#: So many reasons are told when all plans are refused.
-_MAX_REASONS = 8
 
 
 def search(
@@ -48,234 +31,119 @@ def search(
     beyond: bool = False,
     precisions: tuple[Precision | None, ...] = (None,),
 ) -> tuple[Candidate, ...]:
-    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks.
+    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for this number of ranks.
 
-    `complete`: without it no plan of a measured machine has a tensor axis, whose cuts only a look into the model tells.
-    `goal`: what the best is; the fastest where it is not given. `exhaustive`: forecast every plan, also those that cannot be the best.
-    `beyond`: axes too that are forecast and not executed yet. `precisions`: other than the job's, None.
+    `complete` finds how the model can be cut over tp; without it no plan of a measured machine has a tensor axis. `goal`: the fastest by
+    default. `exhaustive`: forecast every plan, also those that cannot be the best. `beyond`: include axes that are forecast and not executed
+    yet. `precisions`: None is the job's.
     """
-    resolved_goal = goal or Goal()
-    unknown_precision = next(
-        (precision for precision in precisions if precision not in (None, *get_args(Precision))), None
-    )
-    if unknown_precision is not None:
-        raise PlanError(f"precision={unknown_precision}: not one of {', '.join(get_args(Precision))}")
-    if "fp8" in precisions and not beyond:
-        raise PlanError("precision=fp8: it is forecast and not executed yet; with beyond (--beyond) it is searched too")
-    if set(precisions) != {None} and not uses_data_sheets(cluster):
+    _check_precisions(precisions, beyond=beyond)
+    space = PlanSpace(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
+    if set(precisions) != {None} and space.simulator.is_measured:
         raise PlanError(
             "precisions are searched on clusters that are known by their data sheets; here give the job's precision"
         )
-    if uses_data_sheets(cluster):
-        space = DataSheetSpace(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
-        return _search_by_data_sheet(space, Objective(resolved_goal, cluster), top, complete, exhaustive=exhaustive)
-    objective, measured_space = (
-        Objective(resolved_goal, cluster),
-        MeasuredSpace(profile, cluster, ranks=ranks, complete=complete),
-    )
-    tolerance = MIN_IMPROVEMENT if resolved_goal.kind != "devices" else 0.0
-    result = measured.search_measured(measured_space, objective, top=top, tolerance=tolerance, exhaustive=exhaustive)
-    if not result.forecasted:
-        raise _no_executable_plan_error(measured_space)
-    if not result.feasible:
-        if any(candidate.forecast.fits for candidate in result.forecasted):
-            raise _too_slow_error(result.forecasted, resolved_goal)
-        raise _too_large_error(result.forecasted, cluster.device_kind)
-    feasible = [candidate for _, candidate in result.feasible]
-    return _keep_faster_modules_replicated(
-        simplest_first(feasible, objective, top),
-        objective,
-        profile,
-        lambda plan: simulate_measured(profile, cluster, plan),
-    )
-
-
-def _search_by_data_sheet(
-    space: DataSheetSpace, objective: Objective, top: int, complete_plan: CompletePlan | None, *, exhaustive: bool
-) -> tuple[Candidate, ...]:
-    """On a cluster by its data sheets."""
-    requested, goal = top, objective.goal
-    completed_by_cut: dict[tuple[object, ...], Plan | PlanError] = {}
-    extra_forecasts = [*uneven_share_forecasts(space, goal), *server_forecasts(space, goal)]
-    while True:
-        forecasts = search_data_sheets(
-            space,
-            objective,
-            top=requested,
-            tolerance=MIN_IMPROVEMENT if goal.kind != "devices" else 0.0,
-            exhaustive=exhaustive,
-        )
-        candidates, errors = _complete_candidates(
-            space, objective, (*forecasts, *extra_forecasts), complete_plan, completed_by_cut
-        )
-        # What was not looked at costs no less than the last that was found: with the cuts that the model allows plans may cost more than that.
-        if len(forecasts) < requested or (
-            candidates and objective.cost_of(candidates[0].forecast) <= objective.cost_of(forecasts[-1])
-        ):
-            break
-        requested *= 4
+    search = _Search(space, Objective(goal or Goal(), cluster), complete, top, exhaustive=exhaustive)
+    candidates = search.run()
     if not candidates:
-        raise _no_fit_error(space, goal, errors)
-    return _keep_faster_modules_replicated(
-        simplest_first(candidates, objective, top), objective, space.profile, space.forecast
-    )
+        raise no_plan_error(space, search.objective, search.errors)
+    return search.replicate_faster(simplest_first(candidates, search.objective, top))
 
 
-def _complete_candidates(
-    space: DataSheetSpace,
-    objective: Objective,
-    forecasts: Sequence[Forecast],
-    complete_plan: CompletePlan | None,
-    completed_by_cut: dict[tuple[object, ...], Plan | PlanError],
-) -> tuple[list[Candidate], list[PlanError]]:
-    """What was found, with its cuts and priced with them, best first; and why others have none. `completed_by_cut`: cuts by what decides them."""
-    candidates: list[Candidate] = []
-    errors: list[PlanError] = []
-    for forecast in forecasts:
-        if complete_plan is not None and forecast.plan.incomplete:
-            try:
-                plan = _complete_cuts(space, forecast.plan, complete_plan, completed_by_cut)
-            except PlanError as error:
-                errors.append(error)
-                continue
-            forecast = space.forecast(plan)
-        if forecast.fits and forecast.time.step <= objective.goal.step_limit:
-            candidates.append(Candidate(plan=forecast.plan, forecast=forecast))
-    candidates.sort(
-        key=lambda candidate: (objective.cost_of(candidate.forecast), candidate.forecast.time.step, str(candidate.plan))
-    )
-    return candidates, errors
+def _check_precisions(precisions: tuple[Precision | None, ...], *, beyond: bool) -> None:
+    unknown = next((each for each in precisions if each not in (None, *get_args(Precision))), None)
+    if unknown is not None:
+        raise PlanError(f"precision={unknown}: not one of {', '.join(get_args(Precision))}")
+    if "fp8" in precisions and not beyond:
+        raise PlanError("precision=fp8: it is forecast and not executed yet; with beyond (--beyond) it is searched too")
 
 
-def _complete_cuts(
-    space: DataSheetSpace,
-    plan: Plan,
-    complete_plan: CompletePlan,
-    completed_by_cut: dict[tuple[object, ...], Plan | PlanError],
-) -> Plan:
-    """A plan with its cuts, whose stages do not begin between a column and its row, and that can be executed."""
-    cut_key = plan.mesh.tp, plan.tensor.sequence, plan.mesh.pp > 1
-    if cut_key not in completed_by_cut:
-        try:
-            completed_by_cut[cut_key] = complete_plan(plan)
-        except PlanError as error:
-            completed_by_cut[cut_key] = error
-    template, pipeline_units = completed_by_cut[cut_key], space.profile.pipeline_units
-    if isinstance(template, PlanError):
-        raise template
-    plan = plan.replace(
-        placements=template.tensor.placements, replicated=template.tensor.replicated, segments=template.tensor.segments
-    )
-    if set(plan.pipeline.stages) & forbidden_stage_starts(plan, pipeline_units):
-        stages = find_stages(plan, pipeline_units, space.stage_slowdowns(plan))
-        if stages is None:
-            raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
-        plan = plan.replace(stages=stages)
-    if space.is_refused(plan):
-        require_executable(plan, space.profile, space.pricer.cluster)
-    return plan
+class _Search:
+    """One search, and what it found out about the cuts of the model."""
 
+    def __init__(
+        self, space: PlanSpace, objective: Objective, complete: CompletePlan | None, top: int, *, exhaustive: bool
+    ) -> None:
+        self.space, self.objective, self.errors = space, objective, list[PlanError]()
+        self._complete, self._top, self._exhaustive = complete, top, exhaustive
+        self._templates: dict[tuple[object, ...], Plan | PlanError] = {}
 
-def _no_fit_error(space: DataSheetSpace, goal: Goal, errors: Sequence[PlanError]) -> PlanError:
-    if errors:
-        return errors[0]
-    if goal.step_limit < math.inf:
-        fastest = search_data_sheets(space, Objective(Goal(), space.cluster), top=1, tolerance=0.0, exhaustive=False)
-        if fastest:
-            return _deadline_error(fastest[0], goal)
-    profile, cluster = space.profile, space.cluster
-    scope = (
-        f" of {space.ranks} devices"
-        if space.ranks is not None
-        else f" of {cluster.name} ({space.device_count} devices)"
-    )
-    needed_devices = devices_needed(profile, cluster, minimum=space.ranks or space.device_count)
-    error = PlanError(
-        f"{profile.name}: {profile.elements:,} parameters fit no plan{scope}; "
-        + (
-            f"{needed_devices} devices of this kind would hold it"
-            if needed_devices is not None
-            else "one sample and one block alone fill a device: larger devices, smaller blocks or shorter samples are needed"
-        )
-    )
-    error.exit_code = 1
-    return error
-
-
-def _deadline_error(fastest: Forecast, goal: Goal) -> PlanError:
-    error = PlanError(
-        f'no plan is done in time: the fastest, "{fastest.plan}", takes {format_seconds(fastest.time.step * goal.steps)} for {goal.steps:,} '
-        f"step{'s' * (goal.steps > 1)} and there are {format_seconds(goal.within or 0)}; give more time, more devices or fewer steps"
-    )
-    error.exit_code = 1
-    return error
-
-
-def _too_slow_error(candidates: Sequence[Candidate], goal: Goal) -> PlanError:
-    return _deadline_error(
-        min(
-            (candidate.forecast for candidate in candidates if candidate.forecast.fits),
-            key=lambda forecast: forecast.time.step,
-        ),
-        goal,
-    )
-
-
-def _keep_faster_modules_replicated(
-    candidates: tuple[Candidate, ...], objective: Objective, profile: Profile, forecast_plan: Callable[[Plan], Forecast]
-) -> tuple[Candidate, ...]:
-    """What was found with all that is faster whole left whole. Bounds are of plans that cut everything, so that this comes after the search."""
-    if objective.goal.kind == "memory" or not any(each.plan.tensor.placements for each in candidates):
+    def run(self) -> list[Candidate]:
+        """What fits, best first."""
+        space, max_tp = self.space, self.space.max_tp
+        if space.simulator.is_measured and (self._complete is None or space.cluster.device_kind == "cpu"):
+            # Ranks of tp on a CPU share the cores that one rank's threads use: where another plan fits, finding cuts, for which the model
+            # is run, is not worth its time.
+            space.max_tp = 1
+        candidates = self._run()
+        if not candidates and self._complete is not None and space.max_tp < max_tp:
+            space.max_tp = max_tp
+            candidates = self._run()
         return candidates
-    better = [
-        replicate_faster_modules(each.plan, profile, forecast_plan) if each.plan.tensor.placements else each.forecast
-        for each in candidates
-    ]
-    improved = [Candidate(plan=each.plan, forecast=each) for each in better]
-    return simplest_first(sorted(improved, key=lambda each: objective.cost_of(each.forecast)), objective, len(improved))
 
+    def replicate_faster(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """With all modules replicated that are faster so. Bounds are of plans that cut everything, so this comes after the search."""
+        space, objective = self.space, self.objective
+        if objective.goal.kind == "memory" or not any(each.plan.tensor.placements for each in candidates):
+            return candidates
+        forecasts = [
+            replicate_faster_modules(each.plan, space.profile, space.simulator.forecast)
+            if each.plan.tensor.placements
+            else each.forecast
+            for each in candidates
+        ]
+        improved = [Candidate(plan=forecast.plan, forecast=forecast) for forecast in forecasts]
+        improved.sort(key=lambda candidate: objective.cost_of(candidate.forecast))
+        return simplest_first(improved, objective, len(improved))
 
-def _no_executable_plan_error(measured_space: MeasuredSpace) -> PlanError:
-    """Every plan is refused: why, each reason once however many plans it refuses."""
-    ranks, problems_by_plan = (
-        measured_space.ranks,
-        [measured_space.errors(plan) for plan in measured_space.data_parallel_plans()],
-    )
-    reasons = {str(problem): problem for problems in problems_by_plan for problem in problems}
-    scope = f" of {ranks} ranks" if ranks is not None else ""
-    shown_reasons = [f"  {reason}" for reason in list(reasons)[:_MAX_REASONS]]
-    omitted_reasons = [f"  and {len(reasons) - _MAX_REASONS} more"] if len(reasons) > _MAX_REASONS else []
-    return PlanError(
-        "\n".join([f"no plan{scope} can be executed:", *shown_reasons, *omitted_reasons]), list(reasons.values())
-    )
+    def _run(self) -> list[Candidate]:
+        space, objective, requested = self.space, self.objective, self._top
+        tolerance = MIN_IMPROVEMENT if objective.goal.kind != "devices" else 0.0
+        extra = uneven_share_forecasts(space, objective)
+        if not space.simulator.is_measured and should_offer_servers(space.profile, space.cluster):
+            extra += server_forecasts(space, objective)
+        while True:
+            forecasts = search_best_first(
+                space, objective, top=requested, tolerance=tolerance, exhaustive=self._exhaustive
+            )
+            candidates = self._completed([*forecasts, *extra])
+            # What was not forecast costs no less than the last that was found. With the cuts that the model allows, plans may cost more.
+            if len(forecasts) < requested or (
+                candidates and objective.cost_of(candidates[0].forecast) <= objective.cost_of(forecasts[-1])
+            ):
+                # Tables that fit no device may fit the hosts. Training by servers changes more than where tensors are: it comes last.
+                return candidates or self._completed(server_forecasts(space, objective))
+            requested *= 4
 
+    def _completed(self, forecasts: list[Forecast]) -> list[Candidate]:
+        """Plans with their cuts and priced with them, best first."""
+        candidates: list[Candidate] = []
+        self.errors = []
+        for forecast in forecasts:
+            if self._complete is not None and forecast.plan.incomplete:
+                try:
+                    forecast = self.space.simulator.forecast(self._with_cuts(forecast.plan, self._complete))
+                except PlanError as error:
+                    self.errors.append(error)
+                    continue
+            if self.objective.accepts(forecast):
+                candidates.append(Candidate(plan=forecast.plan, forecast=forecast))
+        return sorted(candidates, key=lambda candidate: self.objective.key(candidate.forecast))
 
-def _too_large_error(candidates: list[Candidate], device_kind: str) -> PlanError:
-    """Nothing fits: what the closest one lacks, and what would help."""
-    closest = min(candidates, key=lambda candidate: candidate.forecast.memory.required / candidate.forecast.capacity)
-    forecast = closest.forecast
-    error = PlanError(
-        f'no plan fits: the closest, "{closest.plan}", needs up to {forecast.memory.required / 1e9:.2f} GB per rank and there are '
-        f"{forecast.capacity / 1e9:.2f} GB: {(forecast.memory.required - forecast.capacity) / 1e9:.2f} GB are missing (the peak is at "
-        f"{forecast.peak_at}); {_memory_remedy(candidates, closest, device_kind)}"
-    )
-    error.exit_code = 1
-    return error
-
-
-def _memory_remedy(candidates: list[Candidate], closest: Candidate, device_kind: str) -> str:
-    if device_kind == "cpu":
-        # The ranks of a machine share its memory: more of them do not help.
-        smallest_total = min(candidate.forecast.memory.required * candidate.plan.ranks for candidate in candidates)
-        return f"a machine with {smallest_total / 0.95 / 1e9:.1f} GB would hold it, or a smaller model"
-    memory = closest.forecast.memory
-    # Parameters, gradients and optimizer state can be sharded over any number of ranks; what a sample needs cannot.
-    unshardable_bytes = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
-    shardable_capacity = closest.forecast.capacity - unshardable_bytes
-    if shardable_capacity <= 0:
-        return "one sample alone fills a device: a smaller model or shorter samples are needed"
-    plan = closest.plan
-    shardable_bytes = (closest.forecast.memory.required - unshardable_bytes) * (
-        plan.ranks if plan.zero == 3 or plan.mesh.dp == 1 else 1
-    )
-    return f"about {max(math.ceil(shardable_bytes / shardable_capacity), plan.ranks + 1)} devices of this size under zero=3 would hold it"
+    def _with_cuts(self, plan: Plan, complete: CompletePlan) -> Plan:
+        """A plan with its cuts, that can be executed."""
+        key = plan.mesh.tp, plan.tensor.sequence, plan.mesh.pp > 1
+        if key not in self._templates:
+            try:
+                self._templates[key] = complete(plan)
+            except PlanError as error:
+                self._templates[key] = error
+        template = self._templates[key]
+        if isinstance(template, PlanError):
+            raise template
+        plan = self.space.with_cuts(plan, template)
+        if plan.incomplete:
+            raise PlanError(f'"{plan}": the model was not cut in this way')
+        if self.space.errors(plan):
+            require_executable(plan, self.space.profile, self.space.first_cluster)
+        return plan

@@ -1,166 +1,273 @@
-"""Memory of the largest rank, component by component, as the engine holds it."""
+"""The memory of a rank: what stays from step to step, and what a step adds where it may peak."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from echelon.plan.cluster import allocated_bytes
 from echelon.plan.forecast import MemoryForecast
-from echelon.plan.plan import Plan
-from echelon.plan.profile import MemorySnapshot, Profile
-from echelon.simulator.node_load import NodeLoad
-from echelon.simulator.whole_tensor_cost import owner_bytes
+from echelon.plan.profile import MemorySnapshot
+from echelon.simulator.cost.cost_model import CostModel
+from echelon.simulator.plan_layout import PlanLayout
+from echelon.simulator.rank_memory import RankMemory
 
-#: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
-_RELATIVE_ERROR = {False: 0.08, True: 0.12}
-
-
-@dataclass(frozen=True, slots=True)
-class PersistentMemory:
-    """Bytes that stay from step to step, and what a step adds at its moments."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    buckets: float
-    #: What each byte of gradient that is done adds at a moment of backward; below zero where it frees more than it takes.
-    gradient_growth: float
-    #: Gathered parameters and messages under way.
-    in_transit: float
+#: Blocks whose parameters are gathered at once under zero=3: the one at work and the one that is prefetched.
+_GATHERED_BLOCKS = 2
 
 
-def forecast_memory(
-    profile: Profile,
-    plan: Plan,
-    load: NodeLoad,
-    in_flight_bytes: float = 0.0,
-    freed_bytes: float = 0.0,
-    *,
-    full_profile: Profile | None = None,
-) -> tuple[MemoryForecast, str]:
-    """(memory, where it peaks). `in_flight_bytes`: bytes that are kept beside the micro-batch at work; `freed_bytes`: that were given back before;
-    `full_profile`: the model of which `profile` is a rank's part."""
-    device = load.device
-    persistent = _persistent_memory(profile, plan, load)
-    owner_state_bytes, owner_step_bytes = owner_bytes(full_profile or profile, profile, plan)
-    persistent = replace(persistent, optimizer=persistent.optimizer + owner_state_bytes)
-    snapshot, samples = _peak_snapshot(profile, load, persistent), load.largest_micro_batch
-    alive_bytes = snapshot.alive.at(samples) + in_flight_bytes + _workspace_bytes(snapshot, load)
-    saved_bytes = min(snapshot.saved.at(samples) + in_flight_bytes, alive_bytes)
-    gradients = persistent.gradients + persistent.gradient_growth * snapshot.gradients
-    peak_location = f"{snapshot.module} ({snapshot.phase})"
-    final_gradients = persistent.gradients + persistent.gradient_growth * profile.gradient_bytes
-    optimizer_step_bytes = _optimizer_temporary_bytes(profile, plan) + owner_step_bytes
-    if final_gradients + optimizer_step_bytes > gradients + alive_bytes:
-        alive_bytes, saved_bytes, peak_location, gradients = (
-            optimizer_step_bytes,
-            0.0,
-            "optimizer step",
-            final_gradients,
-        )
-    large_tensors = sum(parameter.bytes >= 2**20 for parameter in profile.parameters)
+def fullest_rank_memory(layout: PlanLayout, cost: CostModel) -> tuple[MemoryForecast, str]:
+    """(memory of the rank of pp that may need most, where it peaks)."""
+    forecasts = [(cost.memory_forecast(memory), memory.where) for memory in rank_memories(layout)]
+    return max(forecasts, key=lambda forecast: forecast[0].required)
 
-    def allocated(size: float, blocks: float) -> float:
-        return allocated_bytes(size, blocks, device.block_padding)
 
-    if gradients < 0:  # gathered parameters that are gone by then
-        persistent = replace(persistent, parameters=persistent.parameters + gradients)
-        gradients = 0.0
-    parameters = allocated(persistent.parameters + profile.buffers, large_tensors)
-    optimizer = allocated(
-        persistent.optimizer, large_tensors * (persistent.optimizer / max(persistent.parameters, 1.0))
+def rank_memories(layout: PlanLayout, rank: int | None = None) -> list[RankMemory]:
+    """What the ranks of pp on such devices hold wherever the memory may peak, or one of them."""
+    return [memory for pp_rank in (layout.pp_ranks if rank is None else (rank,)) for memory in _peaks(layout, pp_rank)]
+
+
+def saved_bytes(layout: PlanLayout, rank: int, samples: float) -> float:
+    """What a rank of pp keeps of one micro-batch for its backward."""
+    model = layout.model
+    if layout.runs_as_traced:
+        return model.traced_saved_bytes(samples)
+    before = model.before.saved_bytes * (rank == 0) / layout.sequence_shards
+    saved = samples * (layout.computed_blocks(rank) * saved_per_block(layout)[0] + before)
+    if layout.trusts_trace:  # the loss is no part of the model: `loss_bytes` of others has what it keeps
+        saved += samples * (model.after.saved_bytes + model.loss_saved_bytes) * layout.computes_loss(rank)
+        saved *= model.saved_fraction
+    return saved
+
+
+def saved_per_block(layout: PlanLayout) -> tuple[float, float]:
+    """(bytes per sample that one block keeps until its backward, bytes that it computes again then)."""
+    stack, model, tp = layout.stack, layout.model, layout.plan.mesh.tp
+    everything = model.saved.tp_sharded / tp + model.saved.replicated / layout.sequence_shards
+    block_input = model.block_output_bytes / layout.sequence_shards
+    products = model.saved.products / tp + model.saved.replicated_products
+    if layout.plan.compile:
+        # Fused kernels compute element-wise results again: from outputs of products, and from the inputs of the two norms.
+        everything = min(everything, products + 2 * block_input)
+    if stack.recompute == "attention":
+        return everything - model.score_bytes / tp, model.score_bytes / tp
+    if stack.recompute == "ops":
+        return block_input + products / 2, everything
+    if stack.recompute == "alternate":
+        return (block_input + everything) / 2, everything
+    if layout.recompute == "block":
+        return block_input, everything
+    if layout.recompute == "selective":
+        return block_input + products, everything
+    return everything, 0.0
+
+
+def _peaks(layout: PlanLayout, rank: int) -> Iterator[RankMemory]:
+    resting, growth = _resting_memory(layout, rank)
+    for memory, gradients in _activation_peaks(layout, rank, resting):
+        yield _with_gradients(memory, growth * gradients)
+    yield _with_gradients(_optimizer_peak(layout, rank, resting), growth * _gradient_bytes(layout, rank))
+
+
+def _activation_peaks(layout: PlanLayout, rank: int, resting: RankMemory) -> Iterator[tuple[RankMemory, float]]:
+    """(memory, gradients that backward has produced by then)."""
+    if not layout.trusts_trace:
+        yield _block_peak(layout, rank, resting), 0.0
+        yield _first_block_peak(layout, rank, resting), _gradient_bytes(layout, rank)
+        return
+    runs = {"before": rank == 0, "block": layout.computed_blocks(rank) > 0, "after": layout.computes_loss(rank)}
+    gradient_share = layout.rank_elements(rank) / max(layout.model.elements, 1)
+    for part, moment in layout.model.moments:
+        if runs[part]:
+            yield _traced_peak(layout, rank, resting, moment), moment.gradients * gradient_share
+    if layout.recompute != "none" or not layout.computes_loss(rank):
+        yield from _block_backward_peaks(layout, rank, resting)
+
+
+def _gradient_bytes(layout: PlanLayout, rank: int) -> float:
+    return layout.rank_elements(rank) * layout.gradient_width * layout.model.trained_fraction
+
+
+def _with_gradients(memory: RankMemory, gradients: float) -> RankMemory:
+    """With gradients that backward has produced. Below zero: it has freed more gathered parameters than that."""
+    if gradients < 0:
+        return replace(memory, parameters=memory.parameters + gradients, gathered=max(memory.gathered + gradients, 0.0))
+    return replace(memory, gradients=memory.gradients + gradients)
+
+
+def _traced_peak(layout: PlanLayout, rank: int, resting: RankMemory, moment: MemorySnapshot) -> RankMemory:
+    """Where the trace peaked, with what this rank keeps instead of the whole model."""
+    samples = layout.largest_micro_batch
+    alive, saved = moment.alive.at(samples), moment.saved.at(samples)
+    share = saved_bytes(layout, rank, samples) / (layout.model.traced_saved_bytes(samples) or 1.0)
+    memory = _with_waiting(layout, rank, resting, saved * share, alive + saved * (share - 1))
+    return replace(
+        memory,
+        blocks=moment.blocks,
+        operator=moment.operator,
+        operator_bytes=moment.moved.at(samples),
+        where=f"{moment.module} ({moment.phase})",
     )
-    gradients = allocated(gradients, large_tensors)
-    activations = allocated(saved_bytes, snapshot.blocks)
-    transient = allocated(alive_bytes - saved_bytes, snapshot.blocks) + allocated(persistent.in_transit, large_tensors)
-    # Activations are taken in one order and given back in the other, unless several micro-batches are under way; what comes and goes
-    # otherwise leaves gaps between blocks.
-    freed_bytes += activations if in_flight_bytes else 0.0
-    gathered_bytes = parameters - profile.bytes / plan.mesh.dp if plan.is_sharded else 0.0
-    retained_bytes = device.retained * (transient + gradients + max(gathered_bytes, 0.0) + freed_bytes)
-    temporary = transient + retained_bytes + device.workspace
-    bucket_bytes = allocated(persistent.buckets, large_tensors)
-    peak = parameters + gradients + optimizer + activations + temporary + bucket_bytes
-    relative_error = _RELATIVE_ERROR[plan.is_sharded]
-    if plan.precision not in (None, profile.precision):
-        relative_error = 0.5
-    return MemoryForecast(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
+
+
+def _block_backward_peaks(layout: PlanLayout, rank: int, resting: RankMemory) -> Iterator[tuple[RankMemory, float]]:
+    """In the backward of the last block, and of the first: beside what is kept, what is computed again, the gradients of the block's output
+    and of its largest activation, and that of a weight."""
+    model, samples, tp = layout.model, layout.largest_micro_batch, layout.plan.mesh.tp
+    kept, recomputed = saved_per_block(layout)
+    again = samples * max(recomputed - kept, 0.0)
+    before = samples * model.before.saved_bytes * (rank == 0) / layout.sequence_shards
+    sharded, whole = model.largest_outputs
+    temporary = samples * (model.block_output_bytes + max(sharded / tp, whole)) + model.largest_weight_bytes
+    blocks, width = layout.computed_blocks(rank), layout.gradient_width * model.trained_fraction
+    after = layout.outside_elements(rank) - (model.before.tp_elements(tp) if rank == 0 else 0.0)
+    for computed, elements, name in (
+        (blocks, after, "last"),
+        (min(blocks, 1.0), after + (layout.held_blocks(rank) - 1) * layout.held_block_elements, "first"),
+    ):
+        saved = model.saved_fraction * (before + computed * samples * kept + again)
+        memory = _with_waiting(layout, rank, resting, saved, saved + temporary)
+        where = f"backward of the {name} block"
+        yield replace(memory, released=again, where=where), max(elements * width, 0.0)
+
+
+def _with_waiting(layout: PlanLayout, rank: int, resting: RankMemory, saved: float, alive: float) -> RankMemory:
+    """With `alive` bytes, of which `saved` are kept for backward, and with the other micro-batches in flight."""
+    samples, in_flight = layout.largest_micro_batch, layout.in_flight_micro_batches(rank)
+    waiting = (in_flight - 1) * saved_bytes(layout, rank, samples)
+    waiting += (
+        in_flight * samples * sum(layout.stage_input_bytes[rank + 1 :: layout.plan.mesh.pp]) / layout.sequence_shards
+    )
+    saved, alive = min(saved + waiting, alive + waiting), alive + waiting
+    return replace(resting, activations=saved, temporary=alive - saved, fragmenting=alive if in_flight > 1 else 0.0)
+
+
+def _block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
+    """At the loss, or where the backward of the last block begins."""
+    plan, stack, model, tp = layout.plan, layout.stack, layout.model, layout.plan.mesh.tp
+    in_flight, samples, blocks = (
+        layout.in_flight_micro_batches(rank),
+        layout.largest_micro_batch,
+        layout.computed_blocks(rank),
+    )
+    recomputed = saved_per_block(layout)[1]
+    is_last = layout.computes_loss(rank)
+    activations = in_flight * saved_bytes(layout, rank, samples)
+    loss = samples * model.loss_bytes / (tp if model.loss_is_tp_sharded else 1) if is_last else 0.0
+    block = 0.0 if is_last and model.layers == 1 else samples * (recomputed + model.largest_operator_bytes / tp)
+    temporary = max(loss, block) + _message_bytes(layout, in_flight)
+    scores = model.score_bytes * samples / tp
+    if plan.recompute == "none" and stack.recompute == "plan":
+        scores *= in_flight * blocks
+    if model.score_bytes:
+        scores = max(scores, block)
+    # One micro-batch frees in the reverse order of its allocations. Several in flight leave gaps, unless they keep equal tensors.
+    keeps_equal_tensors = plan.recompute == "block" and stack.recompute == "plan"
+    fragmenting = temporary + (0.0 if keeps_equal_tensors else activations) if in_flight > 1 else 0.0
+    return replace(
+        resting,
         activations=activations,
         temporary=temporary,
-        buckets=bucket_bytes,
-        framework=device.framework,
-        low=peak * (1 - relative_error),
-        high=peak * (1 + relative_error),
-    ), peak_location
-
-
-def _persistent_memory(profile: Profile, plan: Plan, load: NodeLoad) -> PersistentMemory:
-    dp, accumulates = plan.mesh.dp, len(load.micro_batch_sizes) > 1
-    parameter_bytes, gradient_bytes, state_bytes = (
-        float(profile.bytes),
-        float(profile.gradient_bytes),
-        float(profile.state_bytes),
+        fragmenting=max(fragmenting, scores),
+        released=samples * recomputed,
+        where="loss" if loss > block else "backward of a block",
     )
-    if dp == 1:
-        return PersistentMemory(
-            parameter_bytes, gradient_bytes if accumulates else 0.0, state_bytes, 0.0, 0.0 if accumulates else 1.0, 0.0
-        )
-    if plan.zero == 0:
-        # Gradients live in the buckets from the first micro-batch on.
-        return PersistentMemory(parameter_bytes, gradient_bytes, state_bytes, 0.0, 0.0, 0.0)
-    largest_unit = float(max(profile.fsdp_unit_bytes, default=0)) if not plan.data.shard_as_one else 0.0
-    root_bytes = parameter_bytes - (sum(profile.fsdp_unit_bytes) if not plan.data.shard_as_one else 0)
-    # Of the unit at work: its gradients as computed and as sent, those of the unit before still under way, its parameters' message.
-    in_transit = 4 * max(largest_unit, 0.0 if largest_unit else root_bytes)
+
+
+def _first_block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
+    """Where the backward of the first block ends."""
+    samples = layout.largest_micro_batch
+    saved, recomputed = saved_per_block(layout)
+    before = layout.model.before.saved_bytes * (rank == 0) / layout.sequence_shards
+    block = samples * (recomputed + layout.model.largest_operator_bytes / layout.plan.mesh.tp)
+    return replace(
+        resting,
+        activations=samples * (saved + before),
+        temporary=block + _message_bytes(layout, 1.0),
+        released=samples * recomputed,
+        where="backward of the first block",
+    )
+
+
+def _optimizer_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
+    """Unfused optimizers make temporary tensors."""
+    temporary = sum(
+        share * layout.updated_elements(rank) * optimizer.temporary_bytes / max(optimizer.trainable_elements, 1)
+        for optimizer, share, _ in layout.optimizers()
+        if not (layout.plan.fused and optimizer.has_fused_kernel(sharded=layout.plan.is_sharded))
+    )
+    return replace(resting, temporary=temporary, where="optimizer step")
+
+
+def _message_bytes(layout: PlanLayout, in_flight: float) -> float:
+    """Inputs of a micro-batch, and what stages send of those in flight."""
+    samples = layout.largest_micro_batch
+    sent = samples * max(layout.stage_input_bytes) / layout.sequence_shards
+    return in_flight * sent + samples * layout.model.input_bytes
+
+
+def _resting_memory(layout: PlanLayout, rank: int) -> tuple[RankMemory, float]:
+    """(what stays during forward and backward, bytes that each byte of finished gradient adds)."""
+    plan, model, stack, width = layout.plan, layout.model, layout.stack, layout.model.parameter_width
+    elements, shard, outside = layout.rank_elements(rank), layout.shard_elements(rank), layout.outside_elements(rank)
+    is_sharded = plan.zero > 0 and layout.zero_shards > 1
     if plan.zero == 3:
-        # The root's own parameters, and those of the unit at work and of the one fetched ahead.
-        in_transit += root_bytes + 2 * largest_unit
-        return PersistentMemory(
-            parameter_bytes / dp,
-            gradient_bytes / dp if accumulates else 0.0,
-            state_bytes / dp,
-            0.0,
-            0.0 if accumulates else 1 / dp,
-            in_transit,
-        )
-    keeps_full_gradients = accumulates and (plan.zero == 1 or plan.data.keep_gradients)
-    if accumulates:
-        kept_gradients = gradient_bytes if keeps_full_gradients else gradient_bytes / dp
-        return PersistentMemory(
-            parameter_bytes + parameter_bytes / dp, kept_gradients, state_bytes / dp, 0.0, 0.0, in_transit
-        )
-    # Units give up their gathered parameters as their gradients are done: the peak is where backward begins.
-    return PersistentMemory(parameter_bytes + parameter_bytes / dp, 0.0, state_bytes / dp, 0.0, 1 / dp - 1, in_transit)
-
-
-def _peak_snapshot(profile: Profile, load: NodeLoad, persistent: PersistentMemory) -> MemorySnapshot:
-    def estimated_bytes(snapshot: MemorySnapshot) -> float:
-        alive_bytes = snapshot.alive.at(load.largest_micro_batch) + _workspace_bytes(snapshot, load)
-        saved_bytes = min(snapshot.saved.at(load.largest_micro_batch), alive_bytes)
-        return saved_bytes + (1 + load.device.retained) * (
-            alive_bytes - saved_bytes + persistent.gradient_growth * snapshot.gradients
-        )
-
-    return max(profile.moments, key=estimated_bytes)
-
-
-def _workspace_bytes(snapshot: MemorySnapshot, load: NodeLoad) -> float:
-    """Bytes that the operator's library takes while it runs."""
-    moved = snapshot.moved.at(load.largest_micro_batch)
-    curve = load.device.nearest_curve(f"workspace {snapshot.operator}", "float32") or load.device.nearest_curve(
-        f"workspace {snapshot.operator}", "bfloat16"
+        # At rest the master weights are all there is of a parameter.
+        parameters = shard * (4 if layout.has_master_weights else width)
+    else:
+        parameters = (elements - outside) * (stack.parameter_width or width) + outside * width
+        # Where shards are no master weights they lie beside what was gathered from them.
+        parameters += shard * width if is_sharded and stack.keeps_shards else 0.0
+    shards_gradients = plan.zero >= 2 and not plan.data.keep_gradients
+    gradients = layout.gradient_width * model.trained_fraction * (shard if shards_gradients else elements)
+    growth = 0.0
+    if stack.frees_gradients and layout.micro_batches == 1 and (layout.data_ranks == 1 or is_sharded):
+        gradients = 0.0
+        growth = shard / elements if is_sharded else 1.0
+        # Units free their gathered parameters once their gradients are scattered.
+        growth -= 1.0 if is_sharded and plan.zero < 3 else 0.0
+    return (
+        RankMemory(
+            parameters=parameters + model.buffer_bytes,
+            gradients=gradients,
+            optimizer=_state_bytes(layout, rank),
+            activations=0.0,
+            temporary=0.0,
+            buckets=_bucket_bytes(layout, rank) if is_sharded else 0.0,
+            gathered=max(parameters - shard * width, 0.0) if is_sharded else 0.0,
+            tensors=layout.tensors(rank, large=True),
+            axes=sum(getattr(plan.mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp", "ep")),
+            is_sharded=is_sharded,
+            is_converted=layout.is_converted,
+        ),
+        growth,
     )
-    return moved * curve.rate_at((moved,)) if curve is not None and moved else 0.0
 
 
-def _optimizer_temporary_bytes(profile: Profile, plan: Plan) -> float:
-    shard_fraction = 1 / plan.mesh.dp if plan.zero else 1.0
-    unfused = [
-        optimizer
-        for optimizer in profile.optimizers
-        if not (plan.fused and optimizer.has_fused_kernel(sharded=plan.is_sharded))
-    ]
-    return shard_fraction * sum(optimizer.temporary_bytes for optimizer in unfused)
+def _state_bytes(layout: PlanLayout, rank: int) -> float:
+    """The optimizers' state. An owner of whole tensors keeps a copy of them, their gradients, and their state."""
+    plan, model, master = layout.plan, layout.model, layout.has_master_weights
+    # Gradients are widened to what the optimizer computes in.
+    extra = (4.0 if master and layout.gradient_width < 4 else 0.0) if plan.zero < 3 else -4.0 * master
+    updated, total = layout.updated_elements(rank), 0.0
+    for optimizer, share, owned in layout.optimizers():
+        state = layout.state_width(optimizer)
+        if owned is None:
+            total += share * updated * (state + extra)
+        else:
+            copies = model.parameter_width + layout.gradient_width + state
+            total += share * (owned.fraction * model.trained_elements * copies + updated * extra)
+    return total
+
+
+def _bucket_bytes(layout: PlanLayout, rank: int) -> float:
+    """What ZeRO gathers, and the messages of one unit: its parameters', and its gradients' as often as they exist."""
+    plan, width = layout.plan, layout.model.parameter_width
+    if plan.zero < 3 and not layout.stack.keeps_shards:
+        return 0.0  # such stacks exchange the gradients where they lie
+    whole = plan.data.shard_as_one or not layout.model.repeats_blocks
+    unit = layout.rank_elements(rank) if whole else layout.held_block_elements
+    gathered = 0.0
+    if plan.zero == 3:
+        gathered = layout.rank_elements(rank) if whole else _GATHERED_BLOCKS * unit + layout.outside_elements(rank)
+    gradients = layout.stack.gradient_copies * layout.gradient_width * layout.model.trained_fraction
+    return width * gathered + (width + gradients) * unit

@@ -1,4 +1,4 @@
-"""A model as a cluster's forecast needs it: one repeated block, what comes before the blocks, and what comes after them."""
+"""A model in three parts: what runs before its repeated blocks, one block, and what runs after them."""
 
 from __future__ import annotations
 
@@ -6,126 +6,216 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from echelon.plan.plan import Precision
-from echelon.plan.profile import DTYPE_BYTES, Phase, UpdateScope
+from echelon.plan.profile import DTYPE_BYTES, Amount, MemorySnapshot, OptimizerProfile, Phase
 
-#: Precisions in which what passes from operator to operator has 2 bytes.
+#: Matrix products with a weight, those of activations alone (written-out attention), fused attention, convolutions, everything else.
+OperatorKind = Literal["weight_matmul", "activation_matmul", "attention", "convolution", "stream"]
+PartName = Literal["before", "block", "after"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+PARTS: tuple[PartName, ...] = ("before", "block", "after")
+#: Precisions in which activations have 2 bytes.
 _TWO_BYTE_PRECISIONS = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSummary:
-    """Operators that are alike, as one block (or the part outside of blocks) runs them."""
+    """Equal operators of one part of the model."""
 
-    kind: Literal["product", "inner", "attention", "convolution", "stream"]
+    name: str  #: as torch names it, with the operands' layout: `mm:nt`
+    kind: OperatorKind
     phase: Phase
     dtype: str
     count: float
-    dims: tuple[tuple[float, float], ...]  #: (fixed, per sample)
-    flops: tuple[float, float]
-    moved: tuple[float, float]
-    in_attention_core: bool  #: part of attention between its projections
-    tp_sharded: bool  #: divided by tp
-    operand_layout: str = ""  #: of a product, which factors lie transposed in memory: `nt`
-    is_expert: bool = (
-        False  #: one of a block's experts does it, or all of them: ep divides them, and each gets the rows of ep ranks
-    )
+    dims: tuple[Amount, ...]
+    flops: Amount
+    moved: Amount
+    in_attention_core: bool = False  #: between the projections of attention
+    tp_sharded: bool = False
+    is_expert: bool = False  #: of experts: ep divides them, and each gets the rows of ep ranks
+    ends_block: bool = False  #: of forward: backward needs its inputs, not its output
+    is_kept_by_selective: bool = False  #: recompute=selective keeps its output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOperator:
+    """One call of an operator, in the shape that it has on one rank."""
+
+    name: str
+    kind: OperatorKind
+    phase: Phase
+    dtype: str
+    precision: str  #: that matrix units compute in
+    dims: tuple[float, ...]
+    flops: float
+    moved: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TPMessage:
+    """A collective over tp in every pass of a part of the model."""
+
+    phase: Phase
+    collective: Collective
+    size: Amount  #: bytes
+    count: float = 1.0
+    #: It sums outputs of row-parallel products: nothing of them is kept, and where the sequence is sharded backward gathers the input of
+    #: their columns again.
+    is_row_sum: bool = False
+    ends_block: bool = False  #: backward does not need its result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """One block, or what runs before or after the blocks."""
+
+    operators: tuple[OperatorSummary, ...]
+    elements: float  #: of parameters
+    replicated_elements: float  #: of these, held in full by every rank of tp
+    tensors: float  #: number of parameters
+    large_tensors: float  #: of these, those of a megabyte or more
+    saved_bytes: float  #: kept for backward, per sample
+    shared_elements: float = 0.0  #: of `elements`, those in no pipeline unit: every stage holds them
+    tp_messages: tuple[TPMessage, ...] = ()
+
+    def tp_elements(self, tp: int) -> float:
+        """Parameters on one rank of tp."""
+        return (self.elements - self.replicated_elements) / tp + self.replicated_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes per sample that one block, or what is outside of blocks, keeps for backward."""
+    """Bytes per sample that one block keeps for backward."""
 
-    tp_sharded: float = 0.0  #: of what tp divides
+    tp_sharded: float = 0.0
     replicated: float = 0.0
-    attention_core: float = 0.0  #: of attention between its projections; part of `tp_sharded`
-    products: float = 0.0  #: outputs of products and attention; tp divides about all of them
+    attention_core: float = 0.0  #: between the projections of attention; part of `tp_sharded`
+    products: float = 0.0  #: outputs of products and attention, sharded by tp
+    replicated_products: float = 0.0  #: and those that are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineUnitSummary:
-    """A visit: a place where a stage may begin. Over all places `blocks` and `elements` add up to the number of blocks."""
+    """A place where a stage may begin. `blocks` and `elements` of all units add up to the number of blocks."""
 
-    blocks: float  #: what it computes, in blocks
-    elements: float  #: parameters of blocks that it holds, in blocks
-    crossing: float  #: bytes per sample that pass to a stage that begins here
+    blocks: float  #: computation, in blocks
+    elements: float  #: parameters of blocks, in blocks
+    boundary_bytes: float  #: per sample, sent to a stage that begins here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """The model. Figures of `block` are of one; `before` and `after` are what a pipeline's first and last rank do besides."""
+    """The work of a training step per part of the model; bytes are per sample unless stated otherwise."""
 
-    layers: int
-    before: tuple[OperatorSummary, ...]
-    block: tuple[OperatorSummary, ...]
-    after: tuple[OperatorSummary, ...]
-    elements: tuple[float, float, float]  #: parameters before the blocks, in one block, after them
-    replicated_elements: tuple[float, float, float]  #: of these, what tp leaves whole on every rank
-    tied_elements: float  #: of those before, what is used after the blocks too
-    parameter_width: int  #: bytes of one parameter as traced
+    layers: int  #: number of blocks
+    repeats_blocks: bool  #: else all of the model is one block
+    before: PartSummary
+    block: PartSummary
+    after: PartSummary
+    tied_elements: float  #: of `before`, parameters that are used after the blocks too
+    parameter_width: float  #: bytes of one parameter as traced
     precision: Precision  #: as traced
-    optimizer_state_bytes: float  #: bytes of the optimizer's state for one parameter
-    trained_fraction: float  #: share of the parameters that is trained
-    clips_gradients: bool  #: whether gradients are clipped
+    optimizers: tuple[OptimizerProfile, ...]
+    trained_tensors: tuple[tuple[int, str], ...]  #: (bytes, type) of each trained parameter, in the model's order
+    clips_gradients: bool
     saved: SavedBytes
-    saved_outside_blocks: tuple[float, float]  #: bytes per sample kept before and after the blocks
-    block_output_bytes: float  #: bytes per sample that one block passes to the next
-    key_value_bytes: float  #: bytes per sample of one block's keys and values
-    loss_bytes: float  #: bytes per sample alive at the loss beside what is kept anywhere
-    loss_is_tp_sharded: bool  #: whether tp divides the loss
-    tp_all_reduces_per_pass: float  #: how often ranks of tp add up in one pass of a block
-    largest_operator_bytes: (
-        float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
-    )
-    input_bytes: float  #: bytes per sample that come from the data
-    expert_elements: float = 0.0  #: of one block's parameters, those of experts: ep divides them
-    expert_count: int = 0  #: of experts in a block
-    tensor_counts: tuple[float, float, float] = (0.0, 0.0, 0.0)  #: how many parameters there are, as `elements`
-    routed_bytes: float = 0.0  #: bytes per sample that go to one block's experts, and come back
-    pipeline_units: tuple[PipelineUnitSummary, ...] = ()  #: empty: not known
-    #: Optimizers that read more than each number by itself: share of the trained parameters, what they read, whether they draw.
-    full_tensor_optimizers: tuple[tuple[float, UpdateScope, bool], ...] = ()
+    block_output_bytes: float
+    key_value_bytes: float  #: keys and values of one block
+    loss_bytes: float  #: alive at the loss beyond what the model keeps for backward
+    loss_saved_bytes: float  #: kept for backward outside of all modules
+    saved_fraction: float  #: of what modules keep each by itself, what they kept together: some keep the same tensor
+    loss_is_tp_sharded: bool
+    largest_operator_bytes: float  #: read and written by the largest operator of a block
+    largest_outputs: tuple[
+        float, float
+    ]  #: of a module in a block: the largest that tp shards, and the largest that it does not
+    largest_weight_bytes: float  #: of a parameter in a block on one rank; not per sample
+    #: Where memory peaked for some micro-batch, with the part of the model that ran then.
+    moments: tuple[tuple[PartName, MemorySnapshot], ...]
+    input_bytes: float
+    buffer_bytes: float = 0.0  #: of the whole model
+    expert_elements: float = 0.0  #: parameters of one block's experts
+    expert_count: int = 0  #: experts in a block
+    routed_bytes: float = 0.0  #: sent to one block's experts, and returned
+    pipeline_units: tuple[PipelineUnitSummary, ...] = ()  #: empty: unknown
 
-    def elements_per_tp_rank(self, part: int, tp: int) -> float:
-        """Parameters that a rank of tp holds: 0 before the blocks, 1 of one block, 2 after them."""
-        return (self.elements[part] - self.replicated_elements[part]) / tp + self.replicated_elements[part]
+    @property
+    def elements(self) -> float:
+        """All parameters."""
+        return self.before.elements + self.layers * self.block.elements + self.after.elements
+
+    @property
+    def trained_elements(self) -> float:
+        """Parameters that an optimizer updates."""
+        return self.elements * self.trained_fraction
+
+    @property
+    def trained_fraction(self) -> float:
+        """Share of the parameters that an optimizer updates."""
+        return min(sum(optimizer.trainable_elements for optimizer in self.optimizers) / max(self.elements, 1), 1.0)
+
+    def traced_saved_bytes(self, samples: float) -> float:
+        """What the traced step kept for backward of a micro-batch of `samples`."""
+        return max(moment.saved.at(samples) for _, moment in self.moments)
 
     @property
     def score_bytes(self) -> float:
-        """Bytes per sample that one block keeps of written-out attention. What its projections gave, about three times what the block
-        gives, is kept by any attention."""
-        has_unfused_attention = any(op.kind == "inner" for op in self.block)
-        return max(self.saved.attention_core - 3 * self.block_output_bytes, 0.0) if has_unfused_attention else 0.0
+        """Bytes that one block keeps of written-out attention, beyond the outputs of its projections (about three times the block's)."""
+        is_written_out = any(operator.kind == "activation_matmul" for operator in self.block.operators)
+        return max(self.saved.attention_core - 3 * self.block_output_bytes, 0.0) if is_written_out else 0.0
 
 
 def convert_precision(model: ModelSummary, precision: Precision | None) -> ModelSummary:
-    """The work in another precision than it was traced in: products, and about all that lies between them, are as wide as that says.
+    """The model in another precision than it was traced in: activations get its width, and products their type.
 
-    Under fp8 what lies between products is as wide as under bf16; how products are then computed is priced where they are.
+    Under fp8 activations are as wide as under bf16; step.py prices the products.
     """
     is_two_byte = precision in _TWO_BYTE_PRECISIONS
     if precision is None or is_two_byte == (model.precision in _TWO_BYTE_PRECISIONS):
         return model if precision in (None, model.precision) else replace(model, precision=precision)
-    traced_dtype, target_dtype = ("float32", "bfloat16") if is_two_byte else ("bfloat16", "float32")
-    products = [op for op in model.block if op.kind != "stream"]
-    # A model that was built narrow is so in any precision.
-    if not products or (DTYPE_BYTES.get(products[0].dtype, 4) <= 2) == is_two_byte:
+    products = [operator for operator in model.block.operators if operator.kind != "stream"]
+    # A model that casts to 2 bytes itself does so in any precision.
+    if not products or _is_two_byte(products[0]) == is_two_byte:
         return replace(model, precision=precision)
-    ratio = DTYPE_BYTES[target_dtype] / DTYPE_BYTES[traced_dtype]
+    dtype, ratio = ("bfloat16", 0.5) if is_two_byte else ("float32", 2.0)
 
-    def convert_operators(ops: tuple[OperatorSummary, ...]) -> tuple[OperatorSummary, ...]:
-        return tuple(
-            replace(op, dtype=target_dtype, moved=(op.moved[0] * ratio, op.moved[1] * ratio))
-            if (DTYPE_BYTES.get(op.dtype, 4) <= 2) != is_two_byte
-            else op
-            for op in ops
+    def convert(part: PartSummary) -> PartSummary:
+        operators = tuple(
+            operator
+            if _is_two_byte(operator) == is_two_byte
+            else replace(operator, dtype=dtype, moved=operator.moved * ratio)
+            for operator in part.operators
         )
+        messages = tuple(
+            replace(message, size=message.size * ratio) if message.size.per_sample else message  # else: of parameters
+            for message in part.tp_messages
+        )
+        return replace(part, operators=operators, saved_bytes=part.saved_bytes * ratio, tp_messages=messages)
 
     saved = model.saved
     return replace(
         model,
-        before=convert_operators(model.before), block=convert_operators(model.block), after=convert_operators(model.after), precision=precision,
-        saved=replace(saved, tp_sharded=saved.tp_sharded * ratio, replicated=saved.replicated * ratio, attention_core=saved.attention_core * ratio, products=saved.products * ratio),
-        saved_outside_blocks=(model.saved_outside_blocks[0] * ratio, model.saved_outside_blocks[1] * ratio),
-        pipeline_units=tuple(replace(unit, crossing=unit.crossing * ratio) for unit in model.pipeline_units),
-        **{name: getattr(model, name) * ratio for name in ("block_output_bytes", "key_value_bytes", "loss_bytes", "largest_operator_bytes", "routed_bytes")},
-    )  # fmt: skip
+        precision=precision,
+        before=convert(model.before),
+        block=convert(model.block),
+        after=convert(model.after),
+        saved=SavedBytes(
+            tp_sharded=saved.tp_sharded * ratio,
+            replicated=saved.replicated * ratio,
+            attention_core=saved.attention_core * ratio,
+            products=saved.products * ratio,
+            replicated_products=saved.replicated_products * ratio,
+        ),
+        block_output_bytes=model.block_output_bytes * ratio,
+        key_value_bytes=model.key_value_bytes * ratio,
+        loss_bytes=model.loss_bytes * ratio,
+        loss_saved_bytes=model.loss_saved_bytes * ratio,
+        largest_operator_bytes=model.largest_operator_bytes * ratio,
+        routed_bytes=model.routed_bytes * ratio,
+        pipeline_units=tuple(
+            replace(unit, boundary_bytes=unit.boundary_bytes * ratio) for unit in model.pipeline_units
+        ),
+    )
+
+
+def _is_two_byte(operator: OperatorSummary) -> bool:
+    return DTYPE_BYTES.get(operator.dtype, 4) <= 2

@@ -1,38 +1,55 @@
-"""A plan laid out on a cluster that is known by its data sheets: what each rank of the pipeline has, before anything is priced."""
+"""A plan laid out: what each rank of the pipeline computes, holds and receives, before anything is priced."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from echelon.errors import PlanError
-from echelon.plan.batch_split import count_micro_batches, largest_local_batch
-from echelon.plan.cluster import Cluster, DataSheet
-from echelon.plan.plan import PipelinePlan, Plan
+from echelon.plan.batch_split import largest_local_batch, split_evenly
+from echelon.plan.plan import Plan, Recompute
+from echelon.plan.profile import OptimizerProfile
 from echelon.plan.stages import balance_stages, stage_count, stage_ranges
-from echelon.simulator import pipeline_order
-from echelon.simulator.model_summary import ModelSummary, convert_precision
-from echelon.simulator.pipeline_schedule import effective_schedule
+from echelon.simulator import pipeline_schedule
+from echelon.simulator.model_summary import ModelSummary, OperatorSummary, PartSummary, convert_precision
 from echelon.simulator.training_stack import TrainingStack
+from echelon.simulator.whole_tensor_cost import OwnedTensors, find_owned_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLayout:
-    """Nothing here depends on fitted constants."""
+    """Figures of one rank per stage of the pipeline; of tp, the rank that holds most."""
 
     model: ModelSummary
-    sheet: DataSheet
     plan: Plan
     stack: TrainingStack
     batch: int
-    micro_batch_size: int
-    micro_batch_count: int  #: micro-batches
-    schedule: str  #: as so many micro-batches are run
-    stage_blocks: tuple[float, ...]  #: what each stage computes, in blocks; stage `n` is on rank `n % pp`
+    micro_batch_sizes: tuple[int, ...]  #: samples
+    schedule: str  #: as this number of micro-batches runs it
+    stage_blocks: tuple[float, ...]  #: computation of each stage, in blocks; stage `n` is on rank `n % pp`
     stage_held_blocks: tuple[float, ...]  #: parameters of blocks that each stage holds, in blocks
-    stage_input_bytes: tuple[float, ...]  #: bytes per sample that each stage gets from the one before
-    capacity: float
-    nodes: int
-    pp_ranks: tuple[int, ...]  #: ranks of pp that are on devices of this kind
+    stage_input_bytes: tuple[float, ...]  #: bytes per sample that each stage receives from the one before
+    pp_ranks: tuple[int, ...]  #: ranks of pp on devices of this kind
+    is_converted: bool  #: the plan's precision is not the profile's
+    #: Whether memory peaks where the trace peaked, as far as the plan runs the model as it was traced.
+    trusts_trace: bool = False
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return len(self.micro_batch_sizes)
+
+    @property
+    def largest_micro_batch(self) -> float:
+        """Samples of the largest micro-batch, as one rank of cp computes them."""
+        return max(self.micro_batch_sizes) / self.plan.mesh.cp
+
+    @property
+    def sample_shares(self) -> dict[float, float]:
+        """Samples of a micro-batch, as one rank of cp computes them, and the share of micro-batches of that size."""
+        counts = Counter(self.micro_batch_sizes)
+        return {size / self.plan.mesh.cp: count / self.micro_batches for size, count in counts.items()}
 
     @property
     def chunks(self) -> int:
@@ -40,156 +57,199 @@ class PlanLayout:
         return len(self.stage_blocks) // self.plan.mesh.pp
 
     @property
-    def samples(self) -> float:
-        """Samples of a micro-batch as one rank computes them: cp parts each."""
-        return self.micro_batch_size / self.plan.mesh.cp
+    def last_stage(self) -> int:
+        """The stage that computes the loss."""
+        return len(self.stage_blocks) - 1
+
+    @property
+    def recompute(self) -> Recompute:
+        """What repeated blocks recompute by the plan; the stack may have a way of its own."""
+        return self.plan.recompute if self.stack.recompute == "plan" and self.model.repeats_blocks else "none"
+
+    @property
+    def runs_as_traced(self) -> bool:
+        """Whether a rank computes and keeps what the trace did."""
+        mesh = self.plan.mesh
+        return self.trusts_trace and mesh.tp == mesh.pp == 1 and self.recompute == "none"
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that have the same parameters and other samples, or other parts of them."""
+        """Ranks that hold the same parameters and compute other samples, or other parts of them."""
         return self.plan.mesh.dp * self.plan.mesh.cp
 
     @property
     def zero_shards(self) -> int:
-        """Ranks over which ZeRO divides."""
+        """Ranks over which ZeRO shards."""
         return min(self.stack.shard_group_size or self.data_ranks, self.data_ranks)
 
     @property
     def sequence_shards(self) -> int:
-        """Parts into which what tp does not cut is divided."""
+        """Shards of the sequence between the modules that tp cuts."""
         return self.plan.mesh.tp if self.plan.tensor.sequence else 1
 
     @property
     def gradient_width(self) -> float:
-        """Bytes of one number of the gradients that are kept between micro-batches."""
+        """Bytes of one element of the gradients that are accumulated."""
         return self.stack.gradient_width or self.model.parameter_width
 
     @property
     def message_width(self) -> float:
-        """Bytes of one number of the gradients in messages."""
-        return self.stack.message_width or self.model.parameter_width
+        """Bytes of one element of the gradients in messages, averaged over parameters that are not trained."""
+        return (self.stack.message_width or self.model.parameter_width) * self.model.trained_fraction
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether there is a wide copy of the parameters."""
+        """Whether the optimizer holds a copy of the parameters in 4 bytes."""
         return self.stack.master_weights and self.model.parameter_width < 4
 
-    @property
-    def optimizer_state_bytes(self) -> float:
-        """Bytes that the optimizer holds for one parameter: a wide copy has wide states."""
-        return (
-            self.model.optimizer_state_bytes * (4 / self.model.parameter_width) + 4
-            if self.has_master_weights
-            else self.model.optimizer_state_bytes
-        )
+    def state_width(self, optimizer: OptimizerProfile) -> float:
+        """Bytes of an optimizer's state per element; master weights have states of 4 bytes."""
+        width = optimizer.state_bytes / max(optimizer.trainable_elements, 1)
+        return width * (4 / self.model.parameter_width) + 4 if self.has_master_weights else width
+
+    def part(self, name: str) -> PartSummary:
+        """A part of the model by its name."""
+        part: PartSummary = getattr(self.model, name)
+        return part
 
     def computes_loss(self, rank: int) -> bool:
         """Whether a rank of pp computes the loss."""
-        return rank == (len(self.stage_blocks) - 1) % self.plan.mesh.pp
+        return rank == self.last_stage % self.plan.mesh.pp
+
+    def held_blocks(self, rank: int) -> float:
+        """Parameters of blocks on a rank of pp, in blocks."""
+        return sum(self.stage_held_blocks[rank :: self.plan.mesh.pp])
+
+    def computed_blocks(self, rank: int) -> float:
+        """Computation of blocks on a rank of pp, in blocks."""
+        return sum(self.stage_blocks[rank :: self.plan.mesh.pp])
+
+    @property
+    def block_elements(self) -> float:
+        """Parameters of one block on one rank, experts included that ep moves to other ranks."""
+        return self.model.block.tp_elements(self.plan.mesh.tp)
+
+    @property
+    def held_block_elements(self) -> float:
+        """Of these, what the rank holds: experts divided over ep."""
+        return self.block_elements - self.block_expert_elements * (1 - 1 / self.plan.mesh.ep)
+
+    @property
+    def block_expert_elements(self) -> float:
+        """Parameters of the experts of one block on one rank, those included that ep moves to other ranks."""
+        return self.model.expert_elements / self.plan.mesh.tp
 
     def outside_elements(self, rank: int) -> float:
         """Parameters outside of blocks on a rank of pp."""
         model, tp = self.model, self.plan.mesh.tp
-        tied_elements = model.tied_elements / tp if self.plan.mesh.pp > 1 else 0.0
-        return model.elements_per_tp_rank(0, tp) * (rank == 0) + (
-            model.elements_per_tp_rank(2, tp) + tied_elements
-        ) * self.computes_loss(rank)
+        if self.plan.mesh.pp == 1:
+            return model.before.tp_elements(tp) + model.after.tp_elements(tp)
+        before = model.before.tp_elements(tp) if rank == 0 else model.before.shared_elements
+        after = model.after.tp_elements(tp) + model.tied_elements / tp
+        return before + (after if self.computes_loss(rank) else model.after.shared_elements)
 
     def expert_elements(self, rank: int) -> float:
         """Parameters of experts on a rank of pp, before ep divides them."""
-        mesh = self.plan.mesh
-        return self.model.expert_elements / mesh.tp * sum(self.stage_held_blocks[rank :: mesh.pp])
+        return self.block_expert_elements * self.held_blocks(rank)
 
     def rank_elements(self, rank: int, *, shard_experts: bool = True) -> float:
-        """Parameters on a rank of pp (of tp: one of its ranks). `shard_experts`: experts are parted over ep."""
-        mesh = self.plan.mesh
-        block_elements = self.model.elements_per_tp_rank(1, mesh.tp) * sum(self.stage_held_blocks[rank :: mesh.pp])
-        if shard_experts:
-            block_elements -= self.expert_elements(rank) * (1 - 1 / mesh.ep)
-        return block_elements + self.outside_elements(rank)
-
-    def tensor_count(self, rank: int) -> float:
-        """Parameters, each a tensor of its own, of a rank of pp."""
-        before, block, after = self.model.tensor_counts
-        block_tensors = block * sum(self.stage_held_blocks[rank :: self.plan.mesh.pp])
-        return before * (rank == 0) + block_tensors + after * self.computes_loss(rank)
+        """Parameters on a rank of pp. `shard_experts`: with the experts divided over ep."""
+        block = self.held_block_elements if shard_experts else self.block_elements
+        return block * self.held_blocks(rank) + self.outside_elements(rank)
 
     def shard_elements(self, rank: int) -> float:
-        """Parameters of a rank of pp that one rank of ZeRO has: of experts those of as many ranks as have the same."""
-        mesh, expert_elements = self.plan.mesh, self.expert_elements(rank)
-        other_elements = self.rank_elements(rank, shard_experts=False) - expert_elements
-        return other_elements / self.zero_shards + expert_elements / mesh.ep / min(
-            self.zero_shards, max(self.data_ranks // mesh.ep, 1)
+        """Parameters of a rank of pp on one rank of ZeRO, which shards experts over the ranks that hold the same ones."""
+        mesh, experts = self.plan.mesh, self.expert_elements(rank)
+        others = self.rank_elements(rank, shard_experts=False) - experts
+        return others / self.zero_shards + experts / mesh.ep / min(self.zero_shards, max(self.data_ranks // mesh.ep, 1))
+
+    def updated_elements(self, rank: int) -> float:
+        """Parameters that the optimizer of a rank of pp updates."""
+        elements = self.shard_elements(rank) if self.plan.zero else self.rank_elements(rank)
+        return elements * self.model.trained_fraction
+
+    def optimizers(self) -> Iterator[tuple[OptimizerProfile, float, OwnedTensors | None]]:
+        """(optimizer, its share of the trained elements, what a rank owns of its tensors if it steps on whole ones)."""
+        total = max(sum(optimizer.trainable_elements for optimizer in self.model.optimizers), 1)
+        for optimizer in self.model.optimizers:
+            owned = find_owned_tensors(self.plan, optimizer.update_scope, optimizer.uses_rng)
+            yield optimizer, optimizer.trainable_elements / total, owned
+
+    def tensors(self, rank: int, *, large: bool = False) -> float:
+        """Number of parameters on a rank of pp; `large`: of those of a megabyte or more."""
+        before, block, after = (
+            part.large_tensors if large else part.tensors
+            for part in (self.model.before, self.model.block, self.model.after)
         )
+        return before * (rank == 0) + block * self.held_blocks(rank) + after * self.computes_loss(rank)
+
+    def operator_shards(self, operator: OperatorSummary) -> int:
+        """Ranks that divide an operator's work: those of tp, or of the sequence where tp cuts nothing."""
+        return self.plan.mesh.tp if operator.tp_sharded else self.sequence_shards
 
     def in_flight_micro_batches(self, rank: int) -> float:
-        """Micro-batches that wait for their backward on a rank of pp, in all that its stages keep of one."""
+        """Micro-batches that wait for their backward on a rank of pp, in activations of all its stages."""
         pp = self.plan.mesh.pp
         return (
             1.0
             if pp == 1
-            else pipeline_order.in_flight_micro_batches(self.schedule, pp, self.chunks, self.micro_batch_count, rank)
+            else pipeline_schedule.in_flight_micro_batches(self.schedule, pp, self.chunks, self.micro_batches, rank)
         )
 
 
 def lay_out_plan(
     model: ModelSummary,
     batch: int,
-    cluster: Cluster,
     plan: Plan,
-    stack: TrainingStack,
+    stack: TrainingStack | None = None,
     *,
-    most_samples: int | None = None,
+    local_batch: int | None = None,
     pp_ranks: tuple[int, ...] | None = None,
-    device_count: int | None = None,
+    trusts_trace: bool = False,
 ) -> PlanLayout:
-    """`plan` on `cluster`, whose devices are alike; refuses what cannot be. `most_samples`: samples of the rank that has most, where it is
-    not the one of all that counts; `pp_ranks`: the ranks of pp that are on such devices, where it is not all;
-    `device_count`: of the cluster, where they were counted."""
-    device = cluster.nodes[0].devices[0]
-    mesh = plan.mesh
-    if device.sheet is None:
-        raise PlanError(f"{cluster.name}: {device.name} has no data sheet; give its rates in the cluster's file")
+    """Lay out `plan`, or refuse it. `local_batch`: samples of the data rank that counts; the largest by default. `pp_ranks`: ranks of pp
+    on devices of the kind that counts; all by default. `trusts_trace`: see `PlanLayout`."""
+    mesh, stack = plan.mesh, stack or TrainingStack()
     if batch < mesh.dp:
         raise PlanError(f"dp={mesh.dp}: a batch of {batch} cannot feed so many ranks; use dp={batch} or less")
-    available_devices = device_count or sum(len(node.devices) for node in cluster.nodes)
-    if device.kind == "cuda" and plan.ranks > available_devices:
-        raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {available_devices}')
     if mesh.ep > 1 and not model.expert_elements:
-        raise PlanError(
-            f"ep={mesh.ep}: no block of the model has experts side by side in a list or one weight; use ep=1"
-        )
+        raise PlanError(f"ep={mesh.ep}: no block of the model has experts in a list or in one weight; use ep=1")
     if mesh.ep > 1 and model.expert_count % mesh.ep:
         raise PlanError(
-            f"ep={mesh.ep}: {model.expert_count} experts of a block cannot be parted so; use an ep that divides them"
+            f"ep={mesh.ep}: does not divide the {model.expert_count} experts of a block; use an ep that divides them"
         )
-    model = convert_precision(model, plan.precision)
-    micro_batch_count = count_micro_batches(batch, mesh.dp, plan.micro, plan.data.batch_shares)
-    stage_blocks, stage_held_blocks, stage_input_bytes = _split_stages(model, plan, stack)
-    schedule = effective_schedule(plan, micro_batch_count)
-    if stack.chunks is not None:
-        # Others interleave few micro-batches too.
-        schedule = pipeline_order.effective_schedule(
-            "interleaved" if stack.chunks > 1 else plan.pipeline.schedule, mesh.pp, stack.chunks, micro_batch_count
-        )
+    micro_batches = plan.count_micro_batches(batch)
+    samples = local_batch or largest_local_batch(batch, mesh.dp, plan.data.batch_shares)
+    converted = convert_precision(model, plan.precision)
+    stage_blocks, stage_held_blocks, stage_input_bytes = _split_stages(converted, plan, stack)
     return PlanLayout(
-        model=model,
-        sheet=device.sheet,
+        model=converted,
         plan=plan,
         stack=stack,
         batch=batch,
-        # Where shares are not alike the largest decides.
-        micro_batch_size=-(
-            -(most_samples or largest_local_batch(batch, mesh.dp, plan.data.batch_shares)) // micro_batch_count
-        ),
-        micro_batch_count=micro_batch_count,
-        schedule=schedule,
+        micro_batch_sizes=tuple(part.size for part in split_evenly(0, samples, micro_batches)),
+        schedule=_schedule(plan, stack, micro_batches),
         stage_blocks=stage_blocks,
         stage_held_blocks=stage_held_blocks,
         stage_input_bytes=stage_input_bytes,
-        capacity=float(device.memory),
-        nodes=-(-plan.ranks // len(cluster.nodes[0].devices)),
         pp_ranks=tuple(range(mesh.pp)) if pp_ranks is None else pp_ranks,
+        is_converted=plan.precision not in (None, model.precision),
+        # A model of another width keeps other activations.
+        trusts_trace=trusts_trace and converted.saved is model.saved,
+    )
+
+
+def _schedule(plan: Plan, stack: TrainingStack, micro_batches: int) -> str:
+    schedule, pp, stages = plan.pipeline.schedule, plan.mesh.pp, stage_count(plan)
+    if stack.chunks is not None:
+        # Others interleave few micro-batches too.
+        schedule = "interleaved" if stack.chunks > 1 else schedule
+        return pipeline_schedule.effective_schedule(schedule, pp, stack.chunks, micro_batches)
+    # Fewer micro-batches than stages run all forwards first, then all backwards.
+    return (
+        "gpipe"
+        if micro_batches < stages
+        else pipeline_schedule.effective_schedule(schedule, pp, stages // pp, micro_batches)
     )
 
 
@@ -197,37 +257,35 @@ StageSplit = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 def _split_stages(model: ModelSummary, plan: Plan, stack: TrainingStack) -> StageSplit:
-    """(blocks that each stage computes, blocks that it holds, bytes per sample that it gets)."""
-    total_stages = plan.mesh.pp * stack.chunks if stack.chunks else stage_count(plan)
+    """(blocks that each stage computes, blocks that it holds, bytes per sample that it receives)."""
+    stages = plan.mesh.pp * stack.chunks if stack.chunks else stage_count(plan)
     if model.pipeline_units and plan.pipeline.stages:
         return _split_at_starts(model, plan)
-    if total_stages <= model.layers:
-        blocks_by_stage = _spread_blocks(model.layers, total_stages)
-        return blocks_by_stage, blocks_by_stage, (0.0, *[model.block_output_bytes] * (total_stages - 1))
-    stage_starts = (
-        balance_stages([unit.blocks for unit in model.pipeline_units], total_stages)
-        if len(model.pipeline_units) >= total_stages
+    if stages <= model.layers:
+        blocks = _spread_blocks(model.layers, stages)
+        return blocks, blocks, (0.0, *[model.block_output_bytes] * (stages - 1))
+    starts = (
+        balance_stages([unit.blocks for unit in model.pipeline_units], stages)
+        if len(model.pipeline_units) >= stages
         else None
     )
-    if stage_starts is None:
-        raise PlanError(f"{model.layers} blocks cannot make {total_stages} stages; use a smaller pp")
-    return _split_at_starts(model, Plan(mesh=plan.mesh, pipeline=PipelinePlan(stages=stage_starts)))
+    if starts is None:
+        raise PlanError(f"{model.layers} blocks cannot make {stages} stages; use a smaller pp")
+    return _split_at_starts(model, plan.replace(stages=starts))
 
 
 def _split_at_starts(model: ModelSummary, plan: Plan) -> StageSplit:
-    """By the places where stages begin."""
     units = model.pipeline_units
-    unit_ranges = [range(len(units))] if not plan.pipeline.stages else stage_ranges(plan, len(units))
-    blocks, elements = [unit.blocks for unit in units], [unit.elements for unit in units]
+    ranges = stage_ranges(plan, len(units)) if plan.pipeline.stages else [range(len(units))]
     return (
-        tuple(sum(blocks[unit_range.start : unit_range.stop]) for unit_range in unit_ranges),
-        tuple(sum(elements[unit_range.start : unit_range.stop]) for unit_range in unit_ranges),
-        tuple(units[unit_range.start].crossing for unit_range in unit_ranges),
+        tuple(sum(units[index].blocks for index in stage) for stage in ranges),
+        tuple(sum(units[index].elements for index in stage) for stage in ranges),
+        tuple(units[stage.start].boundary_bytes for stage in ranges),
     )
 
 
 def _spread_blocks(layers: int, stages: int) -> tuple[float, ...]:
-    """Blocks of each stage: alike, and what is left over to those in the middle, which have nothing besides."""
+    """Blocks of each stage: as evenly as can be, more in the middle, where nothing else runs."""
     base, remainder = divmod(layers, stages)
     first_larger = (stages - remainder) // 2
     return tuple(float(base + (first_larger <= stage < first_larger + remainder)) for stage in range(stages))

@@ -1,439 +1,243 @@
-"""The forecast of one step: every operator priced by the cluster's curves, the exchange, the optimizer, the memory."""
+"""The time of a step by cause: what each stage computes and communicates, and the longest path through the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from echelon.errors import PlanError
-from echelon.plan.batch_split import local_batch_sizes
-from echelon.plan.cluster import Cluster, Device
-from echelon.plan.forecast import Forecast, TimeForecast
-from echelon.plan.plan import Plan, Precision
-from echelon.plan.profile import Operator, Phase, Profile
-from echelon.simulator.calibration import FittedConstants, constants_digest, load_constants
-from echelon.simulator.collectives import data_parallel_exchange, pipeline_transfer_seconds, tensor_parallel_seconds
-from echelon.simulator.cost.curves import message_seconds, operator_seconds, optimizer_seconds, stream_seconds
-from echelon.simulator.launch_bound import (
-    LaunchSegment,
-    accumulation_issue_seconds,
-    host_stall_seconds,
-    optimizer_issue_seconds,
-    pass_issue_seconds,
-)
-from echelon.simulator.memory import forecast_memory
-from echelon.simulator.node_load import NodeLoad, compute_node_load, require_uniform_node
-from echelon.simulator.parameter_server_cost import (
-    add_server_costs,
-    fill_served_tables,
-    without_served_tables,
-    without_servers,
-)
-from echelon.simulator.pipeline_schedule import bubble_seconds
-from echelon.simulator.plan_layout import lay_out_plan
-from echelon.simulator.rank_profile import RankProfile, rank_profiles
-from echelon.simulator.rank_shares import RankShares
-from echelon.simulator.recomputation import recomputed_operators
-from echelon.simulator.sheet_memory import fullest_rank_memory
-from echelon.simulator.sheet_step import PlacedPlan, step_time
-from echelon.simulator.summarize_profile import summarize_profile
-from echelon.simulator.training_stack import TrainingStack
-from echelon.simulator.whole_tensor_cost import TRANSFERS_PER_STEP, find_owned_tensors, trained_fraction
+from echelon.plan.forecast import TimeForecast
+from echelon.plan.profile import Phase
+from echelon.simulator import exchange
+from echelon.simulator.compute import PlacedPlan, pass_time, recompute_seconds
+from echelon.simulator.cost.cost_model import HostSeconds, HostWork
+from echelon.simulator.memory import saved_bytes
+from echelon.simulator.model_summary import PartName
+from echelon.simulator.pipeline_schedule import makespan, makespan_lower_bound
+from echelon.simulator.plan_layout import PlanLayout
 
-#: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
-_RELATIVE_ERROR = 0.25
-#: Of a step, what a device may wait for its host before a note says so.
-_HOST_BOUND_FRACTION = 0.05
-#: Reading and collating one sample costs about so many operators' overhead.
-_OPERATORS_PER_SAMPLE = 1
+#: How far a step may lie from the forecast (the limit of bench/forecast).
+RELATIVE_ERROR = 0.25
+_OUTSIDE: tuple[PartName, ...] = ("before", "after")
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
-def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: TrainingStack | None = None) -> Forecast:
-    """What a step of `plan` takes and holds on `cluster`; `stack`: how others than echelon's engine execute it.
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of each stage for one micro-batch, forward and backward."""
 
-    A device that was measured is priced by its curves, one that was not by its data sheet. On devices that are not alike every rank waits
-    for the one that takes longest.
-    """
-    if not uses_data_sheets(cluster):
-        require_uniform_node(cluster)
-        return simulate_measured(profile, cluster, plan)
-    if plan.uses_servers:
-        resolved_plan = fill_served_tables(plan, profile)
-        base = simulate(
-            without_served_tables(profile, resolved_plan), cluster, without_servers(resolved_plan), stack=stack
-        )
-        return add_server_costs(base, profile, cluster, resolved_plan)
-    constants = load_constants()
-    return forecast_placed_plan(place_plan(profile, cluster, plan, stack), constants)
+    compute: tuple[list[float], list[float]]
+    communication: tuple[list[float], list[float]]  #: exposed
+    hidden: float  #: communication of one block behind computation
+
+    def stage_parts(self, stage: int) -> list[float]:
+        """One stage: computation forward and backward, communication forward and backward."""
+        return [seconds[stage] for seconds in (*self.compute, *self.communication)]
+
+    def rank_parts(self, rank: int, ranks: int) -> list[float]:
+        """The same of all stages of a rank of pp."""
+        return [sum(seconds[rank::ranks]) for seconds in (*self.compute, *self.communication)]
 
 
-def place_plan(profile: Profile, cluster: Cluster, plan: Plan, stack: TrainingStack | None = None) -> list[PlacedPlan]:
-    """The plan on each kind of device of the cluster that ranks are on."""
-    model, uniform_clusters = summarize_profile(profile, plan), split_by_device_kind(cluster, plan.ranks)
-    ranks_by_kind = ranks_by_device_kind(profile.batch, plan, device_kinds_by_rank(cluster), len(uniform_clusters))
-    return [
-        PlacedPlan(
-            lay_out_plan(
-                model,
-                profile.batch,
-                uniform_cluster,
-                plan,
-                stack or TrainingStack(),
-                most_samples=largest_local_batch,
-                pp_ranks=pp_ranks,
-            ),
-            uniform_cluster,
-        )
-        for uniform_cluster, (largest_local_batch, pp_ranks) in zip(uniform_clusters, ranks_by_kind, strict=True)
-        if pp_ranks
-    ]
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step is put together from."""
+
+    stages: StageTimes
+    forward: list[
+        float
+    ]  #: seconds of each stage for one micro-batch, with all that it communicates and waits for its host
+    backward: list[float]
+    host: HostSeconds
+    optimizer: float
+    exchange: float  #: exposed, once per step
+    hidden_exchange: float
 
 
-def device_kinds_by_rank(cluster: Cluster) -> list[int]:
-    """For each rank that the cluster can have, in order, which of its kinds of device it is on."""
-    devices = rank_devices(cluster)
-    distinct_kinds = distinct_devices(device for node in cluster.nodes for device in node.devices)
-    kind_by_id = {
-        id(device): distinct_kinds.index(device)
-        for device in {id(rank_device): rank_device for rank_device in devices}.values()
-    }
-    return [kind_by_id[id(device)] for device in devices]
-
-
-def ranks_by_device_kind(
-    batch: int, plan: Plan, kind_by_rank: Sequence[int], kind_count: int
-) -> list[tuple[int | None, tuple[int, ...]]]:
-    """For each of so many kinds of device the most samples that a rank on one has (None: as many as any), and the ranks of pp that are on such.
-
-    Without a pipeline all ranks do the same, on whatever device they are: what is unequal then are shares of the batch.
-    """
-    mesh = plan.mesh
-    if mesh.pp > 1 and kind_count == 1:
-        return [(None, tuple(range(mesh.pp)))]
-    if mesh.pp > 1:
-        ranks_per_stage = plan.ranks // mesh.pp
-        kinds_by_stage = [
-            set(kind_by_rank[rank * ranks_per_stage : (rank + 1) * ranks_per_stage]) for rank in range(mesh.pp)
-        ]
-        return [
-            (None, tuple(rank for rank in range(mesh.pp) if kind in kinds_by_stage[rank])) for kind in range(kind_count)
-        ]
-    if not plan.data.batch_shares or plan.ranks != mesh.dp or batch < mesh.dp:
-        used_kinds = set(kind_by_rank[: plan.ranks])
-        return [(None, (0,) if kind in used_kinds else ()) for kind in range(kind_count)]
-    sizes_by_rank = list(zip(kind_by_rank, local_batch_sizes(batch, mesh.dp, plan.data.batch_shares), strict=False))
-    largest_by_kind = [
-        max((size for rank_kind, size in sizes_by_rank if rank_kind == kind), default=0) for kind in range(kind_count)
-    ]
-    return [(size, (0,) if size else ()) for size in largest_by_kind]
-
-
-def uses_data_sheets(cluster: Cluster) -> bool:
-    """Whether its devices were never measured and have data sheets instead."""
-    device = cluster.nodes[0].devices[0]
-    return device.sheet is not None and not device.curves
-
-
-def split_by_device_kind(cluster: Cluster, ranks: int | None = None) -> list[Cluster]:
-    """For each kind of device the cluster as it would be with that kind alone, as many in each node as all nodes have, over the slowest
-    link of the nodes that the first `ranks` ranks are on."""
-    devices = distinct_devices(device for node in cluster.nodes for device in node.devices)
-    if len(devices) == 1:
-        return [cluster]
-    missing_sheet = next((device.name for device in devices if device.sheet is None), None)
-    if missing_sheet is not None:
-        raise PlanError(
-            f"{cluster.name}: {missing_sheet} has no data sheet and others have; describe it in the cluster's file too"
-        )
-    devices_per_node = min(len(node.devices) for node in cluster.nodes)
-    used_nodes = cluster.nodes if ranks is None else cluster.nodes[: -(-ranks // devices_per_node)]
-    links = [node.wire for node in used_nodes if node.wire is not None]
-    slowest_link = min(links, key=lambda link: link.rate) if links else None
-    names = " and ".join(sorted({device.name for device in devices}))
-    notes = [f"{names}: what has the same work waits for the slowest, and a plan must fit wherever it is"]
-    unused_devices = sum(len(node.devices) for node in cluster.nodes) - devices_per_node * len(cluster.nodes)
-    notes += [f"{unused_devices} devices of larger nodes are not used"] if unused_devices else []
-    return [
-        replace(
-            cluster,
-            nodes=tuple(
-                replace(node, devices=(device,) * devices_per_node, wire=slowest_link) for node in cluster.nodes
-            ),
-            notes=(*cluster.notes, *notes),
-        )
-        for device in devices
-    ]
-
-
-def rank_devices(cluster: Cluster) -> list[Device]:
-    """The devices that ranks are on, in their order: as many of each node as all nodes have."""
-    devices_per_node = min(len(node.devices) for node in cluster.nodes)
-    return [device for node in cluster.nodes for device in node.devices[:devices_per_node]]
-
-
-def distinct_devices(devices: Iterable[Device]) -> list[Device]:
-    """Each device once of those that are alike in everything."""
-    distinct: list[Device] = []
-    for device in {id(candidate): candidate for candidate in devices}.values():
-        if device not in distinct:
-            distinct.append(device)
-    return distinct
-
-
-def worst_forecast(forecasts: Sequence[Forecast]) -> Forecast:
-    """The device that takes longest decides the time, the one with the least room left the memory."""
-    longest = max(forecasts, key=lambda forecast: forecast.time.step)
-    tightest = max(
-        forecasts, key=lambda forecast: (forecast.memory.high + forecast.memory.framework) / forecast.capacity
-    )
-    return replace(
-        longest,
-        memory=tightest.memory,
-        capacity=tightest.capacity,
-        peak_at=tightest.peak_at,
-        notes=tuple(dict.fromkeys(note for forecast in forecasts for note in forecast.notes)),
-    )
-
-
-def forecast_placed_plan(placed: Sequence[PlacedPlan], constants: FittedConstants) -> Forecast:
-    """The forecast of a plan that was laid out on a cluster by its data sheets.
-
-    Without a pipeline every rank has all of the model: the kind of device that takes longest decides. With one each stage is on its own.
-    """
-    if placed[0].layout.plan.mesh.pp == 1:
-        return worst_forecast(
-            [
-                _forecast_on_device_kind(placed_plan, step_time([placed_plan], constants), constants)
-                for placed_plan in placed
-            ]
-        )
-    time = step_time(placed, constants)
-    return worst_forecast([_forecast_on_device_kind(placed_plan, time, constants) for placed_plan in placed])
-
-
-def _forecast_on_device_kind(placed: PlacedPlan, time: TimeForecast, constants: FittedConstants) -> Forecast:
-    layout, cluster = placed.layout, placed.cluster
-    memory, peak_location = fullest_rank_memory(layout, constants)
-    return Forecast(
-        plan=layout.plan,
-        batch=layout.batch,
-        time=time,
-        memory=memory,
-        capacity=layout.capacity,
-        peak_at=peak_location,
-        notes=(*cluster.notes, *_sheet_notes(cluster)),
-    )
-
-
-def _sheet_notes(cluster: Cluster) -> list[str]:
-    name = cluster.nodes[0].devices[0].name
-    return [f"priced by the data sheet of {name} and constants {constants_digest()}: nothing was measured there"]
-
-
-def simulate_measured(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
-    """`simulate` on a cluster that passed `require_uniform_node`: a search asks that once for hundreds of plans."""
-    if plan.uses_servers:
-        return _simulate_with_servers(profile, cluster, fill_served_tables(plan, profile))
-    if plan.precision == "fp8":
-        raise PlanError("precision=fp8: it is forecast by data sheets only; use bf16, or give a cluster by name")
-    for axis in ("cp", "ep"):
-        if getattr(plan.mesh, axis) > 1:
-            raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: this axis is not forecast; use {axis}=1")
-    if plan.incomplete:
-        raise PlanError(
-            f'"{plan}" leaves open how the model is cut, and a forecast needs to know: `echelon simulate FILE --plan ...` finds it'
-        )
-    if profile.batch < plan.mesh.dp:
-        raise PlanError(
-            f"dp={plan.mesh.dp}: a batch of {profile.batch} cannot feed so many ranks; use dp={profile.batch} or less"
-        )
-    load = compute_node_load(profile, cluster, plan)
-    rank_parts = rank_profiles(profile, plan, load.micro_batch_sizes)
-    memory, peak_location = max(
-        (
-            forecast_memory(
-                rank_part.profile, plan, load, rank_part.in_flight_bytes, rank_part.freed_bytes, full_profile=profile
-            )
-            for rank_part in rank_parts
-        ),
-        key=lambda each: each[0].peak,
-    )
-    time = max(_rank_times(profile, plan, load, rank_parts), key=lambda each: each.step)
-    return Forecast(
-        plan=plan,
-        batch=profile.batch,
-        time=time,
-        memory=memory,
-        capacity=load.capacity,
-        peak_at=peak_location,
-        notes=(*_notes(profile, cluster, plan, load), *_host_bound_notes(cluster, time)),
-    )
-
-
-def _host_bound_notes(cluster: Cluster, time: TimeForecast) -> list[str]:
-    if cluster.device_kind != "cuda" or time.overhead < _HOST_BOUND_FRACTION * time.step:
-        return []
-    return [
-        f"the device waits {time.overhead / time.step:.0%} of the step for its host, which issues operators more slowly than they run: larger "
-        "micro-batches help, and how long it takes depends on what else the host does"
-    ]
-
-
-def _simulate_with_servers(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
-    """With a parameter server; a link between two processes is what gathering over two ranks was measured at."""
-    ranks_profile, ranks_plan = without_served_tables(profile, plan), without_servers(plan)
-    load = compute_node_load(ranks_profile, cluster, ranks_plan)
-    return add_server_costs(
-        simulate_measured(ranks_profile, cluster, ranks_plan),
-        profile,
-        cluster,
-        plan,
-        lambda size: message_seconds(load, "all_gather", 2 * size, 2),
-    )
-
-
-def rank_times(profile: Profile, cluster: Cluster, plan: Plan) -> list[TimeForecast]:
-    """The step as each rank of pp spends it, by measured curves."""
-    load = compute_node_load(profile, cluster, plan)
-    return _rank_times(profile, plan, load, rank_profiles(profile, plan, load.micro_batch_sizes))
-
-
-def _rank_times(profile: Profile, plan: Plan, load: NodeLoad, ranks: Sequence[RankProfile]) -> list[TimeForecast]:
-    times = [_rank_time(profile, rank_part.profile, rank, plan, load) for rank, rank_part in enumerate(ranks)]
-    bubbles = bubble_seconds(plan, len(load.micro_batch_sizes), [busy_seconds for _, busy_seconds in times])
-    return [_with_error_bounds(replace(time, bubble=bubble)) for (time, _), bubble in zip(times, bubbles, strict=True)]
-
-
-def _with_error_bounds(time: TimeForecast) -> TimeForecast:
-    return replace(time, low=time.step * (1 - _RELATIVE_ERROR), high=time.step * (1 + _RELATIVE_ERROR))
-
-
-def _rank_time(
-    full_profile: Profile, rank_profile: Profile, rank: int, plan: Plan, load: NodeLoad
-) -> tuple[TimeForecast, float]:
-    """The step as the rank `rank` of pp spends it, waiting for others aside, and how much of it is in the pipeline; `rank_profile` is its part
-    of the `full_profile`."""
-    shares = RankShares(full_profile, plan)
-    forward, backward, operator_calls, in_pipeline_seconds = 0.0, 0.0, 0, 0.0
-    pass_seconds: dict[int, tuple[float, float]] = {}
-    recomputed = recomputed_operators(full_profile, rank_profile, plan)
-    for samples in sorted(set(load.micro_batch_sizes)):
-        micro_batches_of_size = load.micro_batch_sizes.count(samples)
-        pass_seconds[samples] = (
-            _pass_seconds(rank_profile, plan, load, samples, "forward"),
-            _pass_seconds(rank_profile, plan, load, samples, "backward")
-            + _operators_seconds(recomputed, plan.precision or rank_profile.precision, load, samples),
-        )
-        forward += micro_batches_of_size * pass_seconds[samples][0]
-        backward += micro_batches_of_size * pass_seconds[samples][1]
-        operator_calls += micro_batches_of_size * sum(
-            operator.count for operator in (*rank_profile.operators, *recomputed)
-        )
-        in_pipeline_seconds += micro_batches_of_size * tensor_parallel_seconds(
-            full_profile, plan, load, shares, rank, samples
-        )
-        in_pipeline_seconds += micro_batches_of_size * pipeline_transfer_seconds(
-            full_profile, plan, load, rank, samples
-        )
-    accumulate_seconds = stream_seconds(load, "add_", 3 * rank_profile.gradient_bytes)
-    backward += (len(load.micro_batch_sizes) - 1) * accumulate_seconds
-    host_seconds = operator_calls * load.device.overhead * load.oversubscription
-    input_seconds = load.samples * (
-        stream_seconds(load, "copy_", 2 * rank_profile.input_bytes)
-        + _OPERATORS_PER_SAMPLE * load.device.overhead * load.oversubscription
-    )
-    exchange = data_parallel_exchange(rank_profile, plan, load)
-    hidden = min(exchange.overlappable * _overlap_fraction(load), backward / len(load.micro_batch_sizes))
-    shard_fraction = 1 / plan.mesh.dp if plan.zero else 1.0
-    optimizer = gather_seconds = 0.0
-    for optimizer_profile, full_optimizer in zip(rank_profile.optimizers, full_profile.optimizers, strict=True):
-        owned = find_owned_tensors(plan, optimizer_profile.update_scope, optimizer_profile.uses_rng)
-        if owned is None:
-            fused = plan.fused and optimizer_profile.has_fused_kernel(sharded=plan.is_sharded)
-            optimizer += optimizer_seconds(optimizer_profile, load, fused=fused, fraction=shard_fraction)
-            continue
-        optimizer += optimizer_seconds(full_optimizer, load, fused=False, fraction=owned.fraction)
-        size = owned.fraction * trained_fraction(full_profile, full_optimizer) * full_profile.gradient_bytes
-        gather_seconds += TRANSFERS_PER_STEP * message_seconds(load, "all_gather", size, owned.ranks)
-    if load.device.kind == "cuda":
-        # The host runs ahead of the device: its work shows only where the device waits for it.
-        host_seconds, input_seconds = (
-            host_stall_seconds(
-                _launch_segments(full_profile, rank_profile, plan, load, pass_seconds, accumulate_seconds, optimizer)
-            ),
-            0.0,
-        )
-    if rank_profile.clips_gradients:
-        optimizer += stream_seconds(load, "mul", 3 * shard_fraction * rank_profile.gradient_bytes)
+def step_time(placed: Sequence[PlacedPlan], *, event_by_event: bool = True) -> TimeForecast:
+    """Seconds of a step by cause, each stage on the slowest devices that it is on. `event_by_event`: walk the pipeline's schedule; else a
+    bound that no schedule beats."""
+    layout, parts = placed[0].layout, step_parts(placed)
+    pp, micro_batches = layout.plan.mesh.pp, layout.micro_batches
+    pipeline_time = makespan if event_by_event else makespan_lower_bound
+    pipeline = pipeline_time(layout.schedule, parts.forward, parts.backward, ranks=pp, micro_batch_count=micro_batches)
+    slowest_rank = max((parts.stages.rank_parts(rank, pp) for rank in range(pp)), key=sum)
+    forward, backward, *communication = (micro_batches * seconds for seconds in slowest_rank)
+    host = micro_batches * parts.host.per_micro_batch
     causes = {
         "forward": forward,
         "backward": backward,
-        "bubble": 0.0,
-        "exchange": exchange.total - hidden + in_pipeline_seconds + gather_seconds,
-        "optimizer": optimizer,
-        "input": input_seconds,
-        "overhead": host_seconds,
+        "bubble": max(pipeline - forward - backward - sum(communication) - host, 0.0) if pp > 1 else 0.0,
+        "exchange": sum(communication) + parts.exchange,
+        "optimizer": parts.optimizer,
+        "input": max(
+            each.cost.input_seconds(sum(each.layout.micro_batch_sizes), layout.model.input_bytes, forward + backward)
+            for each in placed
+        ),
+        "overhead": parts.host.per_step + host,
     }
-    return TimeForecast(
-        **causes, hidden=hidden, low=0.0, high=0.0
-    ), forward + backward + in_pipeline_seconds + host_seconds
+    # The slowest of many nodes holds up all.
+    causes["overhead"] += placed[0].cost.straggler_fraction(layout.plan.ranks) * sum(causes.values())
+    step = sum(causes.values())
+    hidden = parts.stages.hidden * micro_batches * max(layout.stage_blocks) + parts.hidden_exchange
+    return TimeForecast(**causes, hidden=hidden, low=step * (1 - RELATIVE_ERROR), high=step * (1 + RELATIVE_ERROR))
 
 
-def _launch_segments(
-    full_profile: Profile,
-    rank_profile: Profile,
-    plan: Plan,
-    load: NodeLoad,
-    pass_seconds: Mapping[int, tuple[float, float]],
-    accumulate_seconds: float,
-    optimizer: float,
-) -> Iterator[LaunchSegment]:
-    """The step as the host issues it, with what the device takes for each stretch; `pass_seconds`: for forward and backward, by samples."""
-    forward_issue, backward_issue = pass_issue_seconds(full_profile, rank_profile, plan, load)
-    for index, samples in enumerate(load.micro_batch_sizes):
-        forward, backward = pass_seconds[samples]
-        yield forward_issue + samples * _OPERATORS_PER_SAMPLE * load.device.overhead, forward
-        accumulate_issue = accumulation_issue_seconds(rank_profile, load) if index else 0.0
-        yield backward_issue + accumulate_issue, backward + (accumulate_seconds if index else 0.0)
-    fused = plan.fused and all(
-        optimizer_profile.has_fused_kernel(sharded=plan.is_sharded) for optimizer_profile in rank_profile.optimizers
+def step_parts(placed: Sequence[PlacedPlan]) -> StepParts:
+    """What a step is put together from."""
+    layout = placed[0].layout
+    pp, chunks = layout.plan.mesh.pp, layout.chunks
+    by_size = {samples: _slowest_stage_times(placed, samples) for samples in layout.sample_shares}
+    stages = _mean_stage_times(by_size, layout)
+    optimizer = max(map(_optimizer_seconds, placed))
+    hosts = [_host_seconds(_on_rank(placed, rank), rank, by_size, optimizer) for rank in range(pp)]
+    forward, backward = (
+        [
+            compute + communication + hosts[stage % pp].per_micro_batch / 2 / chunks
+            for stage, (compute, communication) in enumerate(zip(*parts, strict=True))
+        ]
+        for parts in zip(stages.compute, stages.communication, strict=True)
     )
-    yield optimizer_issue_seconds(rank_profile, load, fused=fused), optimizer
+    exposed, hidden = max(exchange.data_parallel_seconds(each, backward[-1]) for each in placed)
+    host = HostSeconds(max(each.per_micro_batch for each in hosts), max(each.per_step for each in hosts))
+    return StepParts(stages, forward, backward, host, optimizer, exposed, hidden)
 
 
-def _pass_seconds(profile: Profile, plan: Plan, load: NodeLoad, samples: int, phase: Phase) -> float:
-    operators = [operator for operator in profile.operators if operator.phase == phase]
-    seconds = _operators_seconds(operators, plan.precision or profile.precision, load, samples)
-    if load.device.page_fault_seconds:
-        # What a step keeps was given back after the last one: the system hands it out anew. So are gradients of one rank alone.
-        fresh_bytes = (
-            profile.saved_bytes(samples) if phase == "forward" else profile.gradient_bytes * (plan.mesh.dp == 1)
+def _on_rank(placed: Sequence[PlacedPlan], rank: int) -> PlacedPlan:
+    """The plan on devices that a rank of pp is on."""
+    return next(each for each in placed if rank in each.layout.pp_ranks)
+
+
+def _slowest_stage_times(placed: Sequence[PlacedPlan], samples: float) -> StageTimes:
+    """Each stage on the devices that it is on and that take longest."""
+    by_kind = [_stage_times(each, samples) for each in placed]
+    if len(by_kind) == 1:
+        return by_kind[0]
+    ranks, stages = placed[0].layout.plan.mesh.pp, range(len(placed[0].layout.stage_blocks))
+    slowest = [
+        max(
+            (
+                times.stage_parts(stage)
+                for times, each in zip(by_kind, placed, strict=True)
+                if stage % ranks in each.layout.pp_ranks
+            ),
+            key=sum,
         )
-        seconds += load.device.page_fault_seconds * fresh_bytes * load.oversubscription
+        for stage in stages
+    ]
+    forward, backward, forward_talk, backward_talk = (list(parts) for parts in zip(*slowest, strict=True))
+    return StageTimes((forward, backward), (forward_talk, backward_talk), max(times.hidden for times in by_kind))
+
+
+def _mean_stage_times(by_size: dict[float, StageTimes], layout: PlanLayout) -> StageTimes:
+    """Of the micro-batches of a step."""
+    if len(by_size) == 1:
+        return next(iter(by_size.values()))
+    shares = layout.sample_shares
+
+    def mean(name: str, direction: int) -> list[float]:
+        columns = zip(*(getattr(by_size[size], name)[direction] for size in shares), strict=True)
+        return [sum(share * value for share, value in zip(shares.values(), column, strict=True)) for column in columns]
+
+    return StageTimes(
+        (mean("compute", 0), mean("compute", 1)),
+        (mean("communication", 0), mean("communication", 1)),
+        sum(share * by_size[size].hidden for size, share in shares.items()),
+    )
+
+
+def _stage_times(placed: PlacedPlan, samples: float) -> StageTimes:
+    """One micro-batch of `samples` on each stage."""
+    layout, cost = placed.layout, placed.cost
+    last, pp, stages = layout.last_stage, layout.plan.mesh.pp, range(len(layout.stage_blocks))
+    forward, backward = (pass_time(placed, "block", phase, samples) for phase in _PHASES)
+    accumulate = _accumulate_seconds(placed, layout.held_block_elements)
+    block_compute = [forward.total, backward.total + recompute_seconds(placed, samples) + accumulate]
+    block_talk = list(exchange.block_pass_seconds(placed, forward, backward, samples))
+    hidden = 0.0
+    for direction, seconds in enumerate(exchange.zero3_block_seconds(placed)):
+        behind = cost.hidden_seconds(seconds, block_compute[direction]) if layout.stack.overlaps_data_parallel else 0.0
+        block_talk[direction] += seconds - behind
+        hidden += behind
+    compute, talk = (
+        tuple([blocks * seconds for blocks in layout.stage_blocks] for seconds in both)
+        for both in (block_compute, block_talk)
+    )
+    for part, stage in zip(_OUTSIDE, (0, last), strict=True):
+        for direction, phase in enumerate(_PHASES):
+            compute[direction][stage] += pass_time(placed, part, phase, samples).total
+            talk[direction][stage] += exchange.tp_seconds(placed, part, phase, samples)
+    for stage in range(pp) if layout.plan.data.shard_as_one else {0, last}:
+        for direction, seconds in enumerate(exchange.zero3_root_seconds(placed, stage % pp)):
+            talk[direction][stage] += seconds
+    for stage in stages[1:]:
+        seconds = exchange.send_seconds(placed, stage, block_compute[0], samples)
+        # Forward the stage before sends, backward this one.
+        talk[0][stage - 1] += seconds
+        talk[1][stage] += seconds
+    for stage in stages:
+        rank = stage % pp
+        gradient_bytes = layout.rank_elements(rank) * layout.message_width if layout.data_ranks == 1 else 0.0
+        compute[0][stage] += cost.fresh_memory_seconds(saved_bytes(layout, rank, samples) / layout.chunks)
+        compute[1][stage] += cost.fresh_memory_seconds(gradient_bytes / layout.chunks)
+        compute[1][stage] += _accumulate_seconds(placed, layout.outside_elements(rank)) / layout.chunks
+    return StageTimes((compute[0], compute[1]), (talk[0], talk[1]), hidden)
+
+
+def _accumulate_seconds(placed: PlacedPlan, elements: float) -> float:
+    """Adding the gradients of parameters to those of earlier micro-batches, in the mean of all micro-batches."""
+    layout, plan = placed.layout, placed.layout.plan
+    shards = layout.zero_shards if plan.zero >= 2 and not plan.data.keep_gradients else 1
+    width = 2 * layout.gradient_width + layout.model.parameter_width
+    moved = elements / shards * layout.model.trained_fraction * width
+    return placed.cost.stream_seconds("add_", moved) * (1 - 1 / layout.micro_batches)
+
+
+def _optimizer_seconds(placed: PlacedPlan) -> float:
+    """The update on the rank that updates most: gradients, states both ways, parameters (master weights are a state); and clipping."""
+    layout, cost, model, plan = placed.layout, placed.cost, placed.layout.model, placed.layout.plan
+    updated = max(map(layout.updated_elements, layout.pp_ranks))
+    seconds = 0.0
+    for optimizer, share, owned in layout.optimizers():
+        elements = share * (updated if owned is None else owned.fraction * model.trained_elements)
+        parameters = model.parameter_width * (1 if layout.has_master_weights else 2)
+        width = layout.gradient_width + 2 * layout.state_width(optimizer) + parameters
+        fused = owned is None and plan.fused and optimizer.has_fused_kernel(sharded=plan.is_sharded)
+        seconds += cost.optimizer_seconds(optimizer, elements, fused=fused, width=width)
+    if model.clips_gradients:
+        seconds += cost.stream_seconds("mul", 3 * layout.gradient_width * updated)
     return seconds
 
 
-def _operators_seconds(operators: Sequence[Operator], precision: Precision, load: NodeLoad, samples: int) -> float:
-    return sum(operator.count * operator_seconds(operator, samples, load, precision) for operator in operators)
-
-
-def _overlap_fraction(load: NodeLoad) -> float:
-    timing = load.node.nearest_timing("all_reduce", load.ranks)
-    return timing.overlap if timing is not None else 0.0
-
-
-def _notes(profile: Profile, cluster: Cluster, plan: Plan, load: NodeLoad) -> tuple[str, ...]:
-    notes = [*profile.notes, *cluster.notes]
-    if plan.compile:
-        notes.append(
-            "torch.compile is not forecast: the time is that of the uncompiled model, the compiled one is faster"
+def _host_seconds(placed: PlacedPlan, rank: int, by_size: dict[float, StageTimes], optimizer: float) -> HostSeconds:
+    """How much longer the host of a rank makes a step."""
+    layout, plan, blocks = placed.layout, placed.layout.plan, placed.layout.computed_blocks(rank)
+    samples, micro_batches = layout.largest_micro_batch, layout.micro_batches
+    forward, backward, again = (
+        pass_time(placed, "block", which, samples) for which in ("forward", "backward", "recompute")
+    )
+    # (times, pass, whether it is forward)
+    passes = [(blocks, forward, True), (blocks, backward, False)]
+    for part, runs in zip(_OUTSIDE, (rank == 0, layout.computes_loss(rank)), strict=True):
+        passes += [(float(runs), pass_time(placed, part, phase, samples), phase == "forward") for phase in _PHASES]
+    accumulate = _accumulate_seconds(placed, layout.rank_elements(rank))
+    compute = {size: times.rank_parts(rank, plan.mesh.pp)[:2] for size, times in by_size.items()}
+    return placed.cost.host_seconds(
+        HostWork(
+            micro_batches=tuple(
+                (size, compute[size / plan.mesh.cp][0], compute[size / plan.mesh.cp][1] - accumulate)
+                for size in layout.micro_batch_sizes
+            ),
+            tensors=layout.tensors(rank),
+            forward_calls=sum(times * each.calls for times, each, is_forward in passes if is_forward),
+            backward_calls=sum(times * each.calls for times, each, is_forward in passes if not is_forward),
+            matmul_calls=sum(times * each.matmul_calls for times, each, _ in passes),
+            convolution_calls=sum(times * each.convolution_calls for times, each, _ in passes),
+            recompute=layout.recompute,
+            block_calls=blocks * forward.calls if layout.recompute != "none" else 0.0,
+            recomputed_calls=blocks * again.calls,
+            fused_optimizer=plan.fused
+            and all(each.has_fused_kernel(sharded=plan.is_sharded) for each in layout.model.optimizers),
+            accumulate_seconds=accumulate / (1 - 1 / micro_batches) if micro_batches > 1 else 0.0,
+            optimizer_seconds=optimizer,
         )
-    if load.oversubscription > 1:
-        notes.append(
-            f"{load.ranks} ranks x {load.threads} threads on {load.node.cores} cores: everything takes {load.oversubscription:.1f} x as long"
-        )
-    if plan.precision not in (None, profile.precision):
-        notes.append(f"profiled in {profile.precision}, planned in {plan.precision}: the memory is a rough guess")
-    if profile.device != cluster.device_kind:
-        notes.append(f"traced for {profile.device}, forecast for {cluster.device_kind}: operators may differ")
-    return tuple(notes)
+    )

@@ -17,6 +17,8 @@ class TrainingStack:
     shard_group_size: int | None = None
     #: plan: as the plan says. attention: scores and softmax only. ops: every second product is kept. alternate: every second block.
     recompute: StackRecompute = "plan"
+    #: Whether the forward of a block is recomputed only as far as backward needs it, or to its end.
+    stops_recompute_early: bool = True
     #: Products of repeated blocks in this precision, whatever the plan's is.
     block_precision: Literal["fp8", "fp4"] | None = None
     #: Whether their factors are read once more before, for the largest number that decides their scale.
@@ -37,6 +39,10 @@ class TrainingStack:
     gradient_width: int | None = None
     #: Bytes of one number of the gradients in messages; None: as wide as parameters.
     message_width: int | None = None
+    #: Whether gradients are freed after each step: then they exist only as far as backward has got, unless they are accumulated.
+    frees_gradients: bool = True
+    #: Copies of the gradients of one unit of ZeRO that exist at once: as computed, as sent, and those of the unit before.
+    gradient_copies: int = 3
     #: Whether exchanges of the data ranks run beside compute.
     overlaps_data_parallel: bool = True
     #: Whether they do so in pipelines too: beside the last micro-batch's backward.

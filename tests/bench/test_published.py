@@ -35,7 +35,8 @@ from echelon.plan import catalogue
 from echelon.profiler import profile as trace
 from echelon.simulator import calibration as constants
 from echelon.simulator.calibration import FittedConstants, load_constants, round_constants
-from echelon.simulator.sheet_memory import rank_memories, reserved_bytes, with_overheads
+from echelon.simulator.cost.roofline import reserved_bytes, with_overheads
+from echelon.simulator.memory import rank_memories
 from echelon.simulator.summarize_profile import summarize_profile
 from tests.sampling import only_whole, some
 
@@ -266,9 +267,11 @@ def test_parameters_of_one_byte_are_held_so(tmp_path: Path) -> None:
 
 def test_a_cards_memory_is_what_can_be_used_of_it(tmp_path: Path) -> None:
     (row,) = scan(lines(tmp_path, small_row(hardware_gpu="B200-192GB", hardware_mem_gb=192)))[0]
-    assert cases(row, worker)[0].layout.capacity == catalogue.catalogue_device("B200-192GB").memory
+    assert cases(row, worker)[0].costs(load_constants()).capacity == catalogue.catalogue_device("B200-192GB").memory
     (less,) = scan(lines(tmp_path, small_row(hardware_gpu="A100-80GB", hardware_mem_gb=40)))[0]
-    assert cases(less, worker)[0].layout.capacity == int(40 * catalogue.VISIBLE_MEMORY_FRACTION * 2**30)
+    assert cases(less, worker)[0].costs(load_constants()).capacity == int(
+        40 * catalogue.VISIBLE_MEMORY_FRACTION * 2**30
+    )
 
 
 def test_ranges_of_memory_and_of_what_fits_are_told_apart_from_those_of_time() -> None:

@@ -11,7 +11,7 @@ from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.profile import Profile
 from echelon.planner import Goal, search
-from echelon.planner.measured import MeasuredSpace
+from echelon.planner.plan_space import PlanSpace
 from tests.simulator.cases import cut, make_cluster, make_gpus, make_stack
 
 #: With memory that the system hands out slowly, and with little of it.
@@ -54,14 +54,13 @@ def test_nothing_better_is_missed(profile: Profile, cluster: Cluster, goal: Goal
 @given(models, machines, st.sampled_from([0.0, 1e-9]))
 @settings(max_examples=6, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, cluster: Cluster, fault: float) -> None:
-    machine = MeasuredSpace(
-        profile, slow_memory(cluster, fault), ranks=None, complete=lambda wanted: cut(wanted, profile)
-    )
-    for family in (*machine.families(search_tp=False), *machine.families(search_tp=True)):
-        for made in machine.forecast_executable(machine.model_parallel_plans(family)):
-            assert machine.step_seconds_bound(family) <= made.forecast.time.step, made.plan
-            for other in machine.forecast_executable(machine.recompute_plans(made.plan)):
-                assert machine.recompute_seconds_bound(made.forecast) <= other.forecast.time.step, other.plan
+    space = PlanSpace(profile, slow_memory(cluster, fault))
+    for family in (family for ranks in space.rank_counts(fine_grained=False) for family in space.families(ranks)):
+        for plan in space.plans(family):
+            placed = space.simulator.place(plan)
+            bound, step = space.simulator.step_seconds_bound(placed), space.simulator.forecast(plan).time.step
+            assert space.family_bound(family) <= bound * (1 + 1e-9), plan
+            assert bound <= step * (1 + 1e-9), plan
 
 
 def test_models_are_cut_where_that_is_faster() -> None:

@@ -15,7 +15,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import explain, search, why_not
 from echelon.planner.explain import _compare_forecasts
-from echelon.planner.measured import data_parallel_candidates
+from echelon.planner.plan_space import PlanSpace
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_cluster, make_gpus, make_profile, make_stack, plan, profiles
 
@@ -27,14 +27,14 @@ def test_plans_pass_check_and_fit(profile: Profile, cores: int, memory: float) -
     try:
         found = search(profile, cluster, top=8)
     except PlanError:
-        assert not any(candidate.forecast.fits for candidate in data_parallel_candidates(profile, cluster))
+        assert not any(candidate.forecast.fits for candidate in PlanSpace(profile, cluster).data_parallel_candidates())
         return
     for candidate in found:
         assert candidate.forecast.fits
         assert not [problem for problem in check(candidate.plan, profile, cluster) if problem.severity == "error"]
     steps = [
         candidate.forecast.time.step
-        for candidate in data_parallel_candidates(profile, cluster)
+        for candidate in PlanSpace(profile, cluster).data_parallel_candidates()
         if candidate.forecast.fits
     ]
     assert found[0].forecast.time.step <= min(steps, default=math.inf) * 1.02 + 1e-12
@@ -52,7 +52,7 @@ def test_one_process_wins_where_exchange_costs_more_than_it_saves() -> None:
 def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
     profile = make_profile(blocks=12, width=1024, length=1, batch=16)
     needed: dict[int, float] = {}
-    for candidate in data_parallel_candidates(profile, make_gpus(4, 64e9)):
+    for candidate in PlanSpace(profile, make_gpus(4, 64e9)).data_parallel_candidates():
         memory = candidate.forecast.memory
         ranks, size = candidate.plan.ranks, memory.required
         needed[ranks] = min(needed.get(ranks, size), size)
@@ -133,7 +133,7 @@ def test_explain_and_why_not_name_cause_and_constraint() -> None:
 
 def test_memory_forces_recomputation_then_other_axes() -> None:
     profile = make_stack(blocks=8, width=512, batch=4, length=4096)
-    roomy = [each for each in data_parallel_candidates(profile, make_gpus(4, 1e12)) if each.plan.ranks == 4]
+    roomy = [each for each in PlanSpace(profile, make_gpus(4, 1e12)).data_parallel_candidates() if each.plan.ranks == 4]
     least = min(each.forecast.memory.required for each in roomy)
     found = search(profile, make_gpus(4, 0.8 * least), top=100, complete=lambda wanted: cut(wanted, profile))
     assert all(each.forecast.fits for each in found)

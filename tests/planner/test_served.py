@@ -20,7 +20,7 @@ from echelon.plan.profile import (
 )
 from echelon.plan.text import from_text
 from echelon.planner import explain, search, why_not
-from echelon.planner.server_plans import should_offer_servers
+from echelon.planner.data_plans import should_offer_servers
 from echelon.simulator import simulate
 from echelon.simulator.parameter_server_cost import (
     fill_served_tables,

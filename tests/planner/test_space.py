@@ -21,7 +21,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import balance_stages
 from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
-from echelon.planner.space import DataSheetSpace
+from echelon.planner.plan_space import PlanSpace
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_cluster, make_language, make_stack
 from tests.simulator.test_sheets import changed, with_experts
@@ -62,16 +62,16 @@ def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: s
 @example(make_language(blocks=6, width=4096, batch=64, length=2048, norms=100), "8xH100-80GB", False)
 @settings(max_examples=8, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, beyond: bool) -> None:
-    space = DataSheetSpace(profile, catalogue.parse_cluster(name), ranks=None, beyond=beyond)
-    for family in (family for size in space.device_counts(fine_grained=True) for family in space.families(size)):
-        assert space.seconds_bound_at_size(family.mesh.ranks) <= space.step_seconds_bound(family) * (1 + 1e-9), family
+    space = PlanSpace(profile, catalogue.parse_cluster(name), beyond=beyond)
+    for family in (family for size in space.rank_counts(fine_grained=True) for family in space.families(size)):
+        assert space.rank_count_bound(family.mesh.ranks) <= space.family_bound(family) * (1 + 1e-9), family
         for plan in space.plans(family):
-            placed = space.pricer.place(plan)
-            bound, forecast = space.pricer.step_seconds_bound(placed), space.pricer.forecast(placed)
-            assert space.step_seconds_bound(family) <= bound * (1 + 1e-9), plan
+            placed = space.simulator.place(plan)
+            bound, forecast = space.simulator.step_seconds_bound(placed), space.simulator.forecast_placed(placed)
+            assert space.family_bound(family) <= bound * (1 + 1e-9), plan
             assert bound <= forecast.time.step * (1 + 1e-9), plan
-            assert space.pricer.peak_memory(placed) == forecast.memory.required, plan
-            assert space.pricer.may_fit(placed) or not forecast.fits, plan
+            assert space.simulator.peak_memory(placed) == forecast.memory.required, plan
+            assert space.simulator.may_fit(placed) or not forecast.fits, plan
 
 
 @given(models, clusters)
@@ -333,19 +333,17 @@ def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:
 @given(models, clusters)
 @settings(max_examples=8, deadline=None)
 def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, name: str) -> None:
-    space = DataSheetSpace(profile, catalogue.parse_cluster(name), ranks=None, beyond=False)
+    space = PlanSpace(profile, catalogue.parse_cluster(name))
     families = (
         family
-        for size in space.device_counts(fine_grained=False)
+        for size in space.rank_counts(fine_grained=False)
         for family in space.families(size)
         if family.mesh.pp > 1
     )
     plans = [plan for family in families for plan in space.plans(family)]
     assert {*get_args(Schedule)} - {plan.pipeline.schedule for plan in plans} == {"gpipe"}
     for plan in (plan for plan in plans if plan.pipeline.schedule == "1f1b"):
-        kept, other = (
-            space.pricer.forecast(space.pricer.place(each)) for each in (plan, plan.replace(schedule="gpipe"))
-        )
+        kept, other = (space.simulator.forecast(each) for each in (plan, plan.replace(schedule="gpipe")))
         assert kept.time.step <= other.time.step * (1 + 1e-9), plan
         assert kept.memory.high <= other.memory.high, plan
 

@@ -14,7 +14,7 @@ from echelon.plan.cluster import Cluster, Interconnect
 from echelon.plan.stages import balance_stages, stage_ranges
 from echelon.plan.text import from_text
 from echelon.planner import search
-from echelon.planner.space import DataSheetSpace
+from echelon.planner.plan_space import PlanSpace
 from echelon.simulator import simulate
 from echelon.simulator.timeline import build_timeline
 from tests.simulator.cases import make_language
@@ -91,16 +91,16 @@ def test_a_stage_takes_as_long_as_the_devices_that_it_is_on() -> None:
 def test_bounds_hold_on_unequal_devices_and_nothing_better_is_missed(batch: int, blocks: int, turned: bool) -> None:
     profile = model(batch, blocks)
     cluster = mixed(*((SLOW, FAST, FAST) if turned else (FAST, SLOW, SLOW)), each=1)
-    space = DataSheetSpace(profile, cluster, ranks=None, beyond=False)
-    for family in (family for size in space.device_counts(fine_grained=True) for family in space.families(size)):
-        assert space.seconds_bound_at_size(family.mesh.ranks) <= space.step_seconds_bound(family) * (1 + 1e-9), family
+    space = PlanSpace(profile, cluster)
+    for family in (family for size in space.rank_counts(fine_grained=True) for family in space.families(size)):
+        assert space.rank_count_bound(family.mesh.ranks) <= space.family_bound(family) * (1 + 1e-9), family
         for plan in space.plans(family):
-            placed = space.pricer.place(plan)
-            forecast = space.pricer.forecast(placed)
-            assert space.step_seconds_bound(family) <= space.pricer.step_seconds_bound(placed) * (1 + 1e-9), plan
-            assert space.pricer.step_seconds_bound(placed) <= forecast.time.step * (1 + 1e-9), plan
-            assert space.pricer.peak_memory(placed) == forecast.memory.required, plan
-            assert space.pricer.may_fit(placed) or not forecast.fits, plan
+            placed = space.simulator.place(plan)
+            forecast = space.simulator.forecast_placed(placed)
+            assert space.family_bound(family) <= space.simulator.step_seconds_bound(placed) * (1 + 1e-9), plan
+            assert space.simulator.step_seconds_bound(placed) <= forecast.time.step * (1 + 1e-9), plan
+            assert space.simulator.peak_memory(placed) == forecast.memory.required, plan
+            assert space.simulator.may_fit(placed) or not forecast.fits, plan
     found, all_ = (search(profile, cluster, top=3, exhaustive=each) for each in (False, True))
     assert [each.forecast.time.step for each in found] == [each.forecast.time.step for each in all_]
 

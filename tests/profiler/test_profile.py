@@ -21,7 +21,9 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import find_fsdp_units
 from echelon.profiler import profile
-from echelon.simulator.collectives import gradient_bucket_bytes
+from echelon.simulator.exchange import bucket_messages
+from echelon.simulator.plan_layout import lay_out_plan
+from echelon.simulator.summarize_profile import summarize_profile
 from echelon.testing.models import GPT, MLP, ResNet
 from echelon.trials.module_tree import list_modules
 from echelon.trials.op_recorder import OpRecorder, record_ops
@@ -441,7 +443,9 @@ def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
     trained = [value for value in job.model().parameters() if value.requires_grad]
     laid_out = GradientAllReduce(trained, 25)._buckets
     sizes = [sum(value.numel() * value.element_size() for value in bucket.parameters) for bucket in laid_out]
-    assert gradient_bucket_bytes(profile(job), Plan()) == sizes
+    known = profile(job)
+    layout = lay_out_plan(summarize_profile(known), known.batch, Plan())
+    assert list(bucket_messages(layout, known.gradient_bytes)) == sizes
     assert len(sizes) == 3
 
 

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.plan.cluster import Cluster, RateCurve, RatePoint
-from echelon.plan.profile import Amount, Operator
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
-from echelon.simulator.cost.curves import operator_seconds
-from echelon.simulator.launch_bound import host_stall_seconds
-from echelon.simulator.node_load import compute_node_load
+from echelon.simulator.cost.curves import CurveCosts
+from echelon.simulator.cost.launch_bound import host_stall_seconds
+from echelon.simulator.model_summary import LocalOperator
 from tests.simulator.cases import make_cluster, make_profile
 
 _SECONDS = st.integers(0, 100).map(float)
@@ -71,9 +70,8 @@ def test_a_norm_goes_by_what_it_was_measured_by(by: int, rate: float) -> None:
     cluster = make_cluster()
     device = replace(cluster.nodes[0].devices[0], curves=(RateCurve(operation="native_batch_norm", points=points),))
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], devices=(device,)),))
-    norm = Operator(
-        name="native_batch_norm", kind="stream", phase="forward", module="", moved=Amount(8e9),
-        dims=(Amount(256.0), Amount(49.0), Amount(0.0, 32.0)),
+    norm = LocalOperator(
+        name="native_batch_norm", kind="stream", phase="forward", dtype="float32", precision="fp32", dims=(256.0, 49.0, 32.0), flops=0.0,
+        moved=8e9,
     )  # fmt: skip
-    load = replace(compute_node_load(make_profile(), cluster, from_text("dp=1")), threads=1)
-    assert operator_seconds(norm, 1, load, "fp32") == pytest.approx(8e9 / rate)
+    assert CurveCosts(cluster, 1, 1).operator_seconds(norm) == pytest.approx(8e9 / rate)

@@ -13,9 +13,10 @@ from echelon.plan.profile import Amount, ParameterProfile, Profile
 from echelon.plan.text import from_text
 from echelon.simulator import TrainingStack, simulate
 from echelon.simulator.calibration import load_constants
-from echelon.simulator.cost.roofline import compute_precision, operand_line_sizes, product_seconds
+from echelon.simulator.compute import compute_precision
+from echelon.simulator.cost.roofline import operand_line_sizes, product_seconds
+from echelon.simulator.memory import rank_memories
 from echelon.simulator.plan_layout import lay_out_plan
-from echelon.simulator.sheet_memory import rank_memories
 from echelon.simulator.summarize_profile import summarize_profile
 from tests.simulator.cases import make_language, make_stack
 from tests.simulator.test_sheets import with_experts
@@ -150,7 +151,7 @@ def test_experts_see_few_rows_each_and_layers_in_a_row_see_all() -> None:
     cluster = catalogue.parse_cluster("2x8xH100-80GB")
     with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
         simulate(in_a_row(16), cluster, from_text("dp=16 ep=2"))
-    with pytest.raises(PlanError, match="ep=16: 8 experts of a block cannot be parted so"):
+    with pytest.raises(PlanError, match="ep=16: does not divide the 8 experts of a block"):
         simulate(stacked(8), cluster, from_text("dp=16 ep=16"))
 
 
@@ -165,19 +166,14 @@ def test_ranks_of_ep_compute_fewer_experts_with_more_rows_each(profile: Profile)
 
 def test_a_scope_divides_experts_over_those_that_have_the_same() -> None:
     work = summarize_profile(with_experts(16))
-    cluster = catalogue.parse_cluster("2x8xH100-80GB")
     plan = from_text("dp=16 ep=4 zero=3")
     shards = [
-        lay_out_plan(work, 64, cluster, plan, TrainingStack(shard_group_size=scope)).shard_elements(0)
-        for scope in (None, 4)
+        lay_out_plan(work, 64, plan, TrainingStack(shard_group_size=scope)).shard_elements(0) for scope in (None, 4)
     ]
     assert shards[0] == pytest.approx(16 * shards[1] / 16)
     # Four ranks have the same four experts each, and no scope is smaller than that.
     assert shards[1] == pytest.approx(work.expert_elements * 4 / 4 / 4)
-    axes = [
-        rank_memories(lay_out_plan(work, 64, cluster, from_text(f"dp=16 ep={ep}"), TrainingStack()))[0].axes
-        for ep in (1, 4)
-    ]
+    axes = [rank_memories(lay_out_plan(work, 64, from_text(f"dp=16 ep={ep}")))[0].axes for ep in (1, 4)]
     assert axes == [1, 2]
 
 

@@ -18,9 +18,10 @@ from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.simulator import TrainingStack, simulate
 from echelon.simulator.calibration import constant_bounds, format_constants_file, load_constants
+from echelon.simulator.cost.cost_model import RankGroup
 from echelon.simulator.cost.network import cluster_network
 from echelon.simulator.cost.roofline import product_seconds
-from echelon.simulator.pipeline_order import (
+from echelon.simulator.pipeline_schedule import (
     BACKWARD,
     FORWARD,
     WEIGHT_BACKWARD,
@@ -251,7 +252,7 @@ def test_ranks_with_the_same_work_wait_for_the_slowest_device() -> None:
     found = simulate(big(), mixed, plan)
     assert found.time.step == pytest.approx(simulate(big(), slow, plan).time.step)
     assert found.capacity == slow.nodes[0].devices[0].memory
-    assert any("waits for the slowest" in note for note in found.notes)
+    assert any("wait for the slowest" in note for note in found.notes)
 
 
 def test_nodes_of_unequal_size_use_what_all_of_them_have() -> None:
@@ -364,19 +365,18 @@ def test_in_a_mesh_few_devices_reach_few_links(near: int, share: float) -> None:
                     ),
                 ),
             ),
-            8,
             load_constants(),
         )
         for kind in ("xgmi-mesh", "nvswitch")
     )
     size = 1e12
-    slow, fast = (each.gather_seconds(size, each.group(near, 1)) for each in (mesh, switch))
+    slow, fast = (each.gather_seconds(size, RankGroup(near)) for each in (mesh, switch))
     assert fast / slow == pytest.approx(share, rel=1e-3)
 
 
 def test_sums_over_many_nodes_take_a_tree_and_gathers_a_ring() -> None:
-    wires = cluster_network(catalogue.parse_cluster("64x1xA100-80GB"), 64, load_constants())
-    group, hop = wires.group(64, 1), load_constants().latency_between
+    wires = cluster_network(catalogue.parse_cluster("64x1xA100-80GB"), load_constants())
+    group, hop = RankGroup(64), load_constants().latency_between
     assert wires.gather_seconds(1.0, group) == pytest.approx(load_constants().latency_inside + 63 * hop, rel=1e-3)
     assert wires.all_reduce_seconds(1.0, group) == pytest.approx(
         2 * (load_constants().latency_inside + 6 * hop), rel=1e-3

@@ -18,7 +18,9 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import search
 from echelon.simulator import simulate
-from echelon.simulator.collectives import gradient_bucket_bytes
+from echelon.simulator.exchange import bucket_messages
+from echelon.simulator.plan_layout import lay_out_plan
+from echelon.simulator.summarize_profile import summarize_profile
 from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
 
 
@@ -137,7 +139,8 @@ def test_a_model_sharded_whole_is_one_message_each_way() -> None:
 
 def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
     profile = make_profile(blocks=12, width=1024)  # 4 MB each
-    sizes = gradient_bucket_bytes(profile, plan(bucket_megabytes=8))
+    layout = lay_out_plan(summarize_profile(profile), profile.batch, plan(bucket_megabytes=8))
+    sizes = list(bucket_messages(layout, profile.gradient_bytes))
     assert sum(sizes) == profile.gradient_bytes
     assert sizes[0] == 4 * 2**20
     assert max(sizes) <= 8 * 2**20
@@ -151,8 +154,8 @@ def test_accumulation_needs_no_second_copy_of_replicated_gradients() -> None:
 
 
 def test_other_axes_are_refused() -> None:
-    with pytest.raises(PlanError, match="tp=2"):
-        simulate(make_profile(), make_cluster(), Plan(mesh=Mesh(tp=2)))
+    with pytest.raises(PlanError, match="cp=2: this axis is not measured"):
+        simulate(make_profile(), make_cluster(), Plan(mesh=Mesh(cp=2)))
     with pytest.raises(PlanError, match="dp=8"):
         simulate(make_profile(batch=4), make_cluster(), plan(dp=8))
 

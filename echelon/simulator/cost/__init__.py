@@ -1,1 +1,1 @@
-"""What operators and messages cost: measured curves, or data sheets with a network model."""
+"""What operators and messages cost: measured curves, or data sheets with a model of the links."""

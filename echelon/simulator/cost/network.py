@@ -1,4 +1,4 @@
-"""Seconds of collectives over links of which only the data sheet is known: rings inside nodes, rings of nodes between them."""
+"""Seconds of collectives over links by their data sheet: rings inside nodes, and rings of nodes."""
 
 from __future__ import annotations
 
@@ -8,124 +8,111 @@ from dataclasses import dataclass
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.simulator.calibration import FittedConstants
-
-
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """Ranks that talk to each other: how many, and how many of them share a fast domain."""
-
-    ranks: int
-    ranks_per_domain: int
-
-    @property
-    def domains(self) -> int:
-        """Domains that it spans."""
-        return -(-self.ranks // self.ranks_per_domain)
+from echelon.simulator.cost.cost_model import RankGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster as its ranks see them."""
+    """The links of a cluster. A domain is a group of devices with a fast link: a node, a part of one, or several."""
 
     intra_domain_rate: float  #: bytes/s per device
     inter_domain_rate: float  #: bytes/s per domain that collectives reach
-    domain_size: int  #: devices that share the fast link
-    is_mesh: bool  #: whether each pair of devices has links of its own and no switch between them
+    domain_size: int  #: devices
+    is_mesh: bool  #: each pair of devices has links of its own, without a switch
     constants: FittedConstants
 
-    def group(self, ranks: int, stride: int) -> RankGroup:
-        """A group whose members are `stride` ranks apart."""
-        return RankGroup(ranks, max(min(ranks, self.domain_size // stride), 1))
-
-    def _effective_rate(self, ranks_per_domain: int) -> float:
-        """Bytes/s of each of so many devices of a domain among themselves: in a mesh the links to all others lie idle."""
-        used_fraction = (
-            (ranks_per_domain - 1) / (self.domain_size - 1)
-            if self.is_mesh and 1 < ranks_per_domain < self.domain_size
-            else 1.0
-        )
-        return self.intra_domain_rate * self.constants.inside * used_fraction
-
     def gather_seconds(self, size: float, group: RankGroup) -> float:
-        """Every rank gets all of `size` bytes, of which each has its part; a scatter of sums takes as long. Round a ring: from node to
-        node as often as there are others."""
-        return self._ring_seconds(size, group, group.domains - 1)
+        """All-gather or reduce-scatter of `size` bytes along a ring, which hops from domain to domain as often as there are others."""
+        return self._ring_seconds(size, group, self._domains(group) - 1)
 
     def all_reduce_seconds(self, size: float, group: RankGroup) -> float:
-        """Every rank gets the sum: a scatter of sums, then a gather; along a tree where there are many nodes, which takes fewer hops."""
-        return 2 * self._ring_seconds(size, group, min(group.domains - 1, math.log2(max(group.domains, 1))))
-
-    def _ring_seconds(self, size: float, group: RankGroup, hops: float) -> float:
-        """Once through all ranks, inside nodes and between them at the same time."""
-        if group.ranks < 2 or not size:
-            return 0.0
-        intra_domain = (
-            size * (group.ranks - 1) / group.ranks / self._effective_rate(group.ranks_per_domain)
-            if group.ranks_per_domain > 1
-            else 0.0
-        )
-        inter_domain = 0.0
-        if group.domains > 1:
-            # Groups side by side share the network of a node: this one has as much of it as it has ranks there.
-            rate = self.inter_domain_rate * group.ranks_per_domain / self.domain_size
-            inter_domain = size * (group.domains - 1) / group.domains / rate
-        return max(intra_domain, inter_domain) + self.constants.latency_inside + self.constants.latency_between * hops
+        """A reduce-scatter, then an all-gather; along a tree where there are many domains, which takes fewer hops."""
+        domains = self._domains(group)
+        return 2 * self._ring_seconds(size, group, min(domains - 1, math.log2(max(domains, 1))))
 
     def all_to_all_seconds(self, size: float, group: RankGroup) -> float:
-        """Every rank has `size` bytes, of which each other rank gets an equal part."""
+        """Each rank sends every other rank its part of `size` bytes."""
         if group.ranks < 2 or not size:
             return 0.0
-        near_fraction, far_fraction = (
-            (group.ranks_per_domain - 1) / group.ranks,
-            (group.ranks - group.ranks_per_domain) / group.ranks,
-        )
-        seconds = self.constants.latency_inside + size * near_fraction / self._effective_rate(group.ranks_per_domain)
-        if group.domains > 1:
-            # All devices of a domain send at once, to all others at once.
-            seconds += size * far_fraction * self.domain_size / self.inter_domain_rate + self.constants.latency_between
+        near = self._ranks_per_domain(group)
+        seconds = self.constants.latency_inside + size * (near - 1) / group.ranks / self._effective_rate(near)
+        if self._domains(group) > 1:
+            # All devices of a domain send to all others at once.
+            far_bytes = size * (group.ranks - near) / group.ranks
+            seconds += far_bytes * self.domain_size / self.inter_domain_rate + self.constants.latency_between
         return seconds
 
     def send_seconds(self, size: float, stride: int, ranks: int, identical_ranks: int = 1) -> float:
-        """From one rank to one `stride` ranks further, while all others do the same. `identical_ranks`: ranks side by side that have the same
-        to send: each sends its part, and those that receive put them together."""
+        """From each rank to the one `stride` ranks further. Of `identical_ranks` neighbours with the same tensor each sends its part, which
+        the receivers gather."""
         if not size:
             return 0.0
         if identical_ranks > 1:
-            return self.send_seconds(size / identical_ranks, stride, ranks) + self.gather_seconds(
-                size, self.group(identical_ranks, 1)
-            )
+            gather_seconds = self.gather_seconds(size, RankGroup(identical_ranks))
+            return self.send_seconds(size / identical_ranks, stride, ranks) + gather_seconds
         if stride * ranks <= self.domain_size:
             return self.constants.latency_inside + size / self._effective_rate(2)
-        # Of the ranks in a domain, those whose neighbour is in another send through the network.
-        crossing_ranks = min(stride, self.domain_size)
-        rate = self.inter_domain_rate / crossing_ranks
+        # Of the ranks in a domain, those whose neighbour is in another one share its network.
+        rate = self.inter_domain_rate / min(stride, self.domain_size)
         return self.constants.latency_inside + self.constants.latency_between + size / rate
 
+    def _ranks_per_domain(self, group: RankGroup) -> int:
+        return max(min(group.ranks, self.domain_size // group.stride), 1)
 
-def cluster_network(cluster: Cluster, ranks: int, constants: FittedConstants) -> Network:
-    """The links between the first `ranks` devices of a cluster."""
+    def _domains(self, group: RankGroup) -> int:
+        return -(-group.ranks // self._ranks_per_domain(group))
+
+    def _effective_rate(self, ranks: int) -> float:
+        """Bytes/s of each of `ranks` devices of a domain among themselves: in a mesh the links to all others are idle."""
+        uses_part = self.is_mesh and 1 < ranks < self.domain_size
+        used_fraction = (ranks - 1) / (self.domain_size - 1) if uses_part else 1.0
+        return self.intra_domain_rate * self.constants.inside * used_fraction
+
+    def _ring_seconds(self, size: float, group: RankGroup, hops: float) -> float:
+        """Once through all ranks, inside domains and between them at the same time."""
+        if group.ranks < 2 or not size:
+            return 0.0
+        near, domains = self._ranks_per_domain(group), self._domains(group)
+        intra_domain = inter_domain = 0.0
+        if near > 1:
+            intra_domain = size * (group.ranks - 1) / group.ranks / self._effective_rate(near)
+        if domains > 1:
+            # Parallel groups share the network of a domain in proportion to their ranks there.
+            inter_domain = size * (domains - 1) / domains / (self.inter_domain_rate * near / self.domain_size)
+        return max(intra_domain, inter_domain) + self.constants.latency_inside + self.constants.latency_between * hops
+
+
+def cluster_network(cluster: Cluster, constants: FittedConstants) -> Network:
+    """The links between the devices of a cluster; see `require_links` for those that are missing."""
+    node, link, domain = cluster.nodes[0], cluster.network, _domain_size(cluster)
+    rate = math.inf
+    if link is not None:
+        share = constants.between if link.share is None else link.share
+        # A domain of several nodes has the network of all of them, one of a few devices its share of the node's.
+        rate = link.rate * share * (domain / len(node.devices))
+    return Network(
+        intra_domain_rate=node.wire.rate if node.wire else math.inf,
+        inter_domain_rate=rate,
+        domain_size=domain,
+        is_mesh=node.wire is not None and node.wire.kind.endswith("mesh"),
+        constants=constants,
+    )
+
+
+def require_links(cluster: Cluster, ranks: int) -> None:
+    """Refuse clusters that do not describe a link between the first `ranks` devices."""
     node = cluster.nodes[0]
-    devices_per_node = len(node.devices)
-    if ranks > 1 and devices_per_node > 1 and node.wire is None:
+    if ranks > 1 and len(node.devices) > 1 and node.wire is None:
         raise PlanError(
             f"{cluster.name}: no link between the devices of a node is described; a cluster file gives it under [inside]"
         )
-    # Larger than a node where several nodes are one domain; smaller where a node has several, which then talk over its network.
-    domain = (node.wire.domain if node.wire else 0) or devices_per_node
-    if ranks > domain and cluster.network is None:
+    if ranks > _domain_size(cluster) and cluster.network is None:
         raise PlanError(
-            f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]"
+            f"{cluster.name}: {ranks} ranks span several nodes and no link between nodes is described; a cluster file gives it "
+            "under [between]"
         )
-    # A domain of several nodes has the network of all of them, one of a few devices its share of the node's.
-    inter_domain_rate = math.inf
-    if cluster.network:
-        rate_fraction = constants.between if cluster.network.share is None else cluster.network.share
-        inter_domain_rate = cluster.network.rate * rate_fraction * (domain / devices_per_node)
-    mesh = node.wire is not None and node.wire.kind.endswith("mesh")
-    return Network(
-        intra_domain_rate=node.wire.rate if node.wire else math.inf,
-        inter_domain_rate=inter_domain_rate,
-        domain_size=domain,
-        is_mesh=mesh,
-        constants=constants,
-    )
+
+
+def _domain_size(cluster: Cluster) -> int:
+    node = cluster.nodes[0]
+    return (node.wire.domain if node.wire else 0) or len(node.devices)

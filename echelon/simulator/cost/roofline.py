@@ -1,17 +1,29 @@
-"""Seconds of an operator on a device of which only the data sheet is known.
+"""Prices by data sheets, with constants that were fitted to published runs.
 
-A matrix product takes what the peak promises, a share more, and what it fetches again from far caches; filling and draining the
-multiprocessors comes on top, so that small products are slow, and so are those whose factors or result do not lie on 16 bytes.
-Everything else goes by the bytes that it moves.
+A matrix product takes what the peak promises, a factor more, and what it fetches again from far caches, in whole waves of tiles: small
+products are slow, and so are those whose rows are not aligned to 16 bytes. Everything else takes the time of the bytes that it moves.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
-from echelon.plan.cluster import DataSheet
-from echelon.plan.profile import DTYPE_BYTES
-from echelon.simulator.calibration import FittedConstants
+from echelon.errors import PlanError
+from echelon.plan.cluster import Cluster, DataSheet
+from echelon.plan.forecast import MemoryForecast
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Amount, OptimizerProfile, Profile
+from echelon.simulator.calibration import FittedConstants, constants_digest
+from echelon.simulator.compute import PRECISION_BYTES
+from echelon.simulator.cost.cost_model import Exchange, HostSeconds, HostWork, RankGroup
+from echelon.simulator.cost.network import cluster_network, require_links
+from echelon.simulator.model_summary import Collective, LocalOperator, OperatorSummary
+from echelon.simulator.rank_memory import RankMemory
+
+#: Bytes/s at which samples come from the host while the device computes: PCIe 3.0 x16, the slowest of the catalogue's machines.
+_HOST_BYTES_PER_SECOND = 12e9
 
 #: Rows and columns of the tiles that one multiprocessor computes at a time, the largest first: libraries have kernels of all these sizes
 #: and take what is fastest (cuBLAS and CUTLASS name them so).
@@ -26,8 +38,6 @@ _ALIGNMENT_BYTES = 16
 _MISALIGNED_FRACTIONS = {(2, 4): 0.45, (2, 2): 0.22, (4, 4): 0.42}
 #: Of rows, columns and depth those that lie side by side in memory, in the two factors or in the result, by which factor is transposed.
 _CONTIGUOUS_DIMS = {"nn": (3, 2), "nt": (3, 2), "tn": (1, 2), "tt": (1, 3, 2)}
-#: Bytes of a number that matrix units compute in.
-PRECISION_BYTES = {"fp32": 4, "tf32": 4, "half": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 #: Power goes by the clock and the square of the voltage, and the voltage by the clock: the clock falls with the third root of the power.
 _CLOCK_PER_POWER_EXPONENT = 1 / 3
 #: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's uses the newest instructions.
@@ -101,13 +111,143 @@ def attention_seconds(
     return ATTENTION_KERNEL_FACTORS[kernel] * (products + scores * constants.score / (sheet.units * clock))
 
 
-def elementwise_seconds(sheet: DataSheet, constants: FittedConstants, bytes_moved: float) -> float:
-    """Element-wise work over so many bytes."""
-    return bytes_moved / (sheet.bandwidth * constants.stream)
+class RooflineCosts:
+    """Devices of one kind by their data sheet, and the links between them."""
+
+    trusts_trace = False
+
+    def __init__(self, cluster: Cluster, constants: FittedConstants, attention_kernel: str = "flash2") -> None:
+        device = cluster.nodes[0].devices[0]
+        if device.sheet is None:
+            raise PlanError(f"{cluster.name}: {device.name} has no data sheet; give its rates in the cluster's file")
+        self._cluster, self._device, self._sheet = cluster, device, device.sheet
+        self._constants, self._kernel = constants, attention_kernel
+        self._network = cluster_network(cluster, constants)
+        self._devices = sum(len(node.devices) for node in cluster.nodes)
+        self.capacity = float(device.memory)
+        self.compiled_fraction = constants.compiled
+        self.computes_fp8 = "fp8" in device.sheet.peaks
+        self.overlap = constants.overlap
+
+    def require(self, plan: Plan) -> None:
+        if self._device.kind == "cuda" and plan.ranks > self._devices:
+            raise PlanError(f'"{plan}" needs {plan.ranks} devices, {self._cluster.name} has {self._devices}')
+        require_links(self._cluster, plan.ranks)
+
+    def simplify(self, operators: Iterable[OperatorSummary]) -> tuple[OperatorSummary, ...]:
+        """Element-wise operators take the time of their bytes and their number, whatever each moves: they are merged."""
+        others, groups = [], dict[tuple[bool, ...], list[OperatorSummary]]()
+        for operator in operators:
+            if operator.kind == "stream":
+                key = operator.in_attention_core, operator.tp_sharded, operator.is_expert
+                groups.setdefault(key, []).append(operator)
+            else:
+                others.append(operator)
+        for group in groups.values():
+            count, moved = sum(operator.count for operator in group), Amount()
+            for operator in group:
+                moved += operator.moved * operator.count
+            others.append(replace(group[0], count=count, moved=moved * (1 / count)))
+        return tuple(others)
+
+    def operator_seconds(self, operator: LocalOperator) -> float:
+        launch = self._constants.launch
+        if operator.kind == "stream":
+            return self.stream_seconds(operator.name, operator.moved) + launch
+        if operator.kind == "attention":
+            # Forward computes 4 FLOPs per score and element of a head. Backward computes 10, and the scores twice: again, and their gradients.
+            scores = operator.flops / operator.dims[3] / (4 if operator.phase == "forward" else 5)
+            return launch + attention_seconds(
+                self._sheet, self._constants, operator.precision, self._kernel, scores, operator.flops
+            )
+        if operator.kind == "convolution":
+            images, in_channels, out_channels, kernel_elements, output_elements, groups = operator.dims
+            shape = (1.0, images * output_elements, out_channels, in_channels / groups * kernel_elements)
+            # Channels of an image lie side by side where matrix units are used.
+            line_sizes: tuple[float, ...] = (in_channels / groups, out_channels)
+        else:
+            batch, rows, columns, inner = operator.dims
+            shape = (batch, rows, columns, inner)
+            line_sizes = operand_line_sizes(operator.name.partition(":")[2], shape)
+        return launch + product_seconds(
+            self._sheet, self._constants, operator.precision, shape, operator.flops, operator.moved, line_sizes
+        )
+
+    def stream_seconds(self, name: str, moved: float) -> float:
+        return moved / (self._sheet.bandwidth * self._constants.stream)
+
+    def fresh_memory_seconds(self, size: float) -> float:
+        return 0.0
+
+    def optimizer_seconds(self, optimizer: OptimizerProfile, elements: float, *, fused: bool, width: float) -> float:
+        return self.stream_seconds(optimizer.name, width * elements)
+
+    def message_seconds(self, collective: Collective, size: float, group: RankGroup) -> float:
+        if collective == "all_to_all":
+            return self._network.all_to_all_seconds(size, group)
+        if collective == "all_reduce":
+            return self._network.all_reduce_seconds(size, group)
+        return self._network.gather_seconds(size, group)
+
+    def exchange(self, collective: Collective, size: float, group: RankGroup, messages: Iterable[float]) -> Exchange:
+        # As one stream: the latency of each message hides behind the one before it.
+        seconds = self.message_seconds(collective, size, group)
+        return Exchange(seconds, seconds)
+
+    def send_seconds(self, size: float, stride: int, ranks: int, *, identical_ranks: int = 1) -> float:
+        return self._network.send_seconds(size, stride, ranks, identical_ranks)
+
+    def hidden_seconds(self, exchange: float, compute: float) -> float:
+        return min(exchange, compute * self.overlap)
+
+    def hook_seconds(self, calls: float) -> float:
+        return 0.0
+
+    def host_seconds(self, work: HostWork) -> HostSeconds:
+        return HostSeconds(self._constants.micro * work.tensors, self._constants.step * work.tensors)
+
+    def input_seconds(self, samples: float, input_bytes: float, compute: float) -> float:
+        return max(samples * input_bytes / _HOST_BYTES_PER_SECOND - compute, 0.0)
+
+    def straggler_fraction(self, ranks: int) -> float:
+        nodes = -(-ranks // len(self._cluster.nodes[0].devices))
+        return self._constants.straggling * math.log2(nodes)
+
+    def memory_forecast(self, memory: RankMemory) -> MemoryForecast:
+        return with_overheads(memory, self._constants)
+
+    def notes(self, profile: Profile, plan: Plan) -> tuple[str, ...]:
+        name = self._device.name
+        note = f"priced by the data sheet of {name} and constants {constants_digest()}: nothing was measured there"
+        return *self._cluster.notes, note
 
 
-def compute_precision(dtype: str, requested_precision: str) -> str:
-    """What the matrix units compute a type in; `requested_precision`: the plan's precision, or the model's own."""
-    if DTYPE_BYTES.get(dtype, 4) <= 2:
-        return "bf16" if dtype == "bfloat16" and requested_precision != "fp16" else "half"
-    return "tf32" if requested_precision == "tf32" else "fp32"
+def with_overheads(memory: RankMemory, constants: FittedConstants) -> MemoryForecast:
+    """With gaps, buffers of communicators and the driver. Parameters and states are exact; what a step allocates may lie off.
+
+    Of many at once where the figures are arrays: fits compute as forecasts do.
+    """
+    temporary = memory.temporary + constants.slack * memory.fragmenting
+    peak = memory.parameters + memory.gradients + memory.optimizer + memory.activations + temporary + memory.buckets
+    error = constants.unsure * (memory.activations + memory.temporary) + constants.spread * memory.fragmenting
+    return MemoryForecast(
+        parameters=memory.parameters,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        activations=memory.activations,
+        temporary=temporary,
+        buckets=memory.buckets,
+        framework=constants.context + constants.buffers * memory.axes,
+        low=peak - error,
+        high=peak + error,
+    )
+
+
+def reserved_bytes(memory: MemoryForecast, capacity: float, constants: FittedConstants) -> float:
+    """What the allocator reports as its own: it keeps what was freed as long as there is room, so that this never decides what fits.
+
+    Without comparisons, for arrays too: max(min(peak and what is cached, capacity), peak).
+    """
+    cached, free = memory.peak * (1 + constants.cached), capacity - memory.framework
+    reserved = (cached + free - abs(cached - free)) / 2
+    return (reserved + memory.peak + abs(reserved - memory.peak)) / 2

@@ -1,0 +1,98 @@
+"""Which part of a model a module belongs to: its repeated blocks, what runs before them, or what runs after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from echelon.plan.profile import Operator, Profile, fold_path
+from echelon.simulator.model_summary import OperatorKind, PartName
+
+#: Matrix products with a weight; others (written-out attention) multiply activations.
+_WEIGHT_MATMULS = (
+    "mm",
+    "addmm",
+    "_int_mm",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+)
+#: Operators whose backward needs neither inputs nor outputs.
+_ADDITIONS = ("add", "add_")
+
+
+class ModelParts:
+    """The repeated blocks of a model, and what surrounds them. A model without repeated blocks is one block."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.blocks = tuple(dict.fromkeys(map(fold_path, profile.fsdp_units)))  #: folded paths
+        self.layers = max(len(profile.fsdp_units), 1)
+        self.block_output_bytes = {
+            block: max(
+                (module.output.per_sample for module in profile.modules if fold_path(module.path) == block), default=0.0
+            )
+            for block in self.blocks
+        }
+        self._after = self._modules_after(profile)
+        #: Positions of forward operators at the end of a block whose outputs backward does not need: additions, and the product before.
+        self.ending_operators = {position for block in self.blocks for position in self._ending(profile, block)}
+        self.ending_modules = {
+            profile.operators[position].module
+            for position in self.ending_operators
+            if profile.operators[position].kind != "stream"
+        }
+
+    def block_of(self, path: str) -> str | None:
+        """The block that a folded path lies in."""
+        return next((block for block in self.blocks if is_within(path, block)), None)
+
+    def in_block(self, path: str) -> bool:
+        """Whether a folded path lies in a block."""
+        return not self.blocks or self.block_of(path) is not None
+
+    def part_of(self, path: str) -> PartName:
+        """The part of the model that a folded path belongs to."""
+        if self.in_block(path):
+            return "block"
+        return "after" if not path or is_within_any(path, (module for module in self._after if module)) else "before"
+
+    def _ending(self, profile: Profile, block: str) -> Iterator[int]:
+        for position in reversed(range(len(profile.operators))):
+            operator = profile.operators[position]
+            if operator.phase == "backward" or not is_within(operator.module, block):
+                continue
+            if operator.name in _ADDITIONS or operator.kind != "stream":
+                yield position
+            if operator.name not in _ADDITIONS:
+                return
+
+    def _modules_after(self, profile: Profile) -> set[str]:
+        """Modules outside of blocks that first run after a block: the last norm, the head."""
+        reached_blocks, before, after = False, set(), set()
+        for operator in profile.operators:
+            if operator.phase == "backward":
+                break
+            if self.block_of(operator.module) is not None:
+                reached_blocks = True
+            elif reached_blocks and operator.module not in before:
+                after.add(operator.module)
+            else:
+                before.add(operator.module)
+        return after
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a module is `outer` or lies in it."""
+    return path == outer or path.startswith(outer + ".")
+
+
+def is_within_any(path: str, outers: Iterable[str]) -> bool:
+    """Whether a module is one of `outers` or lies in one."""
+    return any(is_within(path, outer) for outer in outers)
+
+
+def operator_kind(operator: Operator) -> OperatorKind:
+    """How an operator is priced."""
+    if operator.kind == "matmul":
+        return "weight_matmul" if operator.name.partition(":")[0] in _WEIGHT_MATMULS else "activation_matmul"
+    return operator.kind
