@@ -1,7 +1,7 @@
-"""What the host of a GPU takes to issue an operator: in forward, in backward, and where blocks are computed again.
+"""The host time that a GPU operator takes to launch: in forward, in backward, and in recomputed blocks.
 
-Timed on two small networks of our own, in half precision, whose operators are over before the host has issued the next one. Views,
-modules and Python count with the operators that they lie between.
+Timed in half precision on two small networks, whose operators finish before the host has issued the next one. Views, modules and Python count
+towards the operators around them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from echelon.plan.plan import Recompute
 from echelon.plan.recompute_policy import saves_output
 from echelon.trials.op_recorder import OpRecorder
 
-#: Blocks of each network, and how often one look times it.
+#: Blocks of each network, and repetitions per call of `time_all`.
 _NUM_BLOCKS, _REPETITIONS = 16, 5
 
 
 class _TransformerBlock(nn.Module):
-    """Norms, products and attention: operators of a transformer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.feedforward_norm = nn.LayerNorm(32), nn.LayerNorm(32)
@@ -38,31 +36,25 @@ class _TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples, length, width = x.shape
-        q, k, v = (
-            projected.view(samples, length, 2, -1).transpose(1, 2)
-            for projected in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )
+        projected = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.view(samples, length, 2, -1).transpose(1, 2) for part in projected)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(samples, length, width))
         return x + self.down(F.gelu(self.up(self.feedforward_norm(x))))
 
 
 class _ConvolutionBlock(nn.Module):
-    """Convolutions, batch norms and ReLU."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.first_convolution, self.second_convolution = (
-            nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2)
-        )
-        self.first_norm, self.second_norm = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+        self.conv1, self.conv2 = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.second_norm(self.second_convolution(F.relu(self.first_norm(self.first_convolution(x))))))
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
 class _SelectiveRecompute(TorchDispatchMode):
-    """Sees every operator of a block, as selective recomputation must; `kept`: takes what that keeps from there."""
+    """Saves outputs as selective recomputation does; given `saved_outputs`, replays them instead."""
 
     def __init__(self, saved_outputs: list[Any] | None = None) -> None:
         super().__init__()
@@ -70,16 +62,17 @@ class _SelectiveRecompute(TorchDispatchMode):
         self._saved_outputs = saved_outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._saved_outputs is not None and saves_output(func._overloadpacket.__name__):
+        is_saved = saves_output(func._overloadpacket.__name__)
+        if is_saved and self._saved_outputs is not None:
             return self._saved_outputs.pop(0)
         out = func(*args, **(kwargs or {}))
-        if self._saved_outputs is None and saves_output(func._overloadpacket.__name__):
+        if is_saved:
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, out))
         return out
 
 
 class LaunchTimer:
-    """Times the host again and again: a processor that others use too has fast and slow minutes."""
+    """Times the host repeatedly: a shared processor has fast and slow minutes."""
 
     def __init__(self) -> None:
         half_dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -95,36 +88,35 @@ class LaunchTimer:
         self._op_counts = {kind: self._count_ops(*network) for kind, network in self._networks.items()}
 
     def time_all(self) -> None:
-        """Time everything a few times."""
-        for network_kind, (blocks, x) in self._networks.items():
-            forward_ops, backward_ops = self._op_counts[network_kind]
-            num_parameters = sum(1 for _ in blocks.parameters())
+        """Time both networks a few times."""
+        for kind, (blocks, x) in self._networks.items():
+            forward_ops, backward_ops = self._op_counts[kind]
+            num_parameters = len(list(blocks.parameters()))
             for _ in range(_REPETITIONS):
-                forward_seconds, backward_seconds = self._time_step(blocks, x, "none")
-                self._record(f"host forward {network_kind}", forward_seconds / forward_ops)
-                self._record(f"host backward {network_kind}", backward_seconds / backward_ops)
-                accumulation_seconds = self._time_step(blocks, x, "none")[1] - backward_seconds
-                self._record("host adding", max(accumulation_seconds, 0.0) / num_parameters)
+                forward, backward = self._time_step(blocks, x, "none")
+                self._record(f"host forward {kind}", forward / forward_ops)
+                self._record(f"host backward {kind}", backward / backward_ops)
+                accumulation = self._time_step(blocks, x, "none")[1] - backward
+                self._record("host adding", max(accumulation, 0.0) / num_parameters)
                 for recompute in ("block", "selective"):
                     blocks.zero_grad()
-                    recompute_seconds = self._time_step(blocks, x, recompute)
-                    self._record(f"host forward {network_kind} {recompute}", recompute_seconds[0] / forward_ops)
+                    forward, recomputing_backward = self._time_step(blocks, x, recompute)
+                    self._record(f"host forward {kind} {recompute}", forward / forward_ops)
                     self._record(
-                        f"host again {network_kind} {recompute}",
-                        max(recompute_seconds[1] - backward_seconds, 0.0) / forward_ops,
+                        f"host again {kind} {recompute}", max(recomputing_backward - backward, 0) / forward_ops
                     )
                 blocks.zero_grad()
         torch.cuda.synchronize()
 
     def compute_medians(self) -> dict[str, float]:
-        """What the host takes: per operator, or per gradient that is added to one that is there. The median of all looks."""
+        """Median host seconds by quantity: per operator, or per gradient that is accumulated."""
         return {quantity: max(sorted(samples)[len(samples) // 2], 1e-9) for quantity, samples in self._samples.items()}
 
     def _record(self, quantity: str, seconds: float) -> None:
         self._samples.setdefault(quantity, []).append(seconds)
 
     def _count_ops(self, blocks: nn.ModuleList, x: Tensor) -> tuple[int, int]:
-        """Operators of forward and of backward; afterwards everything has run once."""
+        """Operators of forward and of backward; also warms up every variant."""
         for recompute in ("none", "block", "selective"):
             self._time_step(blocks, x, recompute)
             blocks.zero_grad()
@@ -136,7 +128,7 @@ class LaunchTimer:
         return forward_ops, len(recorder.trace.calls) - forward_ops
 
     def _time_step(self, blocks: nn.ModuleList, x: Tensor, recompute: Recompute) -> tuple[float, float]:
-        """Of forward and of backward. The device is not waited for: it has long been done."""
+        """Host seconds of forward and of backward. No synchronization: the device finishes first."""
         start = time.perf_counter()
         loss = self._run_forward(blocks, x, recompute)
         middle = time.perf_counter()
@@ -154,11 +146,9 @@ def _checkpoint_block(block: nn.Module, x: Tensor, recompute: Recompute) -> Tens
     recorder = _SelectiveRecompute()
 
     def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return (
-            (recorder, _SelectiveRecompute(recorder.outputs))
-            if recompute == "selective"
-            else (nullcontext(), nullcontext())
-        )
+        if recompute == "selective":
+            return recorder, _SelectiveRecompute(recorder.outputs)
+        return nullcontext(), nullcontext()
 
     checkpoint_call: Callable[..., Any] = checkpoint
     output: Tensor = checkpoint_call(block, x, use_reentrant=False, context_fn=make_contexts)

@@ -306,11 +306,7 @@ def _run_detached(run_step: RunStep) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _is_read_only_within(
-    model: nn.Module,
-    run_step: RunStep,
-    tp_size: int,
-    expected: Mapping[bool, Any],
-    gather_scopes: Mapping[str, str],
+    model: nn.Module, run_step: RunStep, tp_size: int, expected: Mapping[bool, Any], gather_scopes: Mapping[str, str]
 ) -> bool:
     """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
 

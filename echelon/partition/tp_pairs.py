@@ -66,11 +66,7 @@ def find_pairs(model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterabl
 
 
 def _analyze(
-    model: nn.Module,
-    run_step: RunStep,
-    tp_size: int,
-    hints: Iterable[Candidate],
-    random_modules: Container[str],
+    model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterable[Candidate], random_modules: Container[str]
 ) -> tuple[PairAnalysis, Mapping[Candidate, RecordedCall]]:
     """What can be cut, and what the candidates did in training."""
     training_reads = _trace_reads(model, run_step)

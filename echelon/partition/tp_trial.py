@@ -147,11 +147,7 @@ def _iterate_common_ancestors(paths: Sequence[str]) -> Iterator[str]:
 
 
 def find_layout(
-    model: nn.Module,
-    run_step: RunStep,
-    candidate: Candidate,
-    recorded_calls: Sequence[RecordedCall],
-    tp_size: int,
+    model: nn.Module, run_step: RunStep, candidate: Candidate, recorded_calls: Sequence[RecordedCall], tp_size: int
 ) -> tuple[ColumnLayout, tuple[str, ...]] | None:
     """The first layout that works in every recorded run, the first of which was in training; and the partial parameters."""
     training_run = recorded_calls[0]

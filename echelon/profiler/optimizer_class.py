@@ -412,10 +412,7 @@ def _restrict_to_parameters(optimizer: Optimizer, values: Sequence[nn.Parameter]
     order = {id(value): index for index, value in enumerate(values)}
     disable_device_kernels(optimizer)
     for group in optimizer.param_groups:
-        group["params"] = sorted(
-            (p for p in group["params"] if id(p) in order),
-            key=lambda p: order[id(p)],
-        )
+        group["params"] = sorted((p for p in group["params"] if id(p) in order), key=lambda p: order[id(p)])
         if group.get("lr") == 0:
             group["lr"] = 1e-3  # a schedule raises it
 

@@ -212,10 +212,7 @@ def _find_control_flow_risk(
     strange = next((leaf for leaf in tree_leaves(example.batch(2)) if not isinstance(leaf, _VALUE_FREE_TYPES)), None)
     if strange is not None:
         return f"batches hold values of type {type(strange).__name__}: if they decide which blocks run"
-    idle = next(
-        (path for path in blocks if path not in small.module_totals or path not in large.module_totals),
-        None,
-    )
+    idle = next((path for path in blocks if path not in small.module_totals or path not in large.module_totals), None)
     if idle is not None:
         return f"{idle} does not run for every batch: if samples decide that it does"
     if trace_kind == "real":

@@ -200,10 +200,7 @@ def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     shift = _ZERO_COUNTERS
     for call_index, op_call in enumerate(trace.calls):
         extended_calls.append(_shift_op_call(op_call, shift, blocks, blocks.num_untraced))
-        for (begin, end), growth, direction in (
-            (forward[2], forward_growth, 1),
-            (backward[2], backward_growth, -1),
-        ):
+        for (begin, end), growth, direction in ((forward[2], forward_growth, 1), (backward[2], backward_growth, -1)):
             if call_index != end - 1:
                 continue
             first_offset = blocks.num_untraced if direction < 0 else 0
@@ -215,9 +212,7 @@ def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
                 ]
             shift = _add_growth(shift, growth, blocks.num_untraced)
     return replace(
-        trace,
-        calls=extended_calls,
-        module_totals=_extend_module_totals(trace, blocks, forward[2], forward_growth),
+        trace, calls=extended_calls, module_totals=_extend_module_totals(trace, blocks, forward[2], forward_growth)
     )
 
 
@@ -324,12 +319,7 @@ def _shift_op_call(
         counter + added for counter, added in zip(_read_counters(op_call), shift, strict=True)
     )
     return replace(
-        op_call,
-        path=path,
-        alive_bytes=alive,
-        saved_bytes=saved,
-        gradient_bytes=gradients,
-        large_storages=int(large),
+        op_call, path=path, alive_bytes=alive, saved_bytes=saved, gradient_bytes=gradients, large_storages=int(large)
     )
 
 

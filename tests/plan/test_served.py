@@ -30,15 +30,21 @@ def told(text: str, profile: Profile | None = None) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("staleness=4", "staleness=4: it is of plans with a parameter server; add exchange=server"),
-        ("staleness=none", "staleness=none: it is of plans with a parameter server"),
-        ("exchange=server replicas=2", "replicas=2: each on a server of its own, and servers=1; use servers=2 or more"),
+        ("staleness=4", "staleness=4: needs a parameter server; add exchange=server"),
+        ("staleness=none", "staleness=none: needs a parameter server"),
+        (
+            "exchange=server replicas=2",
+            "replicas=2: each replica needs its own server, and servers=1; use servers=2 or more",
+        ),
         ("exchange=server dp=2 zero=1", "zero=1: under exchange=server the large tables are sharded over the servers"),
-        ("exchange=server tp=2", "tp=2: under exchange=server each rank has samples of its own"),
-        ("exchange=server compile", "compile=True: rows come from a server while forward runs"),
-        ("exchange=server recompute=block", "recompute=block: what is computed again"),
-        ("exchange=server dense=server staleness=2 batchnorm=sync", "batchnorm=sync: ranks that do not wait"),
-        ("exchange=server dense=server staleness=none precision=fp16", "precision=fp16: an overflow has to be known"),
+        ("exchange=server tp=2", "tp=2: under exchange=server each rank has its own samples"),
+        ("exchange=server compile", "compile=True: forward receives rows from a server"),
+        ("exchange=server recompute=block", "recompute=block: recomputation would read rows again"),
+        ("exchange=server dense=server staleness=2 batchnorm=sync", "batchnorm=sync: asynchronous ranks have no"),
+        (
+            "exchange=server dense=server staleness=none precision=fp16",
+            "precision=fp16: all ranks must learn of an overflow",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(text: str, words: str) -> None:
@@ -64,7 +70,7 @@ def test_a_model_has_to_have_tables_that_can_be_served() -> None:
 
 def test_clipping_needs_ranks_that_wait_for_each_other() -> None:
     clipped = replace(PROFILE, clips_gradients=True)
-    assert "clip_norm= needs the norm of all ranks' gradient" in told(
+    assert "clip_norm= needs the norm of all ranks' gradients" in told(
         "exchange=server dense=server staleness=2", clipped
     )
     assert told("exchange=server staleness=2", clipped) == told("exchange=server dense=server", clipped) == ""

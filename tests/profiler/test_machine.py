@@ -27,7 +27,7 @@ def test_what_was_measured_is_not_lost_to_a_cache_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(measure_cluster, "_list_gpus", list)
+    monkeypatch.setattr(measure_cluster, "_count_gpus", lambda: 0)
     monkeypatch.setattr(measure_cluster, "_measure_cluster", lambda *_: make_cluster())
     found = measure_cluster.measure(store=DocumentCache(tmp_path / "file" / "cache"))
     assert found.nodes == make_cluster().nodes
