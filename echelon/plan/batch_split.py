@@ -1,8 +1,7 @@
-"""Which samples of a batch each data rank computes, micro-batch by micro-batch. Pure; simulator, engine and reference share it.
+"""Which samples of a batch each data rank computes, micro-batch by micro-batch.
 
-The ranks take consecutive slices of the global batch, in rank order, and cut them into consecutive micro-batches: run
-one after another they are the batch in its own order. Every rank runs the same number of rounds (a collective needs
-everybody) and no micro-batch is empty.
+The ranks take consecutive slices of the global batch, in rank order, and cut them into consecutive micro-batches. Every rank runs the same number
+of them, because collectives need all ranks, and none is empty.
 """
 
 from __future__ import annotations
@@ -37,20 +36,19 @@ def _consecutive_ranges(start: int, sizes: Sequence[int]) -> list[SampleRange]:
 
 
 def local_batch_sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
-    """Samples of each data rank: alike, or in proportion to `shares`, and one at least."""
+    """Samples of each data rank: equal, or in proportion to `shares`, and at least one."""
     if batch < dp:
         raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
     if not shares:
         return [samples.size for samples in split_evenly(0, batch, dp)]
     if len(shares) != dp:
         raise ValueError(f"{len(shares)} shares for {dp} data ranks")
-    total_share = sum(shares)
-    sizes = [batch * share // total_share for share in shares]
-    # What rounding left over goes where the most was cut off, the first of those alike.
-    by_remainder = sorted(range(dp), key=lambda rank: -(batch * shares[rank] % total_share))
+    total = sum(shares)
+    sizes = [batch * share // total for share in shares]
+    # Samples left over by rounding go to the largest remainders, the first of equal ones.
+    by_remainder = sorted(range(dp), key=lambda rank: -(batch * shares[rank] % total))
     for rank in by_remainder[: batch - sum(sizes)]:
         sizes[rank] += 1
-    # Nobody may be without a sample: those that have most give.
     while 0 in sizes:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(0)] = 1
@@ -59,9 +57,7 @@ def local_batch_sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[i
 
 def largest_local_batch(batch: int, dp: int, shares: Sequence[int] = ()) -> int:
     """Samples of the data rank that has most."""
-    if batch < dp:
-        raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
-    return max(local_batch_sizes(batch, dp, shares)) if shares else -(-batch // dp)
+    return max(local_batch_sizes(batch, dp, shares)) if shares or batch < dp else -(-batch // dp)
 
 
 def count_micro_batches(batch: int, dp: int, micro_batch_size: int | None, shares: Sequence[int] = ()) -> int:
@@ -70,8 +66,8 @@ def count_micro_batches(batch: int, dp: int, micro_batch_size: int | None, share
     if micro_batch_size is None:
         return 1
     smallest = min(local_batch_sizes(batch, dp, shares)) if shares else batch // dp
-    # The largest share decides, but the smallest must not run dry before it: then micro-batches hold more than was asked for, by one sample
-    # where shares are alike. `check` refuses more than that.
+    # The largest share decides, unless the smallest would run out of samples: then micro-batches exceed the requested size, by one sample where
+    # shares are equal. `check` refuses more than that.
     return min(-(-largest // micro_batch_size), smallest)
 
 
@@ -83,9 +79,7 @@ def largest_micro_batch(batch: int, dp: int, micro_batch_size: int | None, share
 def split_batch(
     batch: int, dp: int, micro_batch_size: int | None = None, shares: Sequence[int] = ()
 ) -> list[list[SampleRange]]:
-    """For each data rank its micro-batches, as slices of the global batch. `shares`: of ranks that are not equally fast."""
-    micro_batch_count = count_micro_batches(batch, dp, micro_batch_size, shares)
-    return [
-        split_evenly(samples.start, samples.stop, micro_batch_count)
-        for samples in _consecutive_ranges(0, local_batch_sizes(batch, dp, shares))
-    ]
+    """The micro-batches of each data rank, as slices of the global batch. `shares`: relative speeds of unequal ranks."""
+    count = count_micro_batches(batch, dp, micro_batch_size, shares)
+    local_batches = _consecutive_ranges(0, local_batch_sizes(batch, dp, shares))
+    return [split_evenly(samples.start, samples.stop, count) for samples in local_batches]

@@ -141,11 +141,10 @@ def build_cluster(
     if node_count > 1 and inter_node is None:
         remedy = "describe it under [between]: kind, gb_s per node and direction"
         raise DocumentError(f"{name}: {node_count} nodes and no link between them; {remedy}")
+    devices, cores, memory = (device,) * devices_per_node, _GPU_NODE_CORES, _GPU_NODE_MEMORY
     if device.kind == "cpu":
-        devices = (_combine_sockets(name, device, devices_per_node),)
-        cores, memory = devices[0].cores, devices[0].memory
-    else:
-        devices, cores, memory = (device,) * devices_per_node, _GPU_NODE_CORES, _GPU_NODE_MEMORY
+        server = _combine_sockets(name, device, devices_per_node)
+        devices, cores, memory = (server,), server.cores, server.memory
     node = Node(name=f"{name} node", cores=cores, memory=memory, devices=devices, wire=intra_node)
     return Cluster(name=name, nodes=(node,) * node_count, versions={}, network=inter_node if node_count > 1 else None)
 

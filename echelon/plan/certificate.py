@@ -64,18 +64,18 @@ class Certificate(Document):
     reference_plan: Plan | None = None
 
     def __post_init__(self) -> None:
+        within_bounds = all(finding.is_within_bound for finding in self.findings)
         if (self.reference == "plan") != (self.reference_plan is not None):
             raise ValueError(
-                f"reference={self.reference!r}: the peer is the plan that was compared with, and only that"
+                f"reference={self.reference!r} and reference_plan={self.reference_plan}: one implies the other"
             )
         if self.verified and not self.deterministic:
             raise ValueError("verified=True and deterministic=False: a job that differs from itself proves no plan")
         if not self.findings:
             raise ValueError("findings: a proof compares at least one kind of tensor")
-        all_within_bounds = all(finding.is_within_bound for finding in self.findings)
-        if self.verified != all_within_bounds:
+        if self.verified != within_bounds:
             raise ValueError(
-                f"verified={self.verified}, but {'all' if all_within_bounds else 'not all'} findings are within bounds"
+                f"verified={self.verified}, but {'all' if within_bounds else 'not all'} findings are within bounds"
             )
         if self.verified == bool(self.divergent):
             raise ValueError(f"verified={self.verified} and divergent={self.divergent!r}: one of the two is wrong")
@@ -83,44 +83,34 @@ class Certificate(Document):
     @property
     def reference_description(self) -> str:
         """What it was compared with, in words."""
-        return {"device": "one device", "host": "one process on the CPU"}.get(
-            self.reference, f'the plan "{self.reference_plan}"'
-        )
+        descriptions = {"device": "one device", "host": "one process on the CPU"}
+        return descriptions.get(self.reference, f'the plan "{self.reference_plan}"')
 
     @property
     def limitation(self) -> str:
-        """What this proof cannot show that one against one device would; empty where it is as strong."""
+        """What this proof cannot show that one against a single device would; empty where it is as strong."""
         if self.reference != "plan":
             return ""
         return f'it was compared with the plan "{self.reference_plan}", not with one device: an error that both share is not seen'
 
     def mismatch_reasons(
-        self,
-        *,
-        plan: Plan,
-        job: str,
-        model: str,
-        versions: dict[str, str],
-        inputs: Mapping[str, str] | None = None,
-        graph: str = "",
-    ) -> list[str]:
-        """Why this certificate does not cover a run; empty when it does. Both sides are named.
+        self, *, plan: Plan, job: str, model: str, versions: dict[str, str], inputs: Mapping[str, str] | None = None, graph: str = ""
+    ) -> list[str]:  # fmt: skip
+        """Why this certificate does not cover a run, with both values; empty when it does.
 
-        `inputs` None: they are not known, so that the job file alone decides. `graph` empty: the run was not traced.
+        `inputs` None: unknown, only the job file is compared. `graph` empty: the run was not traced.
         """
         reasons = [] if inputs is None else describe_differences(self.inputs, inputs)
-        if self.graph_hash and graph and self.graph_hash != graph:
-            reasons.append(f"the traced operators changed: certified {self.graph_hash[:12]}, now {graph[:12]}")
-        if self.job != job:
-            reasons.append(f"the job file changed: certified {self.job[:12]}, now {job[:12]}")
-        if self.model != model:
-            reasons.append(f"the parameters' names or shapes changed: certified {self.model[:12]}, now {model[:12]}")
-        # For which model a plan was made does not change what it computes; the parameters are compared above.
+        hashes = [("the job file", self.job, job), ("the parameters' names or shapes", self.model, model)]
+        if self.graph_hash and graph:
+            hashes.insert(0, ("the traced operators", self.graph_hash, graph))
+        for what, certified, now in hashes:
+            if certified != now:
+                reasons.append(f"{what} changed: certified {certified[:12]}, now {now[:12]}")
+        # The model that a plan was made for does not change what it computes; the parameters are compared above.
         if replace(self.plan, model=None) != replace(plan, model=None):
             reasons.append(f'the plan differs: certified "{self.plan}", now "{plan}"')
         for name in sorted(set(self.versions) | set(versions)):
             if self.versions.get(name) != versions.get(name):
                 reasons.append(f"{name} differs: certified {self.versions.get(name)}, now {versions.get(name)}")
-        if not self.verified:
-            reasons.append("the verification failed")
-        return reasons
+        return reasons if self.verified else [*reasons, "the verification failed"]

@@ -1,7 +1,7 @@
-"""The cluster: nodes, their devices and links, with rates as functions of what is asked of them.
+"""The cluster: nodes, their devices and links.
 
-A rate is never one number: a small or skinny product, two ranks that share the memory bus and a short message are all
-slower than the data sheet. A `RateCurve` holds measured points and answers for shapes between them.
+No rate is a single number: a small or skinny matrix product, two ranks that share the memory bus and a short message are all slower than the
+data sheet. A `RateCurve` interpolates between measured points.
 """
 
 from __future__ import annotations
@@ -36,57 +36,50 @@ class RateCurve:
     points: tuple[RatePoint, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.points:
-            raise ValueError(f"{self.operation}: a curve has at least one point")
-        if any(not 0 < point.rate < math.inf for point in self.points):
-            raise ValueError(f"{self.operation}: rates are above 0 and finite")
+        if not self.points or any(not 0 < point.rate < math.inf for point in self.points):
+            raise ValueError(f"{self.operation}: a curve has at least one point, with rates above 0 and finite")
         if len({len(point.dims) for point in self.points}) > 1:
-            raise ValueError(f"{self.operation}: all points of a curve have as many dims")
+            raise ValueError(f"{self.operation}: all points of a curve need the same number of dims")
         if self.ranks < 1 or self.threads < 1:
-            raise ValueError(f"{self.operation}: ranks={self.ranks} and threads={self.threads} are at least 1")
+            raise ValueError(f"{self.operation}: ranks={self.ranks} and threads={self.threads} must be at least 1")
 
     def rate_at(self, dims: Sequence[float]) -> float:
-        """The rate at `dims`. Beyond the measured range it stays as it is at the edge."""
+        """The rate at `dims`, constant outside the measured range."""
         if len(self.points) == 1:
             return self.points[0].rate
-        dim_values, rate_by_dims = _measured_grid(self.points)
-        clamped_dims = tuple(
-            min(max(value, values[0]), values[-1]) for value, values in zip(dims, dim_values, strict=True)
-        )
-        if clamped_dims in rate_by_dims:
-            return rate_by_dims[clamped_dims]
-        interpolated = _interpolate(dim_values, rate_by_dims, clamped_dims)
-        return _inverse_distance_rate(self.points, clamped_dims) if interpolated is None else interpolated
+        grid, rates = _measured_grid(self.points)
+        clamped = tuple(min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, grid, strict=True))
+        if clamped in rates:
+            return rates[clamped]
+        interpolated = _interpolate(grid, rates, clamped)
+        return _inverse_distance_rate(self.points, clamped) if interpolated is None else interpolated
+
+
+#: The measured values of each dim, ascending.
+_Grid = tuple[tuple[float, ...], ...]
 
 
 @lru_cache(maxsize=512)
-def _measured_grid(
-    points: tuple[RatePoint, ...],
-) -> tuple[tuple[tuple[float, ...], ...], dict[tuple[float, ...], float]]:
-    """The values that each dim was measured at, and the rate by dims."""
-    dim_values = tuple(tuple(sorted({point.dims[i] for point in points})) for i in range(len(points[0].dims)))
-    return dim_values, {point.dims: point.rate for point in points}
+def _measured_grid(points: tuple[RatePoint, ...]) -> tuple[_Grid, dict[tuple[float, ...], float]]:
+    """The grid, and the rate by dims."""
+    grid = tuple(tuple(sorted({point.dims[i] for point in points})) for i in range(len(points[0].dims)))
+    return grid, {point.dims: point.rate for point in points}
 
 
-def _interpolate(
-    dim_values: tuple[tuple[float, ...], ...], rate_by_dims: dict[tuple[float, ...], float], dims: Sequence[float]
-) -> float | None:
+def _interpolate(grid: _Grid, rates: dict[tuple[float, ...], float], dims: Sequence[float]) -> float | None:
     """Linear in log space between the corners of the cell that holds `dims`; None where a corner was not measured."""
-    corners = []
-    for value, values in zip(dims, dim_values, strict=True):
-        upper = min(bisect_left(values, value), len(values) - 1)
-        lower = upper if values[upper] == value else max(upper - 1, 0)
-        weight = (
-            math.log(value / values[lower]) / math.log(values[upper] / values[lower])
-            if lower != upper and values[lower] > 0
-            else 0.0
-        )
-        corners.append(
-            ((values[lower], 1.0 - weight), (values[upper], weight)) if lower != upper else ((values[lower], 1.0),)
-        )
+    corners: list[tuple[tuple[float, float], ...]] = []
+    for value, axis in zip(dims, grid, strict=True):
+        upper = min(bisect_left(axis, value), len(axis) - 1)
+        low, high = axis[max(upper - 1, 0)], axis[upper]
+        if high in (value, low):
+            corners.append(((high, 1.0),))
+        else:
+            weight = math.log(value / low) / math.log(high / low) if low > 0 else 0.0
+            corners.append(((low, 1.0 - weight), (high, weight)))
     log_rate = 0.0
     for corner in product(*corners):
-        rate = rate_by_dims.get(tuple(value for value, _ in corner))
+        rate = rates.get(tuple(value for value, _ in corner))
         if rate is None:
             return None
         log_rate += math.prod(weight for _, weight in corner) * math.log(rate)
@@ -94,43 +87,40 @@ def _interpolate(
 
 
 def _inverse_distance_rate(points: Sequence[RatePoint], dims: Sequence[float]) -> float:
-    """Points weighed by closeness in log space, so that factors of two count alike."""
+    """Points weighted by closeness in log space, so that factors of two count the same everywhere."""
+    logs = [math.log2(max(value, 1.0)) for value in dims]
     weighted_seconds = total_weight = 0.0
     for point in points:
-        distance = sum(
-            math.log2(max(value, 1.0) / max(measured, 1.0)) ** 2
-            for value, measured in zip(dims, point.dims, strict=True)
-        )
+        distance = sum((log - math.log2(max(value, 1.0))) ** 2 for log, value in zip(logs, point.dims, strict=True))
         if distance < 1e-9:
             return point.rate
-        # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
-        point_weight = 1.0 / distance**2
-        weighted_seconds += point_weight / point.rate
-        total_weight += point_weight
+        # Fourth power of the distance: the nearest few decide, and distant points do not pull a corner to the mean.
+        weight = 1.0 / distance**2
+        weighted_seconds += weight / point.rate
+        total_weight += weight
     return total_weight / weighted_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
-    """A collective between `ranks` processes of one node: seconds by message bytes (of the full tensor)."""
+    """A collective between `ranks` processes of one node: seconds by message size (bytes of the full tensor)."""
 
     operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
     backend: str
     ranks: int
     points: tuple[tuple[float, float], ...]  #: (bytes, seconds), ascending
-    #: Share of it that passes while the ranks compute: 0 where the ranks' cores do the copying themselves.
+    #: Fraction that overlaps with computation: 0 where the ranks' own cores do the copying.
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         if not sizes or any(smaller >= larger for smaller, larger in pairwise(sizes)):
-            raise ValueError(f"{self.operation}: points ascend by bytes and there is at least one")
+            raise ValueError(f"{self.operation}: needs at least one point, in ascending order of bytes")
         if any(not 0 < seconds < math.inf for _, seconds in self.points):
-            raise ValueError(f"{self.operation}: a message takes more than 0 seconds")
-        if self.ranks < 2:
-            raise ValueError(f"{self.operation}: ranks={self.ranks}: a message passes between at least 2")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"{self.operation}: overlap={self.overlap}: a share is between 0 and 1")
+            raise ValueError(f"{self.operation}: seconds must be above 0 and finite")
+        if self.ranks < 2 or not 0 <= self.overlap <= 1:
+            limits = "ranks must be at least 2, overlap between 0 and 1"
+            raise ValueError(f"{self.operation}: ranks={self.ranks}, overlap={self.overlap}: {limits}")
 
     @property
     def latency(self) -> float:
@@ -143,45 +133,37 @@ class CollectiveTiming:
         return self.points[-1][0] / self.points[-1][1]
 
     def seconds(self, message_bytes: float) -> float:
-        """Time of a message of `message_bytes` bytes: straight lines between points, the last bandwidth beyond them."""
+        """Time of a message: linear between points, at the last bandwidth beyond them."""
         if message_bytes <= self.points[0][0]:
             return self.points[0][1]
-        for (lower_bytes, lower_seconds), (upper_bytes, upper_seconds) in zip(
-            self.points, self.points[1:], strict=False
-        ):
-            if message_bytes <= upper_bytes:
-                return lower_seconds + (upper_seconds - lower_seconds) * (message_bytes - lower_bytes) / (
-                    upper_bytes - lower_bytes
-                )
+        for (low, low_seconds), (high, high_seconds) in pairwise(self.points):
+            if message_bytes <= high:
+                return low_seconds + (high_seconds - low_seconds) * (message_bytes - low) / (high - low)
         return self.points[-1][1] * message_bytes / self.points[-1][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSheet:
-    """What a data sheet says of a device: prices what was not measured there."""
+    """A device's data sheet: prices what was not measured."""
 
-    #: Dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4; bf16 where it is not as fast as half.
+    #: Dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4; bf16 where it is slower than half.
     peaks: dict[str, float]
-    vector: float  #: FLOP/s of everything that is no matrix product, in fp32
+    vector: float  #: FLOP/s of everything but matrix products, in fp32
     bandwidth: float  #: bytes/s of its memory
-    units: int  #: multiprocessors: a product is dealt out to them in tiles
-    #: Power that it is allowed, as a share of what it is rated at: below 1 it clocks lower.
+    units: int  #: multiprocessors: matrix products are tiled over them
+    #: Allowed power, as a fraction of the rated power: below 1 it clocks lower.
     power: float = 1.0
-    #: Share of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
+    #: Fraction of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
     legacy: float = 1.0
-    source: str = ""  #: where the figures were printed
-    price: float | None = None  #: of one such device for an hour; None: not known
+    source: str = ""
+    #: Of one device for an hour, in any currency.
+    price: float | None = None
 
     def __post_init__(self) -> None:
-        if "fp32" not in self.peaks:
-            raise ValueError(
-                f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
-            )
         unknown = sorted(set(self.peaks) - set(_PRECISION_FALLBACKS))
-        if unknown:
-            raise ValueError(
-                f"peaks: {', '.join(unknown)}: not a precision; known are {', '.join(_PRECISION_FALLBACKS)}"
-            )
+        if unknown or "fp32" not in self.peaks:
+            rule = f"fp32 is required, the others are {', '.join(_PRECISION_FALLBACKS)}"
+            raise ValueError(f"peaks: {', '.join(unknown) or 'fp32 missing'}: not a precision; {rule}")
         values = {f"{name} peak": value for name, value in self.peaks.items()}
         values |= {name: getattr(self, name) for name in ("vector", "bandwidth", "units", "power", "legacy")}
         values |= {"price": self.price} if self.price is not None else {}
@@ -193,11 +175,8 @@ class DataSheet:
                 raise ValueError(f"{name}={getattr(self, name)}: a share is at most 1")
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of products in `precision`; one that it lacks is computed in the next wider one that it has."""
-        for name in _PRECISION_FALLBACKS[precision]:
-            if name in self.peaks:
-                return self.peaks[name]
-        return self.peaks["fp32"]
+        """FLOP/s of matrix products in `precision`, or in the next wider one that the device has."""
+        return next(self.peaks[name] for name in _PRECISION_FALLBACKS[precision] if name in self.peaks)
 
 
 #: What a device that lacks a precision computes in instead.
@@ -217,22 +196,21 @@ class Interconnect:
 
     kind: str
     rate: float
-    #: Devices that share it: more than a node has where several nodes form one domain; 0: those of a node.
+    #: Devices that share it, where several nodes form one domain; 0: those of a node.
     domain: int = 0
-    #: Share of the rate that large collectives reach, where it was measured.
+    #: Fraction of the rate that large collectives reach, where it was measured.
     share: float | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or self.domain < 0:
-            raise ValueError(
-                f"{self.kind}: rate={self.rate} bytes/s is above 0 and finite, domain={self.domain} not below 0"
-            )
+            limits = "the rate must be above 0 and finite, the domain at least 0"
+            raise ValueError(f"{self.kind}: rate={self.rate} bytes/s, domain={self.domain}: {limits}")
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"{self.kind}: share={self.share} of the rate is above 0 and at most 1")
 
 
-#: Small blocks share a stretch of memory: one grain is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).
+#: Small blocks share a segment: one padding is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).
 _ALLOCATOR_SEGMENT_BYTES = 20 * 2**20
 
 
@@ -251,26 +229,22 @@ class Device:
     cores: int = 1
     instructions: tuple[str, ...] = ()
     curves: tuple[RateCurve, ...] = ()
-    overhead: float = 0.0  #: seconds that one operator costs however small
-    page_fault_seconds: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
-    framework: int = 0  #: bytes that a process holds before it has a model
+    overhead: float = 0.0  #: seconds per operator, however small
+    page_fault_seconds: float = 0.0  #: seconds per byte of memory that the system newly maps (a CPU's page faults)
+    framework: int = 0  #: bytes that a process holds without a model
     block_padding: float = 0.0  #: bytes that the allocator adds to a large block (huge pages); see `allocated_bytes`
-    retained: float = (
-        0.0  #: bytes that the allocator has not given back at the peak, per byte that comes and goes by then
-    )
-    workspace: float = 0.0  #: bytes that libraries take once and keep
+    retained: float = 0.0  #: bytes that the allocator still holds at the peak, per byte of freed transient memory
+    workspace: float = 0.0  #: bytes that libraries allocate once and keep
     sheet: DataSheet | None = None  #: prices what has no curve
 
     def nearest_curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> RateCurve | None:
         """The curve measured under the load nearest to `ranks` x `threads`; None: this operation was not measured."""
-        candidates = [curve for curve in self.curves if curve.operation == operation and curve.dtype == dtype]
-        if not candidates:
-            return None
+        curves = [curve for curve in self.curves if curve.operation == operation and curve.dtype == dtype]
 
         def distance(curve: RateCurve) -> tuple[float, float]:
             return abs(math.log2(curve.threads / threads)), abs(math.log2(curve.ranks / ranks))
 
-        return min(candidates, key=distance)
+        return min(curves, key=distance, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,9 +263,9 @@ class Node:
             raise ValueError(f"node {self.name}: a node has at least one device")
 
     def nearest_timing(self, operation: str, ranks: int) -> CollectiveTiming | None:
-        """The link measured with the number of ranks nearest to `ranks`."""
-        candidates = [timing for timing in self.links if timing.operation == operation]
-        return min(candidates, key=lambda timing: abs(math.log2(timing.ranks / max(ranks, 1))), default=None)
+        """The timing measured with the number of ranks nearest to `ranks`."""
+        timings = [timing for timing in self.links if timing.operation == operation]
+        return min(timings, key=lambda timing: abs(math.log2(timing.ranks / max(ranks, 1))), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +292,7 @@ class Cluster(Document):
 
     @property
     def max_ranks(self) -> int:
-        """The most ranks it takes: one per GPU, one per core."""
+        """One rank per GPU, or per core."""
         return sum(node.cores if self.device_kind == "cpu" else len(node.devices) for node in self.nodes)
 
     @property

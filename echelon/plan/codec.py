@@ -1,7 +1,6 @@
 """Documents to JSON and back: versioned, strict, hashed.
 
-A document is a frozen dataclass of plain values, tuples and other such dataclasses. Its annotations are its
-schema, so there is no second description to keep in step. What does not fit is an error that names the path.
+A document is a frozen dataclass of plain values, tuples and other such dataclasses. Its annotations are its schema.
 """
 
 from __future__ import annotations
@@ -50,22 +49,19 @@ class Document:
         if kind != cls.KIND:
             raise DocumentError(f"{source}: expected kind {cls.KIND!r}, found {kind!r}")
         if version != cls.VERSION:
-            raise DocumentError(
-                f"{source}: {cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}; make it again"
-            )
+            versions = f"{cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}"
+            raise DocumentError(f"{source}: {versions}; make it again")
         document = from_plain(cls, plain, source)
         if digest is None and cls.HASH_REQUIRED:
             raise DocumentError(f"{source}: a {cls.KIND} without its hash was edited by hand; make it again")
         if digest is not None and digest != document.digest:
             remedy = "make it again" if cls.HASH_REQUIRED else 'delete the "hash" line to accept the edit'
-            raise DocumentError(
-                f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
-                f"edited by hand or damaged; {remedy}"
-            )
+            hashes = f"content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}"
+            raise DocumentError(f"{source}: {hashes}: it was edited by hand or damaged; {remedy}")
         return document
 
     def save(self, path: str | Path) -> None:
-        """Write to `path`, whole or not at all; its folder is made."""
+        """Write to `path` atomically; creates its folder."""
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +87,7 @@ class Document:
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as JSON's own types. Fields that stand at their default are written too: files are read by people."""
+    """`value` as JSON types, including fields at their default: people read these files."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -99,14 +95,14 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise DocumentError(f"{value} has no place in a document")
+        raise DocumentError(f"{value} cannot be stored in a document")
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise TypeError(f"{type(value).__name__} has no place in a document")
+    raise TypeError(f"{type(value).__name__} cannot be stored in a document")
 
 
 def _normalize_numbers(plain: Any) -> Any:
-    """With 4096.0 as 4096: a float field that was given an int reads back as a float, and the two documents are equal."""
+    """Turn 4096.0 into 4096: a float field that holds an int reads back as a float, and the two documents are equal."""
     if isinstance(plain, dict):
         return {key: _normalize_numbers(item) for key, item in plain.items()}
     if isinstance(plain, list):
@@ -118,17 +114,15 @@ def _normalize_numbers(plain: Any) -> Any:
 def _schema(cls: type) -> dict[str, tuple[Any, bool]]:
     """Field name -> (annotation, required)."""
     hints = typing.get_type_hints(cls)
-    return {
-        field.name: (
-            hints[field.name],
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
-        )
-        for field in dataclasses.fields(cls)
-    }
+
+    def is_required(field: dataclasses.Field[Any]) -> bool:
+        return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+    return {field.name: (hints[field.name], is_required(field)) for field in dataclasses.fields(cls)}
 
 
 def from_plain(target_type: type[T], plain: Any, path: str) -> T:
-    """The `target_type` that `plain` describes; `path` is where we are, for errors."""
+    """The `target_type` that `plain` describes; `path` names it in errors."""
     value: T = _decode(target_type, plain, path)
     return value
 
@@ -171,17 +165,14 @@ def _decode_dataclass(dataclass_type: Any, plain: Any, path: str) -> Any:
     schema = _schema(dataclass_type)
     unknown = sorted(set(plain) - set(schema))
     if unknown:
-        raise DocumentError(
-            f"{path}: unknown field {', '.join(unknown)}; {_type_name(dataclass_type)} has {', '.join(schema)}"
-        )
+        known = f"{_type_name(dataclass_type)} has {', '.join(schema)}"
+        raise DocumentError(f"{path}: unknown field {', '.join(unknown)}; {known}")
     missing = [name for name, (_, required) in schema.items() if required and name not in plain]
     if missing:
         raise DocumentError(f"{path}: missing field {', '.join(missing)}")
     values = {name: _decode(schema[name][0], item, f"{path}.{name}") for name, item in plain.items()}
     try:
         return dataclass_type(**values)
-    except DocumentError:
-        raise
     except ValueError as error:
         raise DocumentError(f"{path}: {error}") from error
 

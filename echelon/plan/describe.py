@@ -1,12 +1,12 @@
-"""A plan for people: in words, as a difference, and how it cuts a model (repeated blocks folded)."""
+"""A plan in words, the difference of two plans, and how a plan cuts a model (repeated blocks folded)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from echelon.plan.batch_split import count_micro_batches, largest_micro_batch
+from echelon.plan.batch_split import largest_micro_batch
 from echelon.plan.placement import cuts_by_parameter
 from echelon.plan.plan import GROUPS, Plan
 from echelon.plan.profile import PipelineUnit, Profile, fold_path
@@ -15,21 +15,20 @@ from echelon.plan.stages import stage_count, stage_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutGroup:
-    """Modules that are cut alike, or that stay whole for the same reason."""
+    """Modules that are cut in the same way, or replicated for the same reason."""
 
     path: str  #: `blocks.*.up` for `count` modules
-    count: int
+    count: int = 1
     cut: str  #: as a Placement's; "whole"
     source: str = ""
     parts: tuple[int, ...] = ()
     why: str = ""
 
     def __str__(self) -> str:
-        multiplicity = f" x {self.count}" if self.count > 1 else ""
+        modules = f"{self.path}{f' x {self.count}' if self.count > 1 else ''}"
         if self.cut == "whole":
-            return f"{self.path}{multiplicity}: whole, {self.why}"
-        fused_parts = f" in {len(self.parts)} parts" if self.parts else ""
-        return f"{self.path}{multiplicity}: {self.cut}{fused_parts} ({self.source})"
+            return f"{modules}: whole, {self.why}"
+        return f"{modules}: {self.cut}{f' in {len(self.parts)} parts' if self.parts else ''} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class StageSummary:
     """One stage: its units, folded, and its share of the work."""
 
     number: int
-    rank: int  #: of pp
+    rank: int  #: on the pp axis
     units: tuple[str, ...]
     share: float
 
@@ -46,38 +45,32 @@ class StageSummary:
 
 
 def group_cuts(plan: Plan) -> tuple[CutGroup, ...]:
-    """What tp does to each module that has parameters, in the model's order of first mention; cut ones first."""
-    paths_by_cut: dict[tuple[str, str, str, tuple[int, ...], str], list[str]] = {}
+    """What tp does to each module that has parameters, in the model's order; cut ones first."""
+    paths: dict[CutGroup, list[str]] = {}
     for placement in plan.tensor.placements:
-        fused_parts = max((part.fused_sizes for part in placement.slices), key=len, default=())
-        paths_by_cut.setdefault(
-            (fold_path(placement.path), placement.cut, placement.source, fused_parts, ""), []
-        ).append(placement.path)
-    for uncut in plan.tensor.replicated:
-        paths_by_cut.setdefault((fold_path(uncut.path), "whole", "", (), uncut.reason), []).append(uncut.path)
-    cut_groups = []
-    for (path, cut, source, fused_parts, reason), paths in paths_by_cut.items():
-        name = path if len(paths) > 1 else paths[0]
-        cut_groups.append(
-            CutGroup(
-                path=name or "the model itself", count=len(paths), cut=cut, source=source, parts=fused_parts, why=reason
-            )
-        )
-    return tuple(cut_groups)
+        parts = max((part.fused_sizes for part in placement.slices), key=len, default=())
+        group = CutGroup(path=fold_path(placement.path), cut=placement.cut, source=placement.source, parts=parts)
+        paths.setdefault(group, []).append(placement.path)
+    for module in plan.tensor.replicated:
+        paths.setdefault(CutGroup(path=fold_path(module.path), cut="whole", why=module.reason), []).append(module.path)
+    return tuple(
+        replace(group, path=(group.path if len(members) > 1 else members[0]) or "the model itself", count=len(members))
+        for group, members in paths.items()
+    )
 
 
 def summarize_stages(plan: Plan, pipeline_units: Sequence[PipelineUnit]) -> tuple[StageSummary, ...]:
-    """The stages of a plan whose stages are known."""
+    """The stages of a complete plan."""
     total_work = sum(unit.cost for unit in pipeline_units) or 1.0
+    ranges = stage_ranges(plan, len(pipeline_units))
+    stages = [[pipeline_units[index] for index in unit_range] for unit_range in ranges]
     return tuple(
         StageSummary(
-            number=stage,
-            rank=stage % plan.mesh.pp,
-            units=tuple(fold_index_ranges([pipeline_units[index].path for index in unit_range])),
-            share=sum(pipeline_units[index].cost for index in unit_range) / total_work,
+            number=number, rank=number % plan.mesh.pp, units=tuple(fold_index_ranges([unit.path for unit in units])),
+            share=sum(unit.cost for unit in units) / total_work,
         )
-        for stage, unit_range in enumerate(stage_ranges(plan, len(pipeline_units)))
-    )
+        for number, units in enumerate(stages)
+    )  # fmt: skip
 
 
 def fold_index_ranges(paths: Iterable[str]) -> Iterable[str]:
@@ -100,10 +93,10 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def cut_fraction(plan: Plan, profile: Profile, *cuts: str) -> float:
-    """Share of the parameters' bytes that tp cuts; in these ways, where some are named."""
-    cut_names = cuts_by_parameter(each for each in plan.tensor.placements if not cuts or each.cut in cuts).keys()
-    cut_size = sum(each.bytes for each in profile.parameters if cut_names & {each.name, *each.aliases})
-    return cut_size / (profile.bytes or 1)
+    """Fraction of the parameters' bytes that tp cuts, or cuts in these ways."""
+    cut_names = cuts_by_parameter(item for item in plan.tensor.placements if not cuts or item.cut in cuts).keys()
+    cut_bytes = sum(item.bytes for item in profile.parameters if cut_names & {item.name, *item.aliases})
+    return cut_bytes / (profile.bytes or 1)
 
 
 def describe_plan(plan: Plan, batch: int | None = None) -> str:
@@ -136,11 +129,9 @@ def describe_plan(plan: Plan, batch: int | None = None) -> str:
     if batch is not None and batch < dp:
         lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
     elif batch is not None:
-        count = count_micro_batches(batch, dp, plan.micro, plan.data.batch_shares)
+        count = pluralize(plan.count_micro_batches(batch), "micro-batch")
         largest = largest_micro_batch(batch, dp, plan.micro, plan.data.batch_shares)
-        lines.append(
-            f"a batch of {batch}: {pluralize(count, 'micro-batch')} of up to {pluralize(largest, 'sample')} per rank"
-        )
+        lines.append(f"a batch of {batch}: {count} of up to {pluralize(largest, 'sample')} per rank")
     elif plan.micro:
         lines.append(f"micro-batches of {pluralize(plan.micro, 'sample')} per rank")
     compiled, unfused = ", compiled" if plan.compile else "", "" if plan.fused else ", unfused optimizer kernels"

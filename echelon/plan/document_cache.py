@@ -1,8 +1,7 @@
-"""Documents kept on disk, so that a profile, cluster or plan that is known is not made again.
+"""Profiles, clusters and plans cached on disk.
 
-An entry is found by its kind and key, and is good while what it was made from is unchanged: the versions it was made
-with, the text of every source file, and the files, folders, environment variables and arguments that were read (plan/input_digests.py).
-Checking that needs no torch. A damaged entry counts as absent.
+An entry is found by its kind and key, and is valid while what it was made from is unchanged: versions, source files, and the files, folders,
+environment variables and arguments that were read (plan/input_digests.py). Checking needs no torch. A damaged entry counts as absent.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ T = TypeVar("T", bound=Document)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """One stored document, for showing."""
+    """One cached document, for display."""
 
     kind: str
     key: str
     path: Path
     bytes: int
     age: float  #: seconds
-    is_valid: bool  #: whether it would be used now
+    is_valid: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentCache:
-    """A folder of documents. It is made when something is first put into it."""
+    """A folder of documents, created by the first `put`."""
 
     folder: Path
 
@@ -54,15 +53,16 @@ class DocumentCache:
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
     ) -> T | None:
-        """The document under `key`, or None where there is none that still holds.
+        """The document under `key`, or None where there is no valid one.
 
-        `environment` and `arguments` are those of now, for entries that were made from them (None: variables are not compared).
+        `environment` and `arguments` are the current ones, for entries that depend on them (None: variables are not compared).
         """
-        entry = _read_entry(self._entry_path(document_type.KIND, key))
+        path = self._entry_path(document_type.KIND, key)
+        entry = _read_entry(path)
         if entry is None or entry["key"] != key or not _is_valid(entry, versions, environment, arguments):
             return None
         try:
-            return document_type.from_json(entry["document"], source=str(self._entry_path(document_type.KIND, key)))
+            return document_type.from_json(entry["document"], source=str(path))
         except DocumentError:
             return None
 
@@ -75,44 +75,31 @@ class DocumentCache:
         sources: Mapping[str, str] | None = None,
         inputs: Mapping[str, str] | None = None,
     ) -> Path:
-        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`); `inputs`: name ->
-        digest of what was read meanwhile.
-
-        An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
+        """Save `document` under `key`. `sources`: file -> SHA-256 of what it was made from (see `hash_files`); `inputs`: name -> digest of
+        what was read meanwhile. An OSError leaves nothing behind.
         """
         path = self._entry_path(document.KIND, key)
         entry = {
-            "kind": document.KIND,
-            "key": key,
-            "versions": dict(versions),
-            "sources": dict(sources or {}),
-            "inputs": dict(inputs or {}),
+            "kind": document.KIND, "key": key, "versions": dict(versions), "sources": dict(sources or {}), "inputs": dict(inputs or {}),
             "document": document.to_json(indent=None),
-        }
+        }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(entry))
         return path
 
     def list_entries(self, *, versions: Mapping[str, str]) -> tuple[CacheEntry, ...]:
-        """Every entry, newest first; damaged ones too, marked as not good."""
+        """Every entry, newest first, including damaged ones."""
         now, entries = time.time(), []
         for path in self._entry_files():
-            record = _read_entry(path)
-            stat = path.stat()
-            entries.append(
-                CacheEntry(
-                    kind=record["kind"] if record else path.name.partition("-")[0],
-                    key=record["key"] if record else "(damaged)",
-                    path=path,
-                    bytes=stat.st_size,
-                    age=max(now - stat.st_mtime, 0.0),
-                    is_valid=record is not None and _is_valid(record, versions),
-                )
-            )
+            record, stat = _read_entry(path), path.stat()
+            kind, key = (record["kind"], record["key"]) if record else (path.name.partition("-")[0], "(damaged)")
+            is_valid = record is not None and _is_valid(record, versions)
+            age = max(now - stat.st_mtime, 0.0)
+            entries.append(CacheEntry(kind=kind, key=key, path=path, bytes=stat.st_size, age=age, is_valid=is_valid))
         return tuple(sorted(entries, key=lambda entry: entry.age))
 
     def clear(self) -> int:
-        """Delete every entry; how many there were."""
+        """Delete every entry; returns how many there were."""
         files = self._entry_files()
         for path in files:
             path.unlink(missing_ok=True)
@@ -126,7 +113,7 @@ class DocumentCache:
 
 
 def installed_versions(packages: Iterable[str] = ("torch", "echelon")) -> dict[str, str]:
-    """Versions of Python and of `packages` (default: those that documents depend on), found without importing them."""
+    """Versions of Python and of `packages` (default: those that documents depend on), read without importing them."""
     versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in packages:
         try:
@@ -137,37 +124,32 @@ def installed_versions(packages: Iterable[str] = ("torch", "echelon")) -> dict[s
 
 
 def hash_files(paths: Iterable[str | Path]) -> dict[str, str]:
-    """Absolute path -> sha256 of the text; a file that cannot be read is left out."""
-    hashes = {}
-    for path in paths:
-        digest = _hash_file(Path(path))
-        if digest is not None:
-            hashes[str(Path(path).resolve())] = digest
-    return dict(sorted(hashes.items()))
+    """Absolute path -> SHA-256; unreadable files are left out."""
+    hashes = {str(Path(path).resolve()): _hash_file(Path(path)) for path in paths}
+    return {path: digest for path, digest in sorted(hashes.items()) if digest is not None}
 
 
 def user_source_files(modules: Mapping[str, Any]) -> list[Path]:
     """Source files among loaded `modules` (as sys.modules) that are the user's own: outside Python, site-packages and echelon."""
-    package_root = str(Path(__file__).resolve().parent.parent)
     paths = sysconfig.get_paths()
-    library_roots = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), package_root]
-    library_prefixes = tuple(
-        {path_form + os.sep for root in library_roots for path_form in (root, os.path.realpath(root))}
-    )
+    roots = [
+        *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).resolve().parents[1]),
+    ]
+    libraries = tuple({form + os.sep for root in roots for form in (root, os.path.realpath(root))})
     files = set()
     for module in list(modules.values()):
         file = getattr(module, "__file__", None)
         # Thousands of modules are loaded: only those that remain are resolved.
         if (
-            not isinstance(file, str)
-            or not file.endswith(".py")
-            or file.startswith(library_prefixes)
-            or "site-packages" in file
+            isinstance(file, str)
+            and file.endswith(".py")
+            and not file.startswith(libraries)
+            and "site-packages" not in file
         ):
-            continue
-        path = Path(file).resolve()
-        if not str(path).startswith(library_prefixes) and "site-packages" not in path.parts:
-            files.add(path)
+            path = Path(file).resolve()
+            if not str(path).startswith(libraries) and "site-packages" not in path.parts:
+                files.add(path)
     return sorted(files)
 
 
@@ -195,7 +177,7 @@ def _is_valid(
     environment: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> bool:
-    """Whether an entry was made with these versions from what has not changed since."""
+    """Whether an entry was made with these versions from what is unchanged."""
     if entry["versions"] != dict(versions):
         return False
     if any(_hash_file(Path(path)) != digest for path, digest in entry["sources"].items()):

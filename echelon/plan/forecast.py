@@ -1,4 +1,4 @@
-"""The forecast: what a step of a plan takes and holds, by cause."""
+"""The forecast: time and memory of a step, by cause."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class MemoryForecast:
     parameters: float
     gradients: float
     optimizer: float
-    activations: float  #: kept for backward
-    temporary: float  #: alive for the moment only: an operator's inputs, outputs and workspace, gathered parameters
-    buckets: float  #: for the exchange
-    framework: float  #: what the process holds before it has a model; apart from the peak
+    activations: float  #: saved for backward
+    temporary: float  #: short-lived: an operator's inputs, outputs and workspace, gathered parameters
+    buckets: float  #: for communication
+    framework: float  #: what the process holds without a model; not part of the peak
     low: float
     high: float
 
     @property
     def peak(self) -> float:
-        """Bytes that the training adds to a process: RSS growth on a CPU, the allocator's peak on a GPU."""
+        """Bytes that training adds to a process: RSS growth on a CPU, the allocator's peak on a GPU."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary + self.buckets
 
     @property
     def total(self) -> float:
-        """Peak and framework together."""
+        """Peak including the framework."""
         return self.peak + self.framework
 
     @property
     def required(self) -> float:
-        """What there must be room for: the upper end, framework included."""
+        """Bytes to reserve: the upper bound including the framework."""
         return self.high + self.framework
 
 
@@ -45,14 +45,14 @@ class TimeForecast:
 
     forward: float
     backward: float
-    exchange: float  #: exposed: nothing else runs meanwhile
-    hidden: float  #: exchange behind backward, not part of the step
+    exchange: float  #: exposed communication
+    hidden: float  #: communication overlapped with backward, not part of the step
     optimizer: float
     input: float
     overhead: float
     low: float
     high: float
-    bubble: float = 0.0  #: a rank of a pipeline waits for the others
+    bubble: float = 0.0  #: idle time of a pipeline's ranks
 
     @property
     def step(self) -> float:
@@ -77,7 +77,7 @@ class Forecast(Document):
 
     @property
     def fits(self) -> bool:
-        """Whether even the upper end fits."""
+        """Whether the upper bound fits."""
         return self.memory.required <= self.capacity
 
     @property

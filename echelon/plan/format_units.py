@@ -1,11 +1,11 @@
-"""Numbers for people: with a unit, in as many digits as mean something."""
+"""Format numbers for people: with a unit, in significant digits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-#: Writes a figure with its unit.
+#: Formats a value with its unit.
 Formatter = Callable[[float], str]
 
 
@@ -44,7 +44,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Many things: `1,234`, `1.23 million`, `4.56 billion`."""
+    """A count: `1,234`, `1.23 million`, `4.56 billion`."""
     for unit, power in (("trillion", 12), ("billion", 9), ("million", 6)):
         if abs(value) >= 0.9995 * 10**power:
             return f"{format_digits(value / 10**power)} {unit}"
@@ -52,12 +52,12 @@ def format_count(value: float) -> str:
 
 
 def format_rate(value: float, unit: str = "samples") -> str:
-    """Things per second: `8,123 samples/s`."""
+    """A rate: `8,123 samples/s`."""
     return f"{format_count(value)} {unit}/s"
 
 
 def format_percent(value: float) -> str:
-    """A part of one as percent: `93 %`, `4.2 %`, `0.03 %`."""
+    """A fraction as percent: `93 %`, `4.2 %`, `0.03 %`."""
     percent = 100 * value
     if abs(percent) >= 9.95 or percent == 0:
         return f"{percent:.0f} %"

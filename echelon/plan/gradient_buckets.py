@@ -1,4 +1,4 @@
-"""Which gradients are exchanged together under zero=0. Pure; the engine lays out its buckets by it, the simulator prices them."""
+"""Which gradients are reduced together under zero=0, for the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _FIRST_BUCKET_BYTES = 2**20
 
 
 def assign_buckets(tensors: Sequence[tuple[int, Hashable]], megabytes: int) -> list[list[int]]:
-    """Positions of `tensors` bucket by bucket, the last tensor first, since backward reaches it first.
+    """Indices of `tensors` by bucket, the last tensor first, since backward reaches it first.
 
-    `tensors` is (bytes, kind) in the model's order; what differs in kind (type, device) cannot share a bucket. A bucket is full
-    once it holds `megabytes` or more: no tensor is cut.
+    `tensors`: (bytes, kind) in the model's order; only tensors of one kind (dtype, device) share a bucket. A bucket is full once it holds
+    `megabytes` or more: tensors are not split.
     """
     buckets: list[list[int]] = []
     filled_bytes, bucket_kind, bucket_limit = 0, None, min(megabytes * 2**20, _FIRST_BUCKET_BYTES)

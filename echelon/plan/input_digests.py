@@ -1,8 +1,7 @@
 """Digests of what a job is made from: files, folder listings, environment variables, arguments.
 
-An input has a name, "file /data/config.json", "folder /data/images", "environment LR", "argument --lr", and a digest: the value
-itself where it is short and printable, so that messages can show both sides, else a hash. Equal inputs have equal digests in every
-process and on every machine. Needs no torch.
+An input has a name, "file /data/config.json", "folder /data/images", "environment LR", "argument --lr", and a digest: the value itself where it is
+short and printable, so that messages can show both sides, else a hash. Digests are the same in every process and on every machine.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def digest_variable(name: str, environment: Mapping[str, str]) -> str:
 def digest_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Command-line arguments by name: `--lr 0.5 data.csv` is {"argument --lr": "0.5", "argument 1": ...}.
 
-    A word after an option is taken for its value. What belongs to what is known only to the script; here it only has to be named.
+    A word after an option is taken for its value: only the script knows better, and here it only needs a name.
     """
     words_by_name: dict[str, list[str]] = {}
     name, position = "", 0
@@ -98,7 +97,7 @@ def _is_number(word: str) -> bool:
 def current_digests(
     inputs: Iterable[str], environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The digests that these inputs have now."""
+    """The present digests of these inputs."""
     argument_digests = digest_arguments(arguments)
     digest_functions: dict[str, Callable[[str], str]] = {
         "file": digest_file,
@@ -106,12 +105,8 @@ def current_digests(
         "environment": lambda name: digest_variable(name, environment),
         "argument": lambda name: argument_digests.get(f"argument {name}", ABSENT),
     }
-    digests = {}
-    for input_name in inputs:
-        kind, _, name = input_name.partition(" ")
-        if kind in digest_functions:
-            digests[input_name] = digest_functions[kind](name)
-    return digests
+    parts = {name: name.partition(" ") for name in inputs}
+    return {name: digest_functions[kind](rest) for name, (kind, _, rest) in parts.items() if kind in digest_functions}
 
 
 def describe_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How ranks stand in a grid: axis vocabulary, rank <-> coordinate, groups.
+"""The grid of ranks: axis vocabulary, rank <-> coordinate, groups.
 
     dp  data: each rank has its own samples
     cp  context: each rank has a part of every sequence
@@ -6,7 +6,7 @@
     pp  pipeline: each rank has some of the layers
     ep  expert: each rank has some of the experts (cut out of dp x cp)
 
-The last axis varies fastest, so that tp, which talks most, lies on neighbouring devices.
+The last axis varies fastest, so that tp, which communicates most, lies on neighbouring devices.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class Mesh:
             if type(size) is not int or size < 1:
                 raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
         if (self.dp * self.cp) % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; experts are spread over those ranks"
-            )
+            ranks = self.dp * self.cp
+            raise ValueError(f"ep={self.ep} does not divide dp x cp = {ranks}; experts are spread over those ranks")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -48,7 +47,7 @@ class Mesh:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """The coordinate of `rank` on each axis."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in a mesh of {self.ranks}")
         coordinate = {}
@@ -57,7 +56,7 @@ class Mesh:
         return {axis: coordinate[axis] for axis in AXES}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate; axes left out are at 0."""
+        """The rank at a coordinate; omitted axes are at 0."""
         unknown = set(coordinate) - set(AXES)
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such axis; the axes are {', '.join(AXES)}")

@@ -1,4 +1,4 @@
-"""How one module is cut over the ranks of the tensor axis."""
+"""How a module is cut over the ranks of the tensor axis."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: column      outputs are cut and stay cut
-#: between     works channel by channel on what a column gave: its parameters and buffers are cut along with that
-#: row         takes such outputs, and the ranks add up
-#: attention   nn.MultiheadAttention: heads are cut inside the module, and the ranks add up
-#: gather      outputs are cut and put together again at once
+#: between     works channel by channel on the outputs of a column: its parameters and buffers are cut in the same way
+#: row         takes such outputs; an all-reduce follows
+#: attention   nn.MultiheadAttention: heads are cut inside the module; an all-reduce follows
+#: gather      outputs are cut and gathered at once
 #: logits      the same, but the outputs stay cut as long as only a cross entropy reads them
-#: vocabulary  a table cut by rows, the ranks add up
-#: stored      parameters are cut only at rest: put together while the module `within` runs, which then computes all of it
+#: vocabulary  an embedding cut by rows; an all-reduce follows
+#: stored      parameters are sharded at rest: gathered while the module `gathered_in` runs
 Cut = Literal["column", "between", "row", "attention", "gather", "logits", "vocabulary", "stored"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A parameter or buffer of which each rank keeps a part."""
+    """A parameter or buffer of which each rank keeps a shard."""
 
-    name: str  #: in the module that is placed
+    name: str  #: in its module
     dim: int
-    #: Sizes along `dim` that are dealt out one by one (the q, k and v of a fused projection); empty: all of it at once.
+    #: Sizes along `dim` that are cut one by one (the q, k and v of a fused projection); empty: not fused.
     fused_sizes: tuple[int, ...] = ()
 
     def largest_shard_shape(self, shape: Sequence[int], shards: int, unit: int) -> tuple[int, ...]:
-        """The shape of what the first rank keeps, which is the largest."""
+        """The shape of the first rank's shard, which is the largest."""
         shard_size = sum(compute_shard_sizes(size, shards, unit)[0] for size in self.fused_sizes or (shape[self.dim],))
         return (*shape[: self.dim], shard_size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One module."""
+    """The cut of one module."""
 
     path: str
     cut: Cut
-    #: What of it is cut; anything else is whole on every rank.
+    #: The tensors that are cut; the others are whole on every rank.
     slices: tuple[TensorSlice, ...] = ()
-    #: Columns that stay together (a head): a rank has an integer of them.
+    #: Columns that stay together (a head): each rank has a multiple of them.
     unit: int = 1
-    #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
+    #: Paths of module attributes that are divided by the size of the axis: head counts, widths.
     divided_attributes: tuple[str, ...] = ()
-    #: Of a column and its row: whether something between them draws random numbers, which each rank then does by itself.
+    #: column, row: whether something between them draws random numbers, separately on each rank.
     uses_rng: bool = False
-    #: Of a row: parameters of the whole model that act on the columns and stay whole. Their gradients add up over the ranks.
+    #: row: parameters anywhere in the model that act on the columns and stay whole; their gradients are summed over the ranks.
     partial_gradients: tuple[str, ...] = ()
-    #: Of a row: the module in which views ask for all columns and get those that are there; None: none does.
+    #: row: the module in which views ask for all columns and get the local ones; None: none does.
     view_module: str | None = None
-    #: Of `stored`: the module while which runs the parameters are whole; the model itself: "".
+    #: stored: the module ("": the model) during which the parameters are whole.
     gathered_in: str = ""
-    #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.
+    #: The model's own tp plan, a known module, a pair found by trial, or a cut that always works.
     source: Literal["hint", "known", "pair", "universal"] = "universal"
 
 
 def compute_shard_sizes(size: int, shards: int, unit: int = 1) -> list[int]:
-    """How `size` rows are dealt out to `shards` ranks, `unit` of them at a time: as evenly as can be, the larger shares first."""
+    """Split `size` rows over `shards` ranks in multiples of `unit`, as evenly as possible, the larger shards first."""
     base, remainder = divmod(size // unit, shards)
     sizes = [unit * (base + (rank < remainder)) for rank in range(shards)]
     sizes[-1] += size % unit
@@ -65,12 +65,12 @@ def compute_shard_sizes(size: int, shards: int, unit: int = 1) -> list[int]:
 
 
 def shard_attribute(value: int, rank: int, shards: int, *, width: int, unit: int) -> int:
-    """What one rank has of an attribute that is divided: of a width whole units, of a count its share."""
+    """One rank's value of a divided attribute: of a width, a multiple of `unit`; of a count, its share."""
     return compute_shard_sizes(value, shards, unit if value >= width else 1)[rank]
 
 
 def cuts_by_parameter(placements: Iterable[Placement]) -> dict[str, tuple[Placement, TensorSlice]]:
-    """Parameters and buffers that are cut, by the name that the model has for them."""
+    """Parameters and buffers that are cut, by their name in the model."""
     return {
         f"{placement.path}.{tensor_slice.name}" if placement.path else tensor_slice.name: (placement, tensor_slice)
         for placement in placements
@@ -80,7 +80,7 @@ def cuts_by_parameter(placements: Iterable[Placement]) -> dict[str, tuple[Placem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedModule:
-    """A module that stays whole on every rank of the tensor axis, and why."""
+    """A module that is whole on every rank of the tensor axis, and why."""
 
     path: str
     reason: str

@@ -1,7 +1,7 @@
 """The plan: how a job is computed on devices. It holds no tensor, no process group and no callable.
 
-plan.mesh        how many ranks along each axis: dp tp pp cp ep
-plan.data        how data ranks share the batch and exchange gradients
+plan.mesh        ranks along each axis: dp tp pp cp ep
+plan.data        how data ranks share the batch and reduce gradients
 plan.tensor      how modules are cut over tp, and the sequence between them
 plan.pipeline    where the stages of pp begin, and their schedule
 plan.server      what a parameter server holds, and how far ranks may drift apart
@@ -87,9 +87,8 @@ class ServerPlan:
 
     def __post_init__(self) -> None:
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            raise ValueError(
-                f"staleness={self.staleness!r}: an integer number of steps, 0 for synchronous, or none for no bound"
-            )
+            values = "an integer number of steps, 0 for synchronous, or none for no bound"
+            raise ValueError(f"staleness={self.staleness!r}: {values}")
         _require_positive("servers", self.servers)
         _require_positive("rows", self.min_table_rows)
         if type(self.replicas) is not int or not 1 <= self.replicas <= MAX_REPLICAS:
@@ -143,11 +142,9 @@ class Plan(Document):
         groups: dict[str, dict[str, Any]] = {}
         for name in [name for name in changes if name in GROUPS]:
             groups.setdefault(GROUPS[name], {})[name] = changes.pop(name)
-        return dataclasses.replace(
-            self,
-            **{group: dataclasses.replace(getattr(self, group), **values) for group, values in groups.items()},
-            **changes,
-        )
+        for group, values in groups.items():
+            changes[group] = dataclasses.replace(changes.get(group, getattr(self, group)), **values)
+        return dataclasses.replace(self, **changes)
 
     def get(self, name: str) -> Any:
         """The value of a field, of the plan or of one of its groups."""
@@ -165,7 +162,7 @@ class Plan(Document):
 
     @property
     def incomplete(self) -> bool:
-        """Whether it leaves open how the model is cut, as the short form does."""
+        """Whether it lacks the model's cuts, as the short form does."""
         lacks_placements = self.mesh.tp > 1 and not self.tensor.placements and not self.tensor.replicated
         lacks_segments = self.mesh.tp > 1 and self.tensor.sequence and not self.tensor.segments
         lacks_stages = self.mesh.pp > 1 and not self.pipeline.stages
@@ -183,11 +180,11 @@ class Plan(Document):
         return self.uses_servers and self.server.dense == "server" and self.server.staleness != 0
 
     def split_batch(self, samples: int) -> list[list[batch_split.SampleRange]]:
-        """The micro-batches of each data rank in a batch of `samples`, as slices of it."""
+        """The micro-batches of each data rank, as slices of a batch of `samples`."""
         return batch_split.split_batch(samples, self.mesh.dp, self.micro, self.data.batch_shares)
 
     def count_micro_batches(self, samples: int) -> int:
-        """How many micro-batches each data rank runs for a batch of `samples`."""
+        """Micro-batches per data rank for a batch of `samples`."""
         return batch_split.count_micro_batches(samples, self.mesh.dp, self.micro, self.data.batch_shares)
 
     def __str__(self) -> str:

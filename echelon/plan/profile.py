@@ -1,7 +1,6 @@
-"""The profile: what one training step of a model computes, moves and keeps, for any number of samples.
+"""The profile: what one training step of a model computes, moves and saves.
 
-Every figure that depends on how many samples are computed together is an `Amount`: a fixed part and a part per
-sample, so that one profile prices every micro-batch.
+Figures that depend on the micro-batch are an `Amount`: a fixed part and a part per sample, so that one profile prices every micro-batch.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from echelon.plan.codec import Document
 from echelon.plan.plan import Precision
 
 Phase = Literal["forward", "backward"]
-#: What an optimizer's update of one number reads: see `OptimizerProfile.update_scope`.
+#: See `OptimizerProfile.update_scope`.
 UpdateScope = Literal["element", "tensor", "model"]
 
-#: Bytes of one element; names as torch prints them without `torch.`.
+#: Bytes of one element, by torch's names without `torch.`.
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -49,7 +48,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterProfile:
-    """One tensor that is trained or held fixed; `aliases` are the other names that share it."""
+    """One parameter; `aliases` are its other names."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,14 +63,13 @@ class ParameterProfile:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.elements * DTYPE_BYTES.get(self.dtype, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleProfile:
-    """One module path; `blocks.*.up` stands for `count` modules that are alike. Figures are of one of them, children
-    included, for one forward (and `saved`: what its forward leaves for backward)."""
+    """One module path; `blocks.*.up` stands for `count` identical modules. Figures are of one of them, children included, for one forward."""
 
     path: str
     kind: str
@@ -79,17 +77,17 @@ class ModuleProfile:
     parameters: int = 0  #: bytes
     flops: Amount = Amount()
     moved: Amount = Amount()
-    saved: Amount = Amount()
+    saved: Amount = Amount()  #: for backward
     output: Amount = Amount()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One kind of call with one kind of shape, and how often a step makes it.
+    """One operator with one shape, and how often a step calls it.
 
-    `dims` by `kind`: matmul (batch, m, n, k); convolution (samples, channels in, channels out, kernel elements, output elements,
-    groups); attention (samples x heads, queries, keys, head dim), of which `flops` leave out scores that are never computed;
-    stream: priced by `moved`; norms over channels (channels, elements of each, samples), and what goes row by row (width, rows).
+    `dims` by `kind`: matmul (batch, m, n, k); convolution (samples, channels in, channels out, kernel elements, output elements, groups);
+    attention (samples x heads, queries, keys, head dim), whose `flops` exclude masked scores; stream: priced by `moved`, channel-wise norms have
+    (channels, elements of each, samples), row-wise operators (width, rows).
     """
 
     name: str  #: as torch names it: "addmm", "convolution_backward"
@@ -104,7 +102,7 @@ class Operator:
 
 
 def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:
-    """What the rate of an operator of this kind depends on; a curve's points are at these."""
+    """The dims that the rate of an operator depends on; a curve's points are at these."""
     if kind == "convolution":
         samples, in_channels, out_channels, kernel_elements, output_elements, groups = dims
         return in_channels / groups, out_channels / groups, kernel_elements, output_elements, samples
@@ -113,47 +111,45 @@ def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
-    """A moment of the step at which the memory may peak: what is alive besides parameters, gradients and optimizer state,
-    and how many bytes of gradients are done by then. Only moments that are the peak for some micro-batch are kept."""
+    """A moment at which memory peaks for some micro-batch: what is alive besides parameters, gradients and optimizer state, and the bytes of
+    gradients that are complete."""
 
     module: str
     phase: Phase
     alive: Amount
-    saved: Amount  #: the part of `alive` that waits for backward
+    saved: Amount  #: the part of `alive` that is saved for backward
     gradients: float
-    blocks: int = 0  #: tensors of a megabyte or more among `alive`: allocators round each up
-    operator: str = ""  #: what runs at that moment, and the bytes it moves: its library may take a workspace
+    blocks: int = 0  #: live tensors of a megabyte or more: allocators round each up
+    operator: str = ""  #: the running operator, whose library may take a workspace, and the bytes it moves
     moved: Amount = Amount()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineUnit:
-    """One call of a module that a pipeline does not cut in two, in the order of forward's calls: a stage may begin at each."""
+    """One call of a module that a pipeline does not split, in the order of forward's calls: a stage may begin at each."""
 
     path: str
-    cost: float  #: about what it costs beside the others
-    boundary_bytes: Amount = Amount()  #: bytes that would pass to a stage that begins here, from those before
-    changes_buffers: bool = (
-        False  #: it changes a buffer (running statistics), so that its module must be called on one stage only
-    )
+    cost: float  #: relative to the others
+    boundary_bytes: Amount = Amount()  #: received by a stage that begins here
+    changes_buffers: bool = False  #: such as running statistics: all calls of the module must be on one stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableProfile:
-    """A table of rows that are read by id: a parameter server may hold it."""
+    """An embedding table, which a parameter server may hold."""
 
     path: str  #: of the module (nn.Embedding, nn.EmbeddingBag)
     rows: int
     dim: int
     dtype: str = "float32"
-    lookups: Amount = Amount()  #: ids that one forward reads
+    lookups: Amount = Amount()  #: ids per forward
     optimizer: str = ""  #: the optimizer that trains it
-    #: Why no server can hold it, with what to do; empty: one can.
+    #: Why no server can hold it, with a remedy; empty: one can.
     unsupported_reason: str = ""
 
     @property
     def parameter_name(self) -> str:
-        """Of the parameter."""
+        """Name of its weight."""
         return f"{self.path}.weight" if self.path else "weight"
 
     @property
@@ -163,28 +159,28 @@ class TableProfile:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole table."""
+        """Bytes of the full table."""
         return self.rows * self.row_bytes
 
     def distinct_rows(self, samples: float) -> float:
-        """Rows that so many samples read, each counted once. Ids are taken as drawn evenly, which is the most that it can be."""
+        """Distinct rows that `samples` samples read if ids are uniform, which is an upper bound."""
         return self.rows * -math.expm1(-self.lookups.at(samples) / self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerProfile:
-    """What the optimizer costs: its state and what a step makes on the side."""
+    """What an optimizer holds, allocates and reads."""
 
     name: str
-    state_bytes: int  #: bytes, over all trainable parameters
-    temporary_bytes: int  #: bytes that one unfused step makes besides
-    trainable_elements: int  #: trainable elements
+    state_bytes: int  #: over all its parameters
+    temporary_bytes: int  #: of one unfused step
+    trainable_elements: int
     fused: bool = False  #: whether torch has a fused kernel for it
-    fused_sharded: bool = False  #: and one that takes sharded parameters
-    #: What the update of a number reads: that number's own gradient and state, its whole parameter (a norm, factors), or several parameters.
+    fused_sharded: bool = False  #: and one for sharded parameters
+    #: What the update of an element reads: its own gradient and state, its full parameter (a norm, factors), or several parameters.
     update_scope: UpdateScope = "element"
     uses_rng: bool = False  #: whether its step draws random numbers
-    #: Why it could not be tried; it counts as `reads="model"` then.
+    #: Why it could not be tested; its update_scope is "model" then.
     untested_reason: str = ""
 
     def has_fused_kernel(self, *, sharded: bool) -> bool:
@@ -194,7 +190,7 @@ class OptimizerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Document):
-    """What a job computes, moves and keeps, and how it can be cut."""
+    """What a job computes, moves and saves, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
     VERSION: ClassVar[int] = 10
@@ -203,7 +199,7 @@ class Profile(Document):
     name: str
     batch: int
     precision: Precision
-    device: str  #: kind of device that the operators were traced for: cpu or cuda
+    device: str  #: that the operators were traced for: cpu or cuda
     parameters: tuple[ParameterProfile, ...]
     modules: tuple[ModuleProfile, ...]
     operators: tuple[Operator, ...]
@@ -215,20 +211,18 @@ class Profile(Document):
     #: Where a pipeline can be cut; empty: nowhere.
     pipeline_units: tuple[PipelineUnit, ...] = ()
     tables: tuple[TableProfile, ...] = ()
-    #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
-    #: None: not known, for the reason in `coupling_unknown_reason`.
+    #: Whether a sample's gradient depends on the others of its batch other than through batch norms (contrastive losses). None: unknown.
     samples_coupled: bool | None = False
     coupling_unknown_reason: str = ""
-    #: Paths of batch norms, the coupling that `batchnorm=` decides on.
-    batch_norms: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()  #: paths
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
-    #: Why torch cannot shard the parameters over data ranks; empty: it can as far as is known.
+    #: Why the parameters cannot be sharded over data ranks; empty: they can, as far as is known.
     unshardable_reason: str = ""
-    #: Why ranks may run different blocks, and sharded block by block would wait for each other for ever; empty: they do not.
+    #: Why ranks may run different blocks, and would deadlock if sharded block by block; empty: they do not.
     varying_blocks_reason: str = ""
-    clips_gradients: bool = False  #: whether gradients are clipped
-    #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
+    clips_gradients: bool = False
+    #: fake: nothing was run; real: the model cannot be traced, so that a small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = ()
     #: Hash of the traced operators: name, module, phase, shapes of each, in order.
@@ -238,12 +232,13 @@ class Profile(Document):
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: the global batch holds at least one sample")
         if len(self.fsdp_units) != len(self.fsdp_unit_bytes):
-            raise ValueError(f"{len(self.fsdp_units)} units but {len(self.fsdp_unit_bytes)} unit_bytes")
+            raise ValueError(f"{len(self.fsdp_units)} fsdp_units but {len(self.fsdp_unit_bytes)} fsdp_unit_bytes")
         if not self.moments:
             raise ValueError("moments: a step has at least one")
-        if (self.samples_coupled is None) != bool(self.coupling_unknown_reason):
+        reason = self.coupling_unknown_reason
+        if (self.samples_coupled is None) != bool(reason):
             raise ValueError(
-                f"coupled={self.samples_coupled} and uncompared={self.coupling_unknown_reason!r}: the reason belongs to what is not known"
+                f"samples_coupled={self.samples_coupled} and coupling_unknown_reason={reason!r} contradict"
             )
 
     @property
@@ -267,15 +262,12 @@ class Profile(Document):
         return sum(optimizer.state_bytes for optimizer in self.optimizers)
 
     def flops(self, samples: float, phase: Phase | None = None) -> float:
-        """FLOPs of one micro-batch of `samples`: forward, backward, or both."""
-        return sum(
-            operator.count * operator.flops.at(samples)
-            for operator in self.operators
-            if phase in (None, operator.phase)
-        )
+        """FLOPs of a micro-batch of `samples`: forward, backward, or both."""
+        operators = (operator for operator in self.operators if phase in (None, operator.phase))
+        return sum(operator.count * operator.flops.at(samples) for operator in operators)
 
     def saved_bytes(self, samples: float) -> float:
-        """Bytes that a micro-batch of `samples` keeps for backward."""
+        """Bytes that a micro-batch of `samples` saves for backward."""
         return max(snapshot.saved.at(samples) for snapshot in self.moments)
 
 
@@ -297,38 +289,29 @@ def model_fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> s
 
 
 def find_fsdp_units(tree: Sequence[tuple[str, str, Mapping[int, int]]]) -> tuple[str, ...]:
-    """The module paths that ZeRO shards as one: the repeated blocks of the outermost lists, root aside (it holds the rest).
+    """The module paths that ZeRO shards as one: the repeated blocks of the outermost lists. The root holds the rest.
 
-    `tree` is (path, class name, identity -> bytes of its own parameters) for every path of the model, those of shared modules
-    too. A block is a child with a number for a name (ModuleList and Sequential name them so) that has a sibling of its class.
-    One that holds less than a thousandth of the model is left to the root: a collective of its own would cost more than it
-    saves. So is one that shares a parameter with what is outside it: gathered in two places it would come apart.
+    `tree` is (path, class name, identity -> bytes of its own parameters) for every path of the model, including those of shared modules.
+    A block is a child with a number for a name (ModuleList and Sequential name them so) that has a sibling of its class. Blocks below a
+    thousandth of the model are left to the root, because a collective of their own would cost more than it saves, and so are blocks that
+    share a parameter with modules outside.
     """
     subtree_bytes: Counter[str] = Counter()
     class_counts: Counter[tuple[str, str]] = Counter()
+    use_counts = Counter(key for _, _, own_parameters in tree for key in own_parameters)
     for path, class_name, own_parameters in tree:
-        for prefix in _path_prefixes(path):
-            subtree_bytes[prefix] += sum(own_parameters.values())
+        parts = path.split(".") if path else []
+        for depth in range(len(parts) + 1):
+            subtree_bytes[".".join(parts[:depth])] += sum(own_parameters.values())
         class_counts[path.rpartition(".")[0], class_name] += path.rpartition(".")[2].isdigit()
     fsdp_units: list[str] = []
     for path, class_name, _ in tree:
         parent, _, child_name = path.rpartition(".")
-        if (
-            not child_name.isdigit()
-            or class_counts[parent, class_name] < 2
-            or subtree_bytes[path] * 1000 < max(subtree_bytes[""], 1)
-        ):
-            continue
-        if not any(path.startswith(outer + ".") for outer in fsdp_units):
+        is_block = child_name.isdigit() and class_counts[parent, class_name] > 1
+        is_large_enough = subtree_bytes[path] * 1000 >= max(subtree_bytes[""], 1)
+        if is_block and is_large_enough and not any(path.startswith(outer + ".") for outer in fsdp_units):
             fsdp_units.append(path)
-    use_counts = Counter(key for _, _, own_parameters in tree for key in own_parameters)
     return tuple(path for path in fsdp_units if not _shares_parameters(path, tree, use_counts))
-
-
-def _path_prefixes(path: str) -> list[str]:
-    """The path and all that it lies in, the root's empty one included."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _shares_parameters(unit: str, tree: Sequence[tuple[str, str, Mapping[int, int]]], use_counts: Counter[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What recompute=selective keeps until backward: one rule for the engine and the forecast."""
+"""What recompute=selective saves for backward, for the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ _SAVED_OPERATORS = frozenset({"mm", "addmm", "_int_mm", "convolution"})
 
 
 def saves_output(operator: str, *, is_random: bool = False) -> bool:
-    """Whether the output of an operator, by torch's name for it, is kept. One that draws random numbers must run again: the draws that
-    follow would differ."""
+    """Whether the output of an operator, by torch's name, is saved. A random one must run again, or the draws that follow would differ."""
     is_attention = "scaled_dot_product" in operator and "attention" in operator and "backward" not in operator
     return not is_random and (is_attention or operator.partition(":")[0] in _SAVED_OPERATORS)

@@ -1,8 +1,8 @@
-"""JSON files that carry their own SHA-256, for what people do not edit: checkpoint manifests and indices.
+"""JSON files with their own SHA-256, for what people do not edit: checkpoint manifests and indices.
 
     {"format": 3, "step": 120, ..., "sha256": "9f86d0..."}
 
-The hash is the last member and covers every byte before it, so a file with any byte changed, cut off or appended is refused.
+The hash is the last member and covers every byte before it, so that any change is detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from echelon.errors import DocumentError
 
-#: Larger than any index (a tensor takes about 200 bytes per part), smaller than what exhausts a host's memory.
+#: Larger than any index (about 200 bytes per shard of a tensor), small enough for a host's memory.
 MAX_FILE_BYTES = 1 << 30
 _HASH_LINE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
 _HASH_LINE_LENGTH = len(b',\n"sha256": ""}\n') + 64
@@ -39,10 +39,10 @@ def unseal(data: bytes, source: str) -> dict[str, Any]:
         raise DocumentError(f"{source}: does not end in its SHA-256: cut short, edited, or not written by this echelon")
     body = data[:-_HASH_LINE_LENGTH]
     digest = hashlib.sha256(body).hexdigest()
-    if digest != hash_line[1].decode():
-        raise DocumentError(
-            f"{source}: its content hashes to {digest[:12]} and its last line says {hash_line[1].decode()[:12]}: damaged or edited"
-        )
+    expected = hash_line[1].decode()
+    if digest != expected:
+        hashes = f"its content hashes to {digest[:12]} and its last line says {expected[:12]}"
+        raise DocumentError(f"{source}: {hashes}: damaged or edited")
     return parse_object(body + b"}", source)
 
 
@@ -58,10 +58,9 @@ def read_unsealed_format(data: bytes) -> Any:
 
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
     """A JSON object, parsed strictly: duplicate keys, NaN and nesting that exhausts the stack are errors."""
+    hooks: dict[str, Any] = {"object_pairs_hook": _reject_duplicate_keys, "parse_constant": _reject_constant}
     try:
-        plain = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant
-        )
+        plain = json.loads(data.decode("utf-8"), **hooks)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{source}: not valid JSON ({error})") from error
     if not isinstance(plain, dict):
@@ -74,13 +73,13 @@ def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise DocumentError(f"{path}: {size:,} bytes, more than the {limit:,} that such a file may have")
+            raise DocumentError(f"{path}: {size:,} bytes, above the limit of {limit:,}")
         return bytes(file.read(limit + 1))
 
 
 def open_regular(path: Path) -> Any:
-    """Open a regular file for reading; raises DocumentError for a symbolic link, a pipe or a device, OSError as `open` does."""
-    # Not following links keeps a checkpoint from reading outside its folder; not blocking keeps a named pipe from hanging the run.
+    """Open a regular file for reading; DocumentError for a symbolic link, a pipe or a device."""
+    # O_NOFOLLOW keeps a checkpoint from reading outside its folder; O_NONBLOCK keeps a named pipe from hanging the run.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

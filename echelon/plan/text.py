@@ -1,7 +1,7 @@
 """Parse a plan's short form: `dp=2 zero=3 micro=8`. `str(plan)` writes it.
 
-Defaults are left out, except dp. The model that a plan was made for, and how it is cut over tp and pp, have no short form: the document
-holds them, and echelon finds them again for a plan without.
+Defaults are omitted, except dp. The plan's model and its cuts over tp and pp have no short form: the document holds them, and a plan without them is
+completed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def from_text(text: str) -> Plan:
-    """The plan of a short form; spaces or commas separate the words."""
+    """Parse the short form of a plan; spaces or commas separate the words."""
     changes: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     try:

@@ -1,4 +1,4 @@
-"""Which optimizers a plan runs on gathered whole tensors, and over which axes their tensors are gathered."""
+"""Which optimizers step on gathered full tensors, and over which axes these are gathered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from echelon.plan.profile import UpdateScope
 
 
 def gathered_axes(plan: Plan, reads: UpdateScope, draws: bool) -> tuple[str, ...]:
-    """The axes over which an optimizer's tensors are put together for its step; empty: it steps on what each rank holds.
+    """The axes over which an optimizer's tensors are gathered for its step; empty: it steps on local shards.
 
-        reads               zero 1-3   tp        pp
-        element             -          -         -
-        tensor              dp         tp        -      tensors are dealt out over the ranks that share them
-        model, or draws     dp         tp        pp     one rank steps all of them
-
-    Along the other axes every rank holds the same tensors and makes the same step.
+    reads               zero 1-3   tp        pp
+    element             -          -         -
+    tensor              dp         tp        -      tensors are distributed over the ranks that share them
+    model, or draws     dp         tp        pp     one rank steps all of them
     """
     if reads == "element" and not draws:
         return ()
@@ -25,5 +23,5 @@ def gathered_axes(plan: Plan, reads: UpdateScope, draws: bool) -> tuple[str, ...
 
 
 def needs_single_owner(reads: UpdateScope, draws: bool) -> bool:
-    """Whether one rank must step all of the optimizer's tensors: they depend on each other, or on the order of what is drawn for them."""
+    """Whether one rank must step all of the optimizer's tensors: they depend on each other, or on the order of random draws."""
     return reads == "model" or draws

@@ -65,7 +65,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     for name, message in (("link", "a symbolic link"), ("pipe", "not a regular file"), (".", "not a regular file")):
         with pytest.raises(DocumentError, match=message):
             read_regular(tmp_path / name)
-    with pytest.raises(DocumentError, match="5 bytes, more than the 4"):
+    with pytest.raises(DocumentError, match="5 bytes, above the limit of 4"):
         read_regular(tmp_path / "file", 4)
 
 

@@ -201,7 +201,7 @@ def test_an_impossible_link_is_named(changes: dict[str, Any], message: str) -> N
     [
         ({"points": ()}, "at least one point"),
         ({"points": (RatePoint((1.0,), math.inf),)}, "above 0 and finite"),
-        ({"points": (RatePoint((1.0,), 1.0), RatePoint((1.0, 2.0), 1.0))}, "as many dims"),
+        ({"points": (RatePoint((1.0,), 1.0), RatePoint((1.0, 2.0), 1.0))}, "same number of dims"),
         ({"ranks": 0}, "ranks=0"),
         ({"threads": 0}, "threads=0"),
     ],
