@@ -49,7 +49,7 @@ class TrainingLoss:
     """The loss of a micro-batch: a mean, or (sum, count)."""
 
     def __init__(self, job: Job, precision: str, device: torch.device) -> None:
-        self._job, self._precision, self._device = job, precision, device
+        self.job, self._precision, self._device = job, precision, device
         #: Whether the last call's output and batch are kept for `repeat`.
         self.keeps_inputs = False
         self._inputs: tuple[Any, Any] | None = None
@@ -58,8 +58,8 @@ class TrainingLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         with autocast(self._precision, self._device):
-            output = call_model(self._job, model, batch)
-            loss = call_loss(self._job, output, batch, model)
+            output = call_model(self.job, model, batch)
+            loss = call_loss(self.job, output, batch, model)
             self.zero = zero_loss(output, loss)
         self._inputs = (output, batch) if self.keeps_inputs else None
         return (loss[0], torch.as_tensor(loss[1], device=self._device)) if isinstance(loss, tuple) else loss
@@ -69,7 +69,7 @@ class TrainingLoss:
         if self._inputs is None:
             return None
         with autocast(self._precision, self._device):
-            return repeat_loss(self._job, model, self._inputs, sample_count, times, expected_type)
+            return repeat_loss(self.job, model, self._inputs, sample_count, times, expected_type)
 
     def drop_inputs(self) -> None:
         """Free the last call's output: logits are large."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,16 @@ class RunState:
         except BaseException:
             self.ranks.close()  # a group that still runs when Python ends may abort the process
             raise
+
+    @contextmanager
+    def using_job(self, job: Job) -> Iterator[None]:
+        """Compute training losses by another job, such as one whose loss is guarded."""
+        own_job = self.job
+        self.job = self.training_loss.job = job
+        try:
+            yield
+        finally:
+            self.job = self.training_loss.job = own_job
 
     def _build(self, dtype: torch.dtype | None) -> None:
         job, plan, ranks = self.job, self.plan, self.ranks

@@ -119,14 +119,14 @@ class _LossStateProbe:
         if state and not self._functions.write_slots(state, run.device):
             self._failed = True
             self._restore()
-        own_job, run.job = run.job, dataclasses.replace(run.job, loss=self._guard_loss(run.job.loss))
+        guarded_job = dataclasses.replace(run.job, loss=self._guard_loss(run.job.loss))
         try:
-            return self._candidate.repeat_backward(self._step)
+            with run.using_job(guarded_job):
+                return self._candidate.repeat_backward(self._step)
         except DivergenceError:  # on every rank: a part of the batch has another kind of loss now
             self._failed = True
             return []
         finally:
-            run.job = own_job
             self._restore()
 
     def _restore(self) -> None:

@@ -56,12 +56,16 @@ def run_without_randomness(run: Run, batch: StepBatch, state: PassState) -> Pass
     generators = [(generator, generator.get_state()) for generator in find_generators(run.model)]
     state.model.restore()
     _clear_gradients(trained)
-    own_job, run.job = run.job, state.functions.job  # a loss that counts its calls must not count this one
     try:
-        with state.functions.active(), randomness_disabled(run.model), DeterministicMode(fix_random=True)():
+        # A loss that counts its calls must not count this one.
+        with (
+            run.using_job(state.functions.job),
+            state.functions.active(),
+            randomness_disabled(run.model),
+            DeterministicMode(fix_random=True)(),
+        ):
             has_drawn, loss = _backward(run, batch)
     finally:
-        run.job = own_job
         for generator, generator_state in generators:
             generator.set_state(generator_state)
     gradients = _gather_gradients(run)
