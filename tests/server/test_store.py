@@ -91,7 +91,7 @@ def check_a_table(admit: int, data: st.DataObject) -> None:
         values = random.standard_normal((len(ids), 3))
         shard = data.draw(st.integers(0, SHARDS - 1))
         if what == "apply":
-            store.check_operations([("t", ids, values)])
+            store.check_operations([("t", ids, values, "apply")])
             store.apply("t", ids, values, lsn=stamps(lsn))
             model.apply(ids, values, lsn)
         elif what == "assign":
@@ -234,23 +234,23 @@ def test_an_entry_of_several_fits_whole_or_is_refused_whole():
     store.declare(Table(name="a", dim=30, rule=Rule(kind="sgd")))
     store.declare(Table(name="b", dim=30, rule=Rule(kind="sgd")))
     ids, grads = np.arange(4500), np.ones((4500, 30))
-    store.check_operations([("a", ids, grads)])
-    store.check_operations([("b", ids, grads)])
+    store.check_operations([("a", ids, grads, "apply")])
+    store.check_operations([("b", ids, grads, "apply")])
     with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table b: 4500 new rows"):
-        store.check_operations([("a", ids, grads), ("b", ids, grads)])
+        store.check_operations([("a", ids, grads, "apply"), ("b", ids, grads, "apply")])
     with pytest.raises(StoreError, match=r"b: values of shape \(4500, 30\) for 4499 ids"):
-        store.check_operations([("a", ids, grads), ("b", ids[1:], grads)])
+        store.check_operations([("a", ids, grads, "apply"), ("b", ids[1:], grads, "apply")])
     with pytest.raises(StoreError, match="c: no table of that name; declared: a, b"):
-        store.check_operations([("c", ids, grads)])
+        store.check_operations([("c", ids, grads, "apply")])
     with pytest.raises(StoreFull, match="table a: 9000 new rows"):
-        store.check_operations([("a", ids, grads), ("a", ids + 4500, grads)])
+        store.check_operations([("a", ids, grads, "apply"), ("a", ids + 4500, grads, "apply")])
     with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table a: 4500 new rows"):
         store.check_operations([("a", ids, grads, "assign"), ("a", ids + 4500, grads, "apply")])
     with pytest.raises(StoreError, match="a: no dense parameter of that name"):
         store.check_operations([("a", ids, grads, "set")])
     for rate in (10**400, float("nan"), "1", True):
         with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
-            store.check_operations([("a", ids, grads)], 1, {"a": rate})
+            store.check_operations([("a", ids, grads, "apply")], 1, {"a": rate})
         with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
             store.apply("a", ids, grads, lr=rate, lsn=stamps(1))
     assert store.stats()["tables"]["a"]["rows"] == 0

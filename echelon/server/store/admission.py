@@ -25,22 +25,20 @@ class AdmissionCounts(SparseTable):
 
     def __init__(self, spec: Table, *, num_shards: int, address_space: int) -> None:
         self._admit = spec.admit
-        zeros, sgd = Init(kind="zeros"), Rule(kind="sgd")
-        count_spec = Table(name=spec.name, dim=1, rule=sgd, init=zeros, dtype="f8", stored="f8")
-        super().__init__(
-            count_spec, num_shards=num_shards, address_space=address_space, spill=None, keep_write_log=False
-        )
+        rule, init = Rule(kind="sgd"), Init(kind="zeros")
+        counts = Table(name=spec.name, dim=1, rule=rule, init=init, dtype="f8", stored="f8")
+        super().__init__(counts, num_shards=num_shards, address_space=address_space, spill=None, has_write_log=False)
 
     def split(self, ids: np.ndarray, has_row: np.ndarray) -> AdmissionSplit:
-        """Which of the ids without a row wait on, and which get one."""
+        """Which of the ids without a row go on waiting, and which get one."""
         count_rows = self.find(ids)[0]
         has_count = count_rows != 0
         counts = self.read_column(count_rows, 2).view(np.float64) * has_count
         is_admitted = ~has_row & (counts + 1 >= self._admit)
         is_waiting = ~has_row & ~is_admitted
-        new_ids = (ids[is_admitted], ids[is_waiting & ~has_count])
+        shards = shard_of(ids, self.num_shards)
         new_rows, new_counts = (
-            np.bincount(shard_of(some_ids, self.num_shards), minlength=self.num_shards) for some_ids in new_ids
+            np.bincount(shards[is_new], minlength=self.num_shards) for is_new in (is_admitted, is_waiting & ~has_count)
         )
         return AdmissionSplit(is_waiting, is_admitted, has_count, (new_rows, new_counts))
 

@@ -16,25 +16,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from echelon.server.kernels.missed_updates import (
-    ADAGRAD,
-    ADAM,
-    ADAM_COUPLED,
-    B1,
-    B2,
-    DECAY,
-    DIM,
-    LINEAR,
-    METHOD,
-    UPDATES_PER_LEAF,
-    apply_missed_updates,
-    extend_products,
-)
+from echelon.server.kernels import missed_updates as k
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import RULE_KINDS, Rule, StoreError, Table
 from echelon.server.store.row_layout import encode_rule_params, initial_values, make_row_layout
@@ -48,9 +34,9 @@ _ADAM_TAIL_UPDATES = 1000
 
 def encode_lazy_params(rule: Rule) -> np.ndarray:
     """A rule in the order of `kernels.missed_updates`."""
-    method = {"sgd": LINEAR, "momentum": LINEAR, "adagrad": ADAGRAD}.get(rule.kind, ADAM)
+    method = {"sgd": k.LINEAR, "momentum": k.LINEAR, "adagrad": k.ADAGRAD}.get(rule.kind, k.ADAM)
     if rule.kind == "adam" and rule.weight_decay and not rule.decoupled:
-        method = ADAM_COUPLED
+        method = k.ADAM_COUPLED
     momentum = (rule.momentum, 1.0 - rule.dampening) if rule.kind == "momentum" else (0.0, 1.0)
     initial = rule.initial if rule.kind == "adagrad" else 0.0
     adam = (rule.beta1, rule.beta2, rule.epsilon)
@@ -63,9 +49,9 @@ class UpdateHistory:
     def __init__(self, rule: Rule) -> None:
         self.count = 0
         self.params = encode_lazy_params(rule)
-        self.rates = np.zeros(UPDATES_PER_LEAF)
+        self.rates = np.zeros(k.UPDATES_PER_LEAF)
         is_adam, has_tree = rule.kind == "adam", rule.kind != "adagrad"
-        self.adam_terms = np.zeros((UPDATES_PER_LEAF if is_adam else 0, 2))
+        self.adam_terms = np.zeros((k.UPDATES_PER_LEAF if is_adam else 0, 2))
         self.product_tree = np.zeros((2 if has_tree else 0, 4))
         self.max_rate, self.min_decay_factor = 0.0, 1.0
 
@@ -76,20 +62,20 @@ class UpdateHistory:
     @property
     def replayed_updates(self) -> int:
         """About how many updates are computed one by one for a row that had none."""
-        method, converges = self.params[METHOD], self.params[B1] < math.sqrt(self.params[B2])
-        if method == LINEAR:
+        method, converges = self.params[k.METHOD], self.params[k.B1] < math.sqrt(self.params[k.B2])
+        if method == k.LINEAR:
             return 1
-        return min(self.count, _ADAM_TAIL_UPDATES) if method == ADAM and converges else self.count
+        return min(self.count, _ADAM_TAIL_UPDATES) if method == k.ADAM and converges else self.count
 
     def extend(self, rates: np.ndarray) -> None:
         first, last = self.count, self.count + len(rates)
         while last > len(self.rates):
             self._double_capacity()
         self.rates[first:last] = rates
-        extend_products(self.params, self.rates, self.adam_terms, self.product_tree, first, last)
+        k.extend_products(self.params, self.rates, self.adam_terms, self.product_tree, first, last)
         if len(self.adam_terms):
             self.max_rate = max(self.max_rate, float(np.abs(self.adam_terms[first:last, 0]).max(initial=0.0)))
-        self.min_decay_factor = min(self.min_decay_factor, float((1.0 - rates * self.params[DECAY]).min(initial=1.0)))
+        self.min_decay_factor = min(self.min_decay_factor, float((1.0 - rates * self.params[k.DECAY]).min(initial=1.0)))
         self.count = last
 
     def _double_capacity(self) -> None:
@@ -124,36 +110,30 @@ class _CatchUpKernel:
     def __init__(self, spec: Table, keep_alive: Callable[[], None] = lambda: None) -> None:
         self._keep_alive = keep_alive
         layout = make_row_layout(spec)
-        self.words = layout.words
+        self.words, self._dim = layout.words, spec.dim
         offsets = (layout.weights_offset, layout.state_offset, layout.state_size)
         self._layout = np.array([self.words, spec.dim, *offsets], np.int64)
-        self._scratch = np.zeros(max(5 * spec.dim, 8), spec.dtype)
-        self._cast = np.zeros(8, spec.dtype)
+        self._scratch = (np.zeros(max(5 * spec.dim, 8), spec.dtype), np.zeros(8, spec.dtype))
         self._no_output = np.empty((0, spec.dim), spec.dtype)
 
-    def read(self, history: UpdateHistory, row_numbers: np.ndarray, views: tuple[Any, ...], out: np.ndarray) -> None:
-        self._apply(history, row_numbers, views, out, -1)
-
-    def write(self, history: UpdateHistory, row_numbers: np.ndarray, views: tuple[Any, ...], update_count: int) -> None:
-        """Bring rows up to date in place."""
-        self._apply(history, row_numbers, views, self._no_output, update_count)
-
-    def _apply(
+    def __call__(
         self,
         history: UpdateHistory,
         row_numbers: np.ndarray,
         views: tuple[Any, ...],
-        out: np.ndarray,
-        update_count: int,
+        *,
+        out: np.ndarray | None = None,
+        update_count: int = -1,
     ) -> None:
+        """Bring weights up to date in `out`; or rows in place, which then have had `update_count` updates."""
+        out = self._no_output if out is None else out
         rates = (history.params, history.rates, history.adam_terms, history.product_tree)
         bounds = (history.max_rate, history.min_decay_factor, history.count)
-        scratch = (self._scratch, self._cast)
-        rows_per_call = max(1, _MAX_WORK_PER_CALL // max(1, history.replayed_updates * int(self._layout[DIM])))
+        rows_per_call = max(1, _MAX_WORK_PER_CALL // max(1, history.replayed_updates * self._dim))
         for first in range(0, len(row_numbers), rows_per_call):
             rows = slice(first, first + rows_per_call)
-            row_args = (self._layout, row_numbers[rows], *views, out[rows])
-            apply_missed_updates(*rates, *bounds, *row_args, *scratch, update_count)
+            row_args = (self._layout, row_numbers[rows], *views, out[rows], *self._scratch)
+            k.apply_missed_updates(*rates, *bounds, *row_args, update_count)
             self._keep_alive()
 
 
@@ -163,21 +143,13 @@ class LazySparseTable(SparseTable):
     Shards that had the same updates share a history: those of one route do, as every push goes to all of it.
     """
 
-    def __init__(
-        self,
-        spec: Table,
-        *,
-        num_shards: int,
-        address_space: int,
-        spill: Path | None,
-        keep_alive: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, spec: Table, *, keep_alive: Callable[[], None] = lambda: None, **options: Any) -> None:
         """`keep_alive` is called every 50 ms or so while missed updates are computed."""
-        super().__init__(spec, num_shards=num_shards, address_space=address_space, spill=spill)
-        self._kernel = _CatchUpKernel(spec, keep_alive)
+        super().__init__(spec, **options)
+        self._catch_up = _CatchUpKernel(spec, keep_alive)
         self._kernel_views = (self.int64_view, self.float_view)
         self._histories = {0: UpdateHistory(spec.rule)}
-        self._history_of_shard = np.zeros(num_shards, np.int64)
+        self._history_of_shard = np.zeros(self.num_shards, np.int64)
 
     @property
     def bytes(self) -> int:
@@ -233,7 +205,7 @@ class LazySparseTable(SparseTable):
         row_numbers = self.find(ids)[0]
         for history, selected in self._group_by_history(ids):
             part = weights[selected]  # a view if all are selected, else a copy
-            self._kernel.read(history, row_numbers[selected], self._kernel_views, part)
+            self._catch_up(history, row_numbers[selected], self._kernel_views, out=part)
             if not isinstance(selected, slice):
                 weights[selected] = part
         return weights
@@ -262,7 +234,7 @@ class LazySparseTable(SparseTable):
             self._set_update_counts(new_ids, 0)
             row_numbers = self.find(ids)[0]
         for history, selected in self._group_by_history(ids):
-            self._kernel.write(history, row_numbers[selected], self._kernel_views, history.count + 1)
+            self._catch_up(history, row_numbers[selected], self._kernel_views, update_count=history.count + 1)
             row_args = (ids[selected], row_numbers[selected], values[selected])
             super().write(*row_args, lsn, lr=lr, step=history.count + 1)
 
@@ -281,16 +253,16 @@ class LazySparseTable(SparseTable):
 
 def bring_rows_up_to_date(spec: Table, rows: np.ndarray, history: UpdateHistory) -> np.ndarray:
     """Copies of whole rows (n, words) of a snapshot, up to date."""
-    kernel = _CatchUpKernel(spec)
-    int64_view = np.concatenate([np.zeros((1, kernel.words), np.int64), rows]).reshape(-1)
+    catch_up = _CatchUpKernel(spec)
+    int64_view = np.concatenate([np.zeros((1, catch_up.words), np.int64), rows]).reshape(-1)
     views = (int64_view, int64_view.view(spec.dtype))
-    kernel.write(history, np.arange(1, len(rows) + 1), views, history.count)
-    return int64_view.reshape(-1, kernel.words)[1:]
+    catch_up(history, np.arange(1, len(rows) + 1), views, update_count=history.count)
+    return int64_view.reshape(-1, catch_up.words)[1:]
 
 
 def make_initial_rows(spec: Table, ids: np.ndarray, history: UpdateHistory) -> np.ndarray:
     """Rows that were never pushed to, after these updates."""
-    kernel, weights = _CatchUpKernel(spec), initial_values(spec, ids, spec.dim, spec.dtype)
-    int64_view = np.zeros(kernel.words, np.int64)
-    kernel.read(history, np.zeros(len(ids), np.int64), (int64_view, int64_view.view(spec.dtype)), weights)
+    catch_up, weights = _CatchUpKernel(spec), initial_values(spec, ids, spec.dim, spec.dtype)
+    int64_view = np.zeros(catch_up.words, np.int64)
+    catch_up(history, np.zeros(len(ids), np.int64), (int64_view, int64_view.view(spec.dtype)), out=weights)
     return weights

@@ -23,8 +23,10 @@ class MemoryLimit:
         physical_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.bytes = physical_memory if memory is None else memory
         #: Addresses per table: a replica may have to exceed the limit.
-        address_space = physical_memory if memory is None else min(4 * memory, max(2 * memory, physical_memory))
-        self.address_space = address_space if spill is None else _free_disk_bytes(spill)
+        self.address_space = physical_memory if memory is None else min(4 * memory, max(2 * memory, physical_memory))
+        if spill is not None:
+            existing = next(folder for folder in (spill, *spill.absolute().parents) if folder.exists())
+            self.address_space = shutil.disk_usage(existing).free
         self._spill, self._used_bytes = spill, used_bytes
         self._is_suspended = False
         #: New rows of a table that certainly fit as long as nothing else takes memory.
@@ -62,10 +64,8 @@ class MemoryLimit:
 
     def check(self, missing_rows: MissingRows, block_bytes: int = 0) -> None:
         """StoreFull if new rows and blocks do not fit."""
-        needed, used = (
-            block_bytes + sum(table.bytes_needed(missing) for table, missing in missing_rows),
-            self._used_bytes(),
-        )
+        needed = block_bytes + sum(table.bytes_needed(missing) for table, missing in missing_rows)
+        used = self._used_bytes()
         exceeds_limit = not self._is_suspended and needed > 0 and used + needed > self.bytes
         if exceeds_limit or not all(table.has_room_for(missing) for table, missing in missing_rows):
             needs = ", ".join(
@@ -78,10 +78,3 @@ class MemoryLimit:
                 f"{needs or 'dense blocks'} need {needed} bytes, and this server holds {used} of at most {self.bytes}; nothing was applied; "
                 f"raise memory=, {spill}expire old rows, admit fewer (admit=), store them narrower (stored=) or add servers"
             )
-
-
-def _free_disk_bytes(folder: Path) -> int:
-    """Free bytes where a folder is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

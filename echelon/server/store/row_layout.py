@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from echelon.server import kernels as k
 from echelon.server.protocol.hashing import hash_name
-from echelon.server.protocol.specs import DTYPE_BYTES, INIT_KINDS, RULE_KINDS, Dense, Init, Rule, StoreError, Table
-
-_UINT64_MASK = (1 << 64) - 1
+from echelon.server.protocol.specs import DTYPE_BYTES, INIT_KINDS, RULE_KINDS, Dense, Rule, StoreError, Table
 
 
 class RowLayout(NamedTuple):
@@ -37,8 +35,14 @@ class RowLayout(NamedTuple):
         return np.array(self[:7], np.int64)
 
 
+def as_kernel_array(values: Any, dtype: Any) -> np.ndarray:
+    """Contiguous and writable: kernels are compiled for such arrays only."""
+    array = np.ascontiguousarray(values, dtype)
+    return array if array.flags.writeable else array.copy()
+
+
 def state_layout(rule: Rule, dim: int) -> tuple[int, int]:
-    """How many numbers of state `dim` weights have under a rule, and which of them counts updates (-1: none)."""
+    """How many elements of state `dim` weights have under a rule, and which of them counts updates (-1: none)."""
     count_size = 0 if rule.every else {"momentum": 1 if rule.dampening else 0, "adam": 1, "lamb": 1}.get(rule.kind, 0)
     state_size = {"sgd": 0, "rowwise_adagrad": 1, "momentum": dim, "adagrad": dim}.get(rule.kind, 2 * dim)
     return state_size + count_size, state_size if count_size else -1
@@ -86,7 +90,7 @@ def required_step(rule: Rule, step: int | None, name: str) -> int:
         return 0
     if step is None or step < 1:
         raise StoreError(
-            f"{name}: step={step}: its rule corrects bias by the push's step, counted from 1; push with it, or use steps='row'"
+            f"{name}: step={step}: its rule corrects bias by the push's step; give one >= 1, or steps='row'"
         )
     return step
 
@@ -99,10 +103,10 @@ def encode_rule_options(rule: Rule, count_index: int, *, is_sparse: bool, step: 
 
 def encode_init(spec: Table | Dense) -> tuple[int, np.ndarray, np.uint64]:
     """An initializer as the kernels read it: kind, numbers, seed."""
-    init: Init = spec.init
+    init = spec.init
     numbers = np.array([0.0 if init.kind == "zeros" else init.value, init.scale])
-    seed = np.uint64((hash_name(spec.name) + init.seed * 0x9E3779B97F4A7C15) & _UINT64_MASK)
-    return INIT_KINDS.index(init.kind), numbers, seed
+    seed = (hash_name(spec.name) + init.seed * 0x9E3779B97F4A7C15) % (1 << 64)
+    return INIT_KINDS.index(init.kind), numbers, np.uint64(seed)
 
 
 def initial_values(spec: Table | Dense, ids: np.ndarray, length: int, dtype: str) -> np.ndarray:

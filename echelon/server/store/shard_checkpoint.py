@@ -13,11 +13,10 @@ import contextlib
 import hashlib
 import json
 import os
-import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def partial_folder(folder: Path) -> Path:
 
 
 def _previous_folder(folder: Path) -> Path:
-    """Where the checkpoint lies that is being replaced."""
+    """Where a checkpoint that is being replaced lies meanwhile."""
     return folder.with_name(f".{folder.name}.old")
 
 
@@ -57,7 +56,7 @@ def _finish_rename(folder: Path) -> None:
 def check_target_folder(folder: Path) -> None:
     """CheckpointError unless a checkpoint may be written to this folder: it replaces another checkpoint, and nothing else."""
     if not folder.is_absolute():
-        raise CheckpointError(f"{folder}: each server has its own working directory; give an absolute path")
+        raise CheckpointError(f"{folder}: servers have their own working directories; give an absolute path")
     _finish_rename(folder)
     if folder.is_dir():
         if any(folder.iterdir()) and not (folder / MANIFEST_NAME).is_file():
@@ -72,47 +71,43 @@ def check_target_folder(folder: Path) -> None:
 
 def write_shard(folder: Path, shard: int, parts: Sequence[SnapshotPart]) -> dict[str, Any]:
     """Write one shard; its entry in the manifest."""
-    arrays = {
-        _array_name(part_number, array_number): np.ascontiguousarray(array)
-        for part_number, (_, part) in enumerate(parts)
-        for array_number, array in enumerate(part)
-    }
-    metadata = {"parts": json.dumps([[meta, len(part)] for meta, part in parts]), "shard": str(shard)}
-    header, _, byte_count = encode_header({name: (one.dtype, one.shape) for name, one in arrays.items()}, metadata)
+    counts = [(meta, len(part)) for meta, part in parts]
+    names = [name for _, names in _name_arrays(counts) for name in names]
+    arrays = [np.ascontiguousarray(array) for _, part in parts for array in part]
+    tensors = {name: (array.dtype, array.shape) for name, array in zip(names, arrays, strict=True)}
+    header, _, byte_count = encode_header(tensors, {"parts": json.dumps(counts), "shard": str(shard)})
     folder.mkdir(parents=True, exist_ok=True)
     lsn, digest = int(parts[0][0]["lsn"]), hashlib.sha256()
-    name = f"shard-{shard:05d}-{_PROCESS_TOKEN}-{lsn}.safetensors"
-    with atomic_writer(folder / name) as file:
-        chunks: list[bytes | memoryview] = [header, *(array.data for array in arrays.values())]
+    file_name = f"shard-{shard:05d}-{_PROCESS_TOKEN}-{lsn}.safetensors"
+    chunks: list[bytes | memoryview] = [header, *(array.data for array in arrays)]
+    with atomic_writer(folder / file_name) as file:
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
-    return {"shard": shard, "file": name, "sha256": digest.hexdigest(), "bytes": byte_count, "lsn": lsn}
+    return {"shard": shard, "file": file_name, "sha256": digest.hexdigest(), "bytes": byte_count, "lsn": lsn}
 
 
-def _array_name(part_number: int, array_number: int) -> str:
-    return f"{part_number:06d}.{array_number:03d}"
+def _name_arrays(parts: Iterable[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The names of each part's arrays in a file."""
+    return [(meta, [f"{part:06d}.{n:03d}" for n in range(count)]) for part, (meta, count) in enumerate(parts)]
 
 
 def parse_parts(file: SafetensorsFile) -> list[tuple[dict[str, Any], list[str]]]:
     """The parts of a shard's file, and the names of their arrays."""
-    return [
-        (meta, [_array_name(part_number, array_number) for array_number in range(count)])
-        for part_number, (meta, count) in enumerate(json.loads(file.metadata["parts"]))
-    ]
+    return _name_arrays(json.loads(file.metadata["parts"]))
 
 
 def complete_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> None:
     """All shards are written: write the manifest and rename the folder."""
     check_target_folder(folder)
     partial_path = partial_folder(folder)
-    listed_files = {entry["file"] for entry in manifest["files"].values()}
-    present_files = {path.name: path for path in partial_path.iterdir()}
-    if missing_files := sorted(listed_files - present_files.keys()):
-        counts = f"{len(missing_files)} of {len(listed_files)}"
-        raise CheckpointError(f"{folder}: {counts} shards were not written there ({missing_files[0]}); write it again")
-    for stray in present_files.keys() - listed_files:
-        present_files[stray].unlink()
+    listed = {entry["file"] for entry in manifest["files"].values()}
+    present = {path.name for path in partial_path.iterdir()}
+    if missing := sorted(listed - present):
+        counts = f"{len(missing)} of {len(listed)}"
+        raise CheckpointError(f"{folder}: {counts} shards were not written there ({missing[0]}); write it again")
+    for stray in present - listed:
+        (partial_path / stray).unlink()
     previous_folder, replaces = _previous_folder(folder), folder.exists()
     shutil.rmtree(previous_folder, ignore_errors=True)
     # From here on a reader may rename it (`_finish_rename`), so `folder` need not be the previous one.
@@ -134,21 +129,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         _finish_rename(folder)
         data = read_regular(path)
         if read_unsealed_format(data) == 1:
+            problem = "format 1, whose manifest has no hash"
             raise CheckpointError(
-                f"{path}: format 1, whose manifest has no hash; export its tables with the echelon that wrote it (`echelon server export`)"
+                f"{path}: {problem}; export its tables with the echelon that wrote it (`server export`)"
             )
         manifest = unseal(data, str(path))
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: not a checkpoint of servers ({MANIFEST_NAME}: {error.strerror}); give the folder of a complete one"
-        ) from None
+        reason = f"{MANIFEST_NAME}: {error.strerror}"
+        raise CheckpointError(f"{folder}: not a checkpoint of servers ({reason}); give a complete one") from None
     except DocumentError as error:
         raise CheckpointError(f"{error}; use an older checkpoint") from None
     if manifest.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path}: not format {CHECKPOINT_FORMAT}; another version of echelon wrote it")
-    wrong_fields = [name for name, kind in _MANIFEST_FIELDS.items() if not isinstance(manifest.get(name), kind)]
-    if wrong_fields:
-        raise CheckpointError(f"{path}: {', '.join(wrong_fields)} missing or of another type; use an older checkpoint")
+    if wrong := [name for name, kind in _MANIFEST_FIELDS.items() if not isinstance(manifest.get(name), kind)]:
+        raise CheckpointError(f"{path}: {', '.join(wrong)} missing or of another type; use an older checkpoint")
     return manifest
 
 
@@ -176,17 +170,15 @@ def shard_file(folder: Path, manifest: Mapping[str, Any], shard: int) -> Path:
 
 def _read_verified(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path, bytes]:
     """The file of a shard, as the manifest describes it."""
-    path, expected_sha256 = shard_file(folder, manifest, shard), manifest["files"][str(shard)]["sha256"]
+    path, expected = shard_file(folder, manifest, shard), manifest["files"][str(shard)]["sha256"]
     try:
         with open_regular(path) as file:
             data = bytes(file.read())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; use an older checkpoint") from None
-    except DocumentError as error:
-        raise CheckpointError(f"{error}; use an older checkpoint") from None
-    if hashlib.sha256(data).hexdigest() != expected_sha256:
-        expected = str(expected_sha256)[:12]
-        raise CheckpointError(f"{path}: damaged, its SHA-256 is not {expected}...; use an older checkpoint")
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise DocumentError(f"{path}: damaged, its SHA-256 is not {str(expected)[:12]}...")
+    except (OSError, DocumentError) as error:
+        reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise CheckpointError(f"{reason}; use an older checkpoint") from None
     return path, data
 
 
@@ -201,19 +193,17 @@ def load_shard(folder: Path, shard: int) -> list[SnapshotPart]:
 
 
 class CheckpointWriter:
-    """Writes shards in a thread while the loop goes on: one snapshot is copied at a time, between other work."""
+    """Writes shards in threads while the loop goes on: one shard is copied and written at a time, between other work."""
 
     def __init__(self, loop: EventLoop) -> None:
-        self._jobs: queue.SimpleQueue[tuple[int, Path, int, Sequence[SnapshotPart]]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        #: Shards to copy and the one that is being written: checkpoint, folder, shard.
+        #: Shards to copy, the one that is being written, and what came of it: checkpoint, folder, shard.
         self._queue: list[tuple[int, Path, int]] = []
         self._current: tuple[int, Path, int] | None = None
+        self._result: dict[str, Any] = {}
         self._snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None] = lambda shard: None
         self._report_result: Callable[[dict[str, Any]], None] = lambda details: None
         read_fd, self._wakeup_fd = os.pipe()
-        loop.watch(read_fd, lambda: self._on_results(read_fd))
-        threading.Thread(target=self._write_jobs, name="echelon-checkpoint", daemon=True).start()
+        loop.watch(read_fd, lambda: self._on_written(read_fd))
 
     def write(
         self,
@@ -224,12 +214,10 @@ class CheckpointWriter:
         report_result: Callable[[dict[str, Any]], None],
     ) -> None:
         """Write these shards: `snapshot_shard` copies one, `report_result` is called for each that is on disk, or failed."""
-        target = (
-            checkpoint_id,
-            partial_folder(folder),
-        )  # the id alone is not enough: a restarted controller counts from 1
-        known, queued = {*self._queue, self._current}, [job for job in self._queue if job[:2] == target]
-        self._queue = queued + [(*target, shard) for shard in shards if (*target, shard) not in known]
+        # The id alone is not enough: a restarted controller counts from 1.
+        jobs = [(checkpoint_id, partial_folder(folder), shard) for shard in shards]
+        known, queued = {*self._queue, self._current}, [job for job in self._queue if job[:2] == jobs[0][:2]]
+        self._queue = queued + [job for job in jobs if job not in known]
         self._snapshot_shard, self._report_result = snapshot_shard, report_result
         self._start_next()
 
@@ -239,22 +227,18 @@ class CheckpointWriter:
             parts = self._snapshot_shard(job[2])
             if parts is not None:
                 self._current = job
-                self._jobs.put((*job, parts))
+                threading.Thread(target=self._write, args=(*job, parts), name="echelon-checkpoint", daemon=True).start()
 
-    def _write_jobs(self) -> None:
-        while True:
-            checkpoint_id, folder, shard, parts = self._jobs.get()
-            try:
-                result = write_shard(folder, shard, parts)
-            except Exception as error:  # of any type: the requester must hear, and the next shard be written
-                result = {"error": f"{folder}: shard {shard} cannot be written ({type(error).__name__}: {error})"}
-            del parts
-            self._results.put({"id": checkpoint_id, **result})
-            os.write(self._wakeup_fd, b"!")
+    def _write(self, checkpoint_id: int, folder: Path, shard: int, parts: Sequence[SnapshotPart]) -> None:
+        try:
+            self._result = write_shard(folder, shard, parts)
+        except Exception as error:  # of any type: the requester must hear, and the next shard be written
+            self._result = {"error": f"{folder}: shard {shard} cannot be written ({type(error).__name__}: {error})"}
+        self._result["id"] = checkpoint_id
+        os.write(self._wakeup_fd, b"!")
 
-    def _on_results(self, fd: int) -> None:
-        os.read(fd, 4096)
-        while not self._results.empty():
-            self._current = None
-            self._report_result(self._results.get())
+    def _on_written(self, fd: int) -> None:
+        os.read(fd, 1)
+        self._current = None
+        self._report_result(self._result)
         self._start_next()

@@ -20,9 +20,7 @@ def reserve_memory(nbytes: int, purpose: str) -> mmap.mmap:
     try:
         return mmap.mmap(-1, nbytes, flags=flags)
     except (OSError, ValueError) as error:
-        raise StoreError(
-            f"{purpose}: cannot reserve {nbytes} bytes of addresses ({error}); use a smaller memory="
-        ) from error
+        raise StoreError(f"{purpose}: cannot reserve {nbytes} bytes of addresses ({error}); lower memory=") from error
 
 
 class ShardIndex:
@@ -87,23 +85,18 @@ class ShardIndex:
         self._starts[shard], self._masks[shard] = self._allocate(_MIN_SLOTS), _MIN_SLOTS - 1
 
     def _allocate(self, slots: int) -> int:
-        free_regions = self._free_regions.get(slots)
-        if free_regions:
+        if free_regions := self._free_regions.get(slots):
             return free_regions.pop()
         self._next_slot += slots
         return self._next_slot - slots
 
     def _release(self, start: int, slots: int) -> None:
         """Zero a region; whole pages go back to the system."""
-        words_per_page = mmap.PAGESIZE // 8
-        first_page, last_page = (
-            -(-start // words_per_page) * words_per_page,
-            (start + slots) // words_per_page * words_per_page,
-        )
+        page, end = mmap.PAGESIZE // 8, start + slots
+        first_page, last_page = -(-start // page) * page, end // page * page
         if last_page > first_page:
             self.memory.madvise(mmap.MADV_DONTNEED, first_page * 8, (last_page - first_page) * 8)
-            self._slots[start:first_page] = 0
-            self._slots[last_page : start + slots] = 0
+            self._slots[start:first_page] = self._slots[last_page:end] = 0
         else:
-            self._slots[start : start + slots] = 0
+            self._slots[start:end] = 0
         self._free_regions.setdefault(slots, []).append(start)

@@ -11,19 +11,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from echelon.server import kernels as k
 from echelon.server.protocol.hashing import shard_bits, shard_of
 from echelon.server.protocol.specs import StoreError, StoreFull, Table
-from echelon.server.store.row_layout import (
-    encode_init,
-    encode_rule_options,
-    encode_rule_params,
-    make_row_layout,
-    required_step,
-)
+from echelon.server.store import row_layout
 from echelon.server.store.shard_index import ShardIndex, reserve_memory
 from echelon.server.store.write_log import MAX_LOGGED_SHARDS, WriteLog
 
@@ -35,15 +30,17 @@ _SPILL_CHUNK_BYTES = 64 << 20
 _MAX_CACHED_READS = 64
 #: Ids of these reads in total (8 bytes each, not counted in `bytes`); a read of more than an eighth of that is not cached.
 _MAX_CACHED_READ_IDS = 1 << 19
+#: A rule's numbers in the table's arithmetic and in float64, and its switches.
+RuleArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SparseTable:
-    """The rows of one table."""
+    """The rows of one table. Parameters `missing`: new rows per shard."""
 
     def __init__(
-        self, spec: Table, *, num_shards: int, address_space: int, spill: Path | None, keep_write_log: bool = True
+        self, spec: Table, *, num_shards: int, address_space: int, spill: Path | None, has_write_log: bool = True
     ) -> None:
-        self.spec, self.num_shards, self.layout = spec, num_shards, make_row_layout(spec)
+        self.spec, self.num_shards, self.layout = spec, num_shards, row_layout.make_row_layout(spec)
         #: Weights are stored as they are computed with, and rows move only when they are pushed to.
         self.is_native = self.layout.stored_kind == k.NATIVE and not spec.rule.every
         self._kernel_layout = self.layout.to_array()
@@ -63,18 +60,19 @@ class SparseTable:
         self._views = (self.int64_view, self.float_view, *narrow_views)
         #: The first row of the free list, the first row never used, the length of the free list. Row 0 is scratch.
         self.row_allocator = np.array([0, 1, 0], np.int64)
-        self._reserve_spill(1)
         self.index = ShardIndex(num_shards, self.max_rows, spec.name)
+        self.rows_per_shard = self.index.rows_per_shard
+        self.reserve_spill(np.zeros(num_shards, np.int64))
         self._uses_huge_pages = False
-        self._init = encode_init(spec)
+        self._init = row_layout.encode_init(spec)
         self._dtype = np.dtype(spec.dtype)
         self._write_count = 0
-        self._write_log = WriteLog(num_shards) if keep_write_log and num_shards <= MAX_LOGGED_SHARDS else None
+        self._write_log = WriteLog(num_shards) if has_write_log and num_shards <= MAX_LOGGED_SHARDS else None
         self._find_cache: tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray, int]] | None = None
         #: Row numbers of the last reads, by number of ids, first and last id: mostly a push of the same ids follows. The kernel checks
         #: each row's id, so a push of other ids only loses the gain.
         self._read_cache: dict[tuple[int, int, int], np.ndarray] = {}
-        self._rule_cache: tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._rule_cache: tuple[object, RuleArrays] | None = None
         self._absent_buffer = np.empty(0, np.int64)
         self._batch_buffer = np.empty((2, 2 * k.LOOKUP_BATCH), np.int64)
         self._nearest_draws = np.full(spec.dim, 1 << 15, np.uint16)
@@ -84,35 +82,28 @@ class SparseTable:
     # Room
 
     @property
-    def rows_per_shard(self) -> np.ndarray:
-        return self.index.rows_per_shard
-
-    @property
     def count(self) -> int:
         return int(self.rows_per_shard.sum())
 
     @property
-    def _row_bytes(self) -> int:
-        return int(self.row_allocator[1]) * self.layout.stride
-
-    @property
     def spilled_bytes(self) -> int:
         """Bytes of rows in a file."""
-        return 0 if self._spill_file is None else self._row_bytes
+        return 0 if self._spill_file is None else int(self.row_allocator[1]) * self.layout.stride
 
     @property
     def bytes(self) -> int:
         """Memory in use: rows (free ones too) and index, without what is spilled."""
-        return self._row_bytes - self.spilled_bytes + self.index.bytes
+        return int(self.row_allocator[1]) * self.layout.stride - self.spilled_bytes + self.index.bytes
+
+    def _last_row(self, missing: np.ndarray) -> int:
+        """Rows in use or free, once `missing` were added; free rows are used first."""
+        _, first_unused, free = self.row_allocator.tolist()
+        return first_unused + max(0, int(missing.sum()) - free)
 
     def bytes_needed(self, missing: np.ndarray) -> int:
-        """Memory that `missing` new rows per shard would take."""
-        new_rows = 0 if self._spill_file is not None else self._rows_to_add(missing)
+        """Memory that `missing` more rows would take."""
+        new_rows = 0 if self._spill_file is not None else self._last_row(missing) - int(self.row_allocator[1])
         return self.index.bytes_needed(missing) + new_rows * self.layout.stride
-
-    def _rows_to_add(self, missing: np.ndarray) -> int:
-        """New rows that no free row can be used for."""
-        return max(0, int(missing.sum()) - int(self.row_allocator[2]))
 
     def max_bytes_needed(self, new_rows: int) -> int | None:
         """An upper bound for so many new rows, whatever their shards; None: there may be no room for them."""
@@ -123,19 +114,15 @@ class SparseTable:
         return new_rows * self.layout.stride + index_bytes
 
     def has_room_for(self, missing: np.ndarray) -> bool:
-        """Whether the reserved addresses take `missing` new rows per shard."""
-        rows = int(self.row_allocator[1]) + self._rows_to_add(missing)
-        return rows <= self.max_rows + 1 and self.index.has_room_for(missing)
+        """Whether the reserved addresses suffice."""
+        return self._last_row(missing) <= self.max_rows + 1 and self.index.has_room_for(missing)
 
     def reserve_spill(self, missing: np.ndarray) -> None:
-        """Grow the spill file, if there is one, for `missing` new rows per shard. Raises StoreFull before anything changes."""
-        self._reserve_spill(int(self.row_allocator[1]) + self._rows_to_add(missing))
-
-    def _reserve_spill(self, rows: int) -> None:
-        nbytes = rows * self.layout.stride
+        """Grow the spill file, if there is one. Raises StoreFull before anything changes."""
+        nbytes, stride = self._last_row(missing) * self.layout.stride, self.layout.stride
         if self._spill_file is None or nbytes <= self._spill_bytes:
             return
-        nbytes = min(-(-nbytes // _SPILL_CHUNK_BYTES) * _SPILL_CHUNK_BYTES, (self.max_rows + 1) * self.layout.stride)
+        nbytes = min(-(-nbytes // _SPILL_CHUNK_BYTES) * _SPILL_CHUNK_BYTES, (self.max_rows + 1) * stride)
         try:
             os.posix_fallocate(self._spill_file, 0, nbytes)
         except OSError as error:
@@ -156,9 +143,12 @@ class SparseTable:
 
     # Rows by id
 
-    def check_step(self, step: int | None) -> None:
-        """StoreError if the rule needs another step."""
-        required_step(self.spec.rule, step, self.spec.name)
+    def as_values(self, ids: np.ndarray, values: Any) -> np.ndarray:
+        """One row of the table's dtype for each id; StoreError if they do not fit."""
+        array, expected = row_layout.as_kernel_array(values, self._dtype), (len(ids), self.spec.dim)
+        if array.shape != expected:
+            raise StoreError(f"{self.spec.name}: values of shape {array.shape} for {len(ids)} ids; expected {expected}")
+        return array
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The row of each id (0: none), how many ids per shard have none, and in total."""
@@ -178,10 +168,8 @@ class SparseTable:
         lookup_args = (*self.index.arrays, self._shard_shift, ids, row_numbers, self._batch_buffer)
         k.read_rows(*lookup_args, self._kernel_layout, *self._views, *self._init, self._nearest_draws, weights)
         if self.is_native and 0 < len(ids) <= _MAX_CACHED_READ_IDS // 8:
-            cache = self._read_cache
-            while cache and (
-                len(cache) >= _MAX_CACHED_READS or len(ids) + sum(key[0] for key in cache) > _MAX_CACHED_READ_IDS
-            ):
+            cache, free_ids = self._read_cache, _MAX_CACHED_READ_IDS - len(ids)
+            while cache and (len(cache) >= _MAX_CACHED_READS or sum(key[0] for key in cache) > free_ids):
                 del cache[next(iter(cache))]
             cache[len(ids), ids.item(0), ids.item(-1)] = row_numbers
         return weights
@@ -199,24 +187,17 @@ class SparseTable:
             row_numbers = self._read_cache.pop((id_count, ids.item(0), ids.item(-1)), None)
         if row_numbers is None:
             row_numbers = np.zeros(id_count, np.int64)
+        rule_key = (lr, step if self.spec.rule.steps == "given" else None)
+        if self._rule_cache is None or self._rule_cache[0] != rule_key:
+            self._rule_cache = (rule_key, self._rule_arrays(*rule_key))
         lookup_args = (*self.index.arrays, self._shard_shift, ids, row_numbers, self._batch_buffer)
         row_args = (values, lsn, self._kernel_layout, self.int64_view, self.float_view)
-        rule_args = self._encode_cached_rule(lr, step)
-        missing = k.update_rows(*lookup_args, *row_args, *rule_args, self._scratch, self._absent_buffer)
+        missing = k.update_rows(*lookup_args, *row_args, *self._rule_cache[1], self._scratch, self._absent_buffer)
         if self._write_log is not None:
             self._write_log.add(ids if not missing else ids[row_numbers != 0], lsn, int(self.row_allocator[1]))
         return self._absent_buffer[:missing]
 
-    def _encode_cached_rule(self, lr: float | None, step: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        key = (lr, step if self.spec.rule.steps == "given" else None)
-        if self._rule_cache is None or self._rule_cache[0] != key:
-            self._rule_cache = (key, self._rule_arrays(*key, is_assignment=False))
-        return self._rule_cache[1]
-
-    def _rule_arrays(
-        self, lr: float | None, step: int | None, *, is_assignment: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rule's numbers in the table's arithmetic and in float64, and its switches."""
+    def _rule_arrays(self, lr: float | None, step: int | None, is_assignment: bool = False) -> RuleArrays:
         params, options = self.encode_rule(lr, step, is_assignment=is_assignment)
         return params.astype(self._dtype), params, options
 
@@ -237,14 +218,14 @@ class SparseTable:
             self._write_log.add(ids, lsn, int(self.row_allocator[1]))
         index_args = (*self.index.arrays, self.rows_per_shard, self._shard_shift, self.row_allocator)
         row_args = (ids, row_numbers, values, lsn, self._kernel_layout, *self._views, *self._init)
-        rule_args = (*self._rule_arrays(lr, step, is_assignment=is_assignment), self._scratch)
+        rule_args = (*self._rule_arrays(lr, step, is_assignment), self._scratch)
         k.write_rows(*index_args, *row_args, *rule_args, self._nearest_draws, self._rounding_draws, is_assignment)
 
     def encode_rule(self, lr: float | None, step: int | None, *, is_assignment: bool) -> tuple[np.ndarray, np.ndarray]:
         """The rule's numbers and switches, as the kernels read them."""
-        rule, step = self.spec.rule, 1 if is_assignment else step
-        options = encode_rule_options(rule, self.layout.count_index, is_sparse=True, step=step, name=self.spec.name)
-        return encode_rule_params(rule, lr, self.spec.dim), options
+        rule, name, step = self.spec.rule, self.spec.name, 1 if is_assignment else step
+        options = row_layout.encode_rule_options(rule, self.layout.count_index, is_sparse=True, step=step, name=name)
+        return row_layout.encode_rule_params(rule, lr, self.spec.dim), options
 
     # Shards
 
@@ -262,16 +243,16 @@ class SparseTable:
 
     def written_since(self, shards: np.ndarray, since_lsns: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Per shard, ids and log numbers of the rows that were written after a log number."""
-        is_logged, logged_ids = np.zeros(len(shards), bool), np.empty(0, np.int64)
+        is_logged, ids = np.zeros(len(shards), bool), np.empty(0, np.int64)
         if self._write_log is not None:
-            is_logged, logged_ids = self._write_log.ids_since(shards, since_lsns)
-        row_numbers = self.find(logged_ids)[0]
-        logged_ids, row_numbers = logged_ids[row_numbers != 0], row_numbers[row_numbers != 0]
-        lsns, id_shards = self.read_column(row_numbers, 1), shard_of(logged_ids, self.num_shards)
+            is_logged, ids = self._write_log.ids_since(shards, since_lsns)
+        row_numbers = self.find(ids)[0]
+        ids, row_numbers = ids[row_numbers != 0], row_numbers[row_numbers != 0]
+        lsns, id_shards = self.read_column(row_numbers, 1), shard_of(ids, self.num_shards)
         for shard, after_lsn, is_complete in zip(shards.tolist(), since_lsns.tolist(), is_logged, strict=True):
             if is_complete:
                 selected = (id_shards == shard) & (lsns > after_lsn)
-                yield logged_ids[selected], lsns[selected]
+                yield ids[selected], lsns[selected]
             else:
                 written = np.empty((2, int(self.rows_per_shard[shard])), np.int64)
                 shard_args = (*self.index.shard_arrays(shard), self.int64_view, self.words)
@@ -305,11 +286,6 @@ class SparseTable:
         row_args = (self.int64_view, self.words, self.row_allocator, ids)
         k.remove_rows(*self.index.arrays, self.rows_per_shard, self._shard_shift, *row_args)
 
-    def rows_in_id_order(self, shard: int) -> np.ndarray:
-        """The row numbers of a shard in the order of their ids."""
-        row_numbers = self.rows_of_shard(shard)
-        return row_numbers[np.argsort(self.read_column(row_numbers, 0))]
-
     def close(self) -> None:
         if self._spill_file is not None:
             os.close(self._spill_file)
@@ -325,6 +301,5 @@ def _open_spill_file(folder: Path, nbytes: int, name: str) -> tuple[int, mmap.mm
         os.ftruncate(file, nbytes)
         return file, mmap.mmap(file, nbytes)
     except OSError as error:
-        raise StoreError(
-            f"table {name}: cannot create a spill file of {nbytes} bytes in {folder} ({error}); give another spill= or none"
-        ) from error
+        problem = f"cannot create a spill file of {nbytes} bytes in {folder} ({error})"
+        raise StoreError(f"table {name}: {problem}; give another spill= or none") from error

@@ -5,7 +5,7 @@ One thread at a time. An absent row reads as its initial value; a push creates i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,22 @@ from echelon.server.store.admission import AdmissionCounts
 from echelon.server.store.dense_param import DenseParameter
 from echelon.server.store.lazy_updates import LazySparseTable
 from echelon.server.store.memory_limit import MemoryLimit
-from echelon.server.store.row_layout import extract_weights
+from echelon.server.store.row_layout import as_kernel_array, extract_weights, required_step
 from echelon.server.store.sparse_table import SparseTable
-from echelon.server.store.validate import as_block_values, as_id_array, as_row_values, unique_ids
+
+_INT64 = np.dtype(np.int64)
+#: Of a push or read: a table's name, or a parameter's, with its ids or blocks, its values, and "apply", "assign" (rows) or "set" (blocks).
+Operation = tuple[str, np.ndarray, Any, str]
+
+
+def _as_ids(ids: np.ndarray) -> np.ndarray:
+    """Ids or blocks as a flat array of int64."""
+    array = np.asarray(ids)
+    if array.dtype == _INT64 and array.ndim == 1 and array.flags.carray:
+        return array  # as frames bring them
+    if array.size and array.dtype.kind not in "iu":
+        raise StoreError(f"ids: {array.dtype}; expected 64-bit integers")
+    return as_kernel_array(array, np.int64).reshape(-1)
 
 
 class ParameterStore:
@@ -43,49 +56,45 @@ class ParameterStore:
         self.num_shards, self._spill, self._keep_alive = num_shards, spill, keep_alive
         self._limit = MemoryLimit(memory, spill, lambda: self.bytes)
         self._tables: dict[str, SparseTable] = {}
-        self._lazy_tables: dict[str, LazySparseTable] = {}
+        #: Those of the tables all of whose rows move with each push that gives their rate.
+        self.lazy_tables: dict[str, LazySparseTable] = {}
         self._admission_counts: dict[str, AdmissionCounts] = {}
         self._dense_parameters: dict[str, DenseParameter] = {}
+        self._contents = shard_transfer.Contents(self._tables, self._admission_counts, self._dense_parameters)
 
     def declare(self, spec: Table | Dense) -> None:
         """Create a table or dense parameter, unless it exists with the same spec."""
-        known_spec = self.specs.get(spec.name)
-        if known_spec is not None:
-            if known_spec != spec:
+        name, known = spec.name, self.specs.get(spec.name)
+        if known is not None:
+            if known != spec:
                 raise StoreError(
-                    f"{spec.name}: declared as {known_spec}, now as {spec}; use another name, or the same spec in every worker"
+                    f"{name}: declared as {known}, now as {spec}; use another name, or one spec in every worker"
                 )
             return
         self._limit.on_memory_taken()  # it takes memory, too
         if isinstance(spec, Dense):
             if spec.rule.kind == "rowwise_adagrad":
-                raise StoreError(f"{spec.name}: rowwise_adagrad needs rows, which a dense parameter lacks; use adagrad")
-            self._dense_parameters[spec.name] = DenseParameter(spec, num_shards=self.num_shards)
+                raise StoreError(f"{name}: rowwise_adagrad needs rows, which a dense parameter lacks; use adagrad")
+            self._dense_parameters[name] = DenseParameter(spec, num_shards=self.num_shards)
             return
         options: dict[str, Any] = {"num_shards": self.num_shards, "address_space": self._limit.address_space}
         if spec.rule.every:
             lazy_table = LazySparseTable(spec, **options, spill=self._spill, keep_alive=self._keep_alive)
-            self._tables[spec.name] = self._lazy_tables[spec.name] = lazy_table
+            self._tables[name] = self.lazy_tables[name] = lazy_table
         else:
-            self._tables[spec.name] = SparseTable(spec, **options, spill=self._spill)
+            self._tables[name] = SparseTable(spec, **options, spill=self._spill)
         if spec.admit > 1:
-            address_space = self._limit.bytes // 2
-            counts = AdmissionCounts(spec, num_shards=self.num_shards, address_space=address_space)
-            self._admission_counts[spec.name] = counts
+            options["address_space"] = self._limit.bytes // 2
+            self._admission_counts[name] = AdmissionCounts(spec, **options)
 
     @property
     def specs(self) -> dict[str, Table | Dense]:
-        specs: dict[str, Table | Dense] = {name: table.spec for name, table in self._tables.items()}
-        return specs | {name: dense.spec for name, dense in self._dense_parameters.items()}
+        return {name: held.spec for name, held in (self._tables | self._dense_parameters).items()}
 
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The shard of each id, or of each block of a dense parameter."""
-        if name not in self._dense_parameters:
-            return shard_of(as_id_array(ids), self.num_shards)
-        dense, blocks = self._dense_parameters[name], as_id_array(ids)
-        for block in blocks.tolist():
-            dense.spec.block_length(block)
-        return dense.shard_of_block[blocks]
+        dense = self._dense_parameters.get(name)
+        return shard_of(_as_ids(ids), self.num_shards) if dense is None else dense.shards_of(_as_ids(ids))
 
     def without_memory_limit(self) -> AbstractContextManager[None]:
         """A context without the limit: a backup takes what its head took, and a commit applies what was acknowledged."""
@@ -96,7 +105,7 @@ class ParameterStore:
     def read(self, name: str, ids: np.ndarray, wire_dtype: str = "f4") -> list[np.ndarray]:
         """Rows in the order of ids, and their scales for i2 and i1."""
         table = self._table(name)
-        ids = as_id_array(ids)
+        ids = _as_ids(ids)
         if wire_dtype != table.spec.stored or wire_dtype[0] == "f":
             return quantize(table.read(ids), wire_dtype)
         # Integers as they are stored: rounding them again would change their scales.
@@ -111,7 +120,7 @@ class ParameterStore:
     def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
         """The values of blocks: read-only views that do not change while a reader holds them."""
         dense = self._dense_parameter(name)
-        return [dense.read(block) for block in as_id_array(blocks).tolist()]
+        return [dense.read(block) for block in _as_ids(blocks).tolist()]
 
     def changed_ids_until(
         self, name: str, shards: Sequence[int] | np.ndarray, since_lsns: np.ndarray, limit: int | None = None
@@ -120,10 +129,10 @@ class ParameterStore:
 
         A limit takes the oldest changes of a shard first, and exceeds itself by those with the same log number.
         """
-        id_arrays: list[np.ndarray] = []
-        until_lsns = np.array(since_lsns, np.int64)
+        id_arrays, until_lsns = [np.empty(0, np.int64)], np.array(since_lsns, np.int64)
         remaining = np.iinfo(np.int64).max if limit is None else limit
-        for index, (ids, lsns) in enumerate(self._written_since(name, np.array(shards, np.int64), until_lsns.copy())):
+        source = self._dense_parameters.get(name) or self._table(name)
+        for index, (ids, lsns) in enumerate(source.written_since(np.array(shards, np.int64), until_lsns.copy())):
             if remaining <= 0:
                 break
             if not len(ids):
@@ -134,19 +143,7 @@ class ParameterStore:
             id_arrays.append(ids[:end])
             until_lsns[index] = lsns[end - 1]
             remaining -= end
-        return np.concatenate(id_arrays) if id_arrays else np.empty(0, np.int64), until_lsns
-
-    def _written_since(
-        self, name: str, shards: np.ndarray, since_lsns: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        if name not in self._dense_parameters:
-            yield from self._table(name).written_since(shards, since_lsns)
-            return
-        dense = self._dense_parameters[name]
-        for shard, after_lsn in zip(shards.tolist(), since_lsns.tolist(), strict=True):
-            lsns = {block: dense.blocks[block].lsn for block in dense.blocks_of_shard(shard)}
-            blocks = [block for block, lsn in lsns.items() if lsn > after_lsn]
-            yield np.array(blocks, np.int64), np.array([lsns[block] for block in blocks], np.int64)
+        return np.concatenate(id_arrays), until_lsns
 
     # Writing
 
@@ -166,14 +163,18 @@ class ParameterStore:
         `lsn`: per shard, the log number of this entry; `step`: counted from 1, for rules that need it. `ids_are_unique` skips the search for
         duplicates: workers send distinct ids. A duplicate would then be updated twice.
         """
-        ids = as_id_array(ids)
+        ids = _as_ids(ids)
         check_learning_rate(name, lr)
         if name in self._dense_parameters:
-            self._apply_blocks(self._dense_parameters[name], ids, grads, lr=lr, lsn=lsn, step=step)
+            dense = self._dense_parameters[name]
+            sums = dense.sum_gradients(ids, grads)
+            dense.check_push(list(sums), step)
+            self._limit.reserve([], dense.bytes_needed(ids))
+            dense.apply(sums, lr=lr, lsn=lsn, step=step)
             return
         table = self._table(name)
-        table.check_step(step)
-        values = as_row_values(table, ids, grads)
+        required_step(table.spec.rule, step, name)
+        values = table.as_values(ids, grads)
         lsn = np.ascontiguousarray(lsn, np.int64)
         updates_in_place = table.is_native and name not in self._admission_counts
         if not (ids_are_unique and updates_in_place):
@@ -190,51 +191,22 @@ class ParameterStore:
                 return
             ids, values = self._sum_duplicates(ids[new_indices], values[new_indices])
         row_numbers, missing, absent = table.find(ids)
-        if absent and name in self._admission_counts:
-            ids, row_numbers, values = self._admit(table, ids, row_numbers, values, lsn)
+        counts = self._admission_counts.get(name)
+        if absent and counts is not None:
+            split = counts.split(ids, row_numbers != 0)
+            self._limit.reserve(list(zip((table, counts), split.missing, strict=True)))
+            counts.add(ids, split, lsn)
+            ids, row_numbers, values = (array[~split.is_waiting] for array in (ids, row_numbers, values))
         elif absent:
             self._limit.reserve([(table, missing)])
         table.write(ids, row_numbers, values, lsn, lr=lr, step=step)
-
-    def _admit(
-        self, table: SparseTable, ids: np.ndarray, row_numbers: np.ndarray, values: np.ndarray, lsn: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count a push to ids that wait for admission; the rest of it has rows, or creates them."""
-        counts = self._admission_counts[table.spec.name]
-        split = counts.split(ids, row_numbers != 0)
-        self._limit.reserve(list(zip((table, counts), split.missing, strict=True)))
-        counts.add(ids, split, lsn)
-        has_row = ~split.is_waiting
-        return ids[has_row], row_numbers[has_row], values[has_row]
-
-    def _apply_blocks(
-        self,
-        dense: DenseParameter,
-        blocks: np.ndarray,
-        grads: Any,
-        *,
-        lr: float | None,
-        lsn: np.ndarray,
-        step: int | None,
-    ) -> None:
-        sums: dict[int, np.ndarray] = {}
-        for block, value in zip(blocks.tolist(), as_block_values(dense, blocks, grads), strict=True):
-            sums[block] = sums[block] + value if block in sums else value
-        dense.check_push(list(sums), step)
-        self._limit.reserve([], dense.bytes_needed(blocks))
-        dense.apply(list(sums), list(sums.values()), lr=lr, lsn=lsn, step=step)
-
-    @property
-    def lazy_tables(self) -> Mapping[str, LazySparseTable]:
-        """The tables all of whose rows move with each push that gives their rate."""
-        return self._lazy_tables
 
     def advance_lazy_table(self, name: str, shards: np.ndarray, lr: float | None = None) -> None:
         """End an update of a lazy table on these shards, after `apply` of its gradients there.
 
         The rate was checked before any part of the entry was applied.
         """
-        lazy_table = self._lazy_tables[name]
+        lazy_table = self.lazy_tables[name]
         bytes_before = lazy_table.bytes
         lazy_table.advance(np.asarray(shards, np.int64), lr)
         if lazy_table.bytes != bytes_before:
@@ -243,11 +215,11 @@ class ParameterStore:
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
         """Set rows, with fresh state and regardless of admission. Of duplicate ids the last counts."""
         table = self._table(name)
-        ids = as_id_array(ids)
-        values = as_row_values(table, ids, values)
+        ids = _as_ids(ids)
+        values = table.as_values(ids, values)
         if not k.all_unique(ids, make_hash_table(len(ids))):
-            _, last_indices = np.unique(ids[::-1], return_index=True)
-            ids, values = ids[len(ids) - 1 - last_indices], values[len(ids) - 1 - last_indices]
+            last = len(ids) - 1 - np.unique(ids[::-1], return_index=True)[1]
+            ids, values = ids[last], values[last]
         row_numbers, missing, _ = table.find(ids)
         self._limit.reserve([(table, missing)])
         table.write(ids, row_numbers, values, np.ascontiguousarray(lsn, np.int64), is_assignment=True)
@@ -259,52 +231,49 @@ class ParameterStore:
         self, name: str, blocks: np.ndarray, values: Sequence[np.ndarray], *, lsn: np.ndarray | None = None
     ) -> None:
         """Set the first values of blocks; blocks that have values keep them."""
-        dense = self._dense_parameter(name)
-        blocks = as_id_array(blocks)
-        block_values = as_block_values(dense, blocks, values)
+        dense, blocks = self._dense_parameter(name), _as_ids(blocks)
+        block_values = dense.as_values(blocks, values)
         self._limit.reserve([], dense.bytes_needed(blocks))
         for block, value in zip(blocks.tolist(), block_values, strict=True):
             if block not in dense.blocks:
                 dense.set_block(block, value, 0 if lsn is None else int(lsn[dense.shard_of_block[block]]))
 
     def check_operations(
-        self, operations: Iterable[tuple[Any, ...]], step: int | None = None, rates: Mapping[str, Any] | None = None
+        self, operations: Iterable[Operation], step: int | None = None, rates: Mapping[str, Any] | None = None
     ) -> None:
-        """Raise what these operations together would raise; change nothing.
-
-        Each is (name, ids or blocks, values, kind): "apply" (the default), "assign" (rows of a table) or "set" (blocks).
-        """
-        pushed: dict[str, list[np.ndarray]] = {}
-        assigned: dict[str, list[np.ndarray]] = {}
-        blocks: dict[str, list[np.ndarray]] = {}
-        for name, keys, values, *optional_kind in operations:
-            ids, kind = as_id_array(keys), (*optional_kind, "apply")[0]
+        """Raise what these operations together would raise; change nothing."""
+        id_arrays: dict[tuple[str, str], list[np.ndarray]] = {}
+        for name, keys, values, kind in operations:
+            ids = _as_ids(keys)
             check_learning_rate(name, (rates or {}).get(name))
             if kind == "set" or (kind == "apply" and name in self._dense_parameters):
                 dense = self._dense_parameter(name)
-                as_block_values(dense, ids, values)
+                dense.as_values(ids, values)
                 if kind == "apply":
                     dense.check_push(sorted(set(ids.tolist())), step)
-                blocks.setdefault(name, []).append(ids)
+                id_arrays.setdefault((name, "set"), []).append(ids)
                 continue
             table = self._table(name)
-            as_row_values(table, ids, values)
+            table.as_values(ids, values)
             if kind == "apply":
-                table.check_step(step)
-            (pushed if kind == "apply" else assigned).setdefault(name, []).append(ids)
+                required_step(table.spec.rule, step, name)
+            id_arrays.setdefault((name, kind), []).append(ids)
         missing_rows: list[tuple[SparseTable, np.ndarray]] = []
-        for name, id_arrays in assigned.items():
-            missing_rows.append((self._table(name), self._table(name).find(unique_ids(id_arrays))[1]))
-        for name, id_arrays in pushed.items():
-            ids, table = unique_ids(id_arrays), self._table(name)
+        block_bytes = 0
+        for (name, kind), arrays in id_arrays.items():
+            ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            if kind == "set":
+                block_bytes += self._dense_parameters[name].bytes_needed(ids)
+                continue
+            if not k.all_unique(ids, make_hash_table(len(ids))):
+                ids = np.unique(ids)
+            table, counts = self._tables[name], self._admission_counts.get(name)
             row_numbers, missing, absent = table.find(ids)
-            if absent and name in self._admission_counts:
-                counts = self._admission_counts[name]
+            if absent and kind == "apply" and counts is not None:
                 missing_rows += zip((table, counts), counts.split(ids, row_numbers != 0).missing, strict=True)
             elif absent:
                 missing_rows.append((table, missing))
-        block_bytes = (self._dense_parameter(name).bytes_needed(np.concatenate(some)) for name, some in blocks.items())
-        self._limit.check(missing_rows, sum(block_bytes))
+        self._limit.check(missing_rows, block_bytes)
 
     def expire(self, name: str, shards: Sequence[int] | np.ndarray, before_lsn: int | np.ndarray) -> int:
         """Remove rows last written before a log number (one for all, or one per shard); how many."""
@@ -321,28 +290,26 @@ class ParameterStore:
 
     def snapshot(self, shard: int) -> list[SnapshotPart]:
         """A copy of a shard in parts of about 1 MiB: for `install` on any server with the same specs."""
-        return shard_transfer.snapshot(shard, self._tables, self._admission_counts, self._dense_parameters)
+        return shard_transfer.snapshot(shard, self._contents)
 
     def install(self, shard: int, parts: Sequence[SnapshotPart]) -> None:
         """Replace a shard by a snapshot. Raises before anything changes."""
-        tables, blocks, histories = shard_transfer.parse_parts(
-            shard, parts, self._tables, self._admission_counts, self._dense_parameters
-        )
+        tables, blocks, histories = shard_transfer.parse_parts(shard, parts, self._contents)
         missing_rows = []
         for table, chunks in tables:
             missing = np.zeros(self.num_shards, np.int64)
             # The rows that are dropped first are used again.
-            missing[shard] = sum(len(chunk) for chunk in chunks) - table.rows_per_shard[shard]
+            missing[shard] = sum(map(len, chunks)) - table.rows_per_shard[shard]
             missing_rows.append((table, missing))
         all_dense = self._dense_parameters.values()
-        stored_bytes = sum(dense.block_bytes(block) for dense in all_dense for block in dense.blocks_of_shard(shard))
-        self._limit.check(missing_rows, sum(dense.block_bytes(block) for dense, block, _ in blocks) - stored_bytes)
+        freed_bytes = sum(dense.block_bytes(block) for dense in all_dense for block in dense.blocks_of_shard(shard))
+        self._limit.check(missing_rows, sum(dense.block_bytes(block) for dense, block, _ in blocks) - freed_bytes)
         for table, missing in missing_rows:
             table.reserve_spill(missing)
         self._limit.on_memory_taken()
         self.drop(shard)
         for (table, missing), (_, chunks) in zip(missing_rows, tables, strict=True):
-            missing[shard] = sum(len(chunk) for chunk in chunks)
+            missing[shard] = sum(map(len, chunks))
             table.grow_index(missing)
             for chunk in chunks:
                 table.insert(chunk)
@@ -352,7 +319,7 @@ class ParameterStore:
             lazy_table.set_history(shard, history)
 
     def drop(self, shard: int) -> None:
-        for table in (*self._tables.values(), *self._admission_counts.values()):
+        for table in self._contents.tables():
             table.rows_of_shard(shard, clear=True)
         for dense in self._dense_parameters.values():
             for block in dense.blocks_of_shard(shard):
@@ -360,29 +327,27 @@ class ParameterStore:
 
     def digest(self, shard: int) -> bytes:
         """SHA-256 of a shard's contents, whatever the order in which they came."""
-        return shard_transfer.digest(shard, self._tables, self._admission_counts, self._dense_parameters)
+        return shard_transfer.digest(shard, self._contents)
 
     def stats(self) -> dict[str, Any]:
         """Rows and bytes per name, rows per shard, bytes in total and their limit."""
-        per_shard = np.zeros(self.num_shards, np.int64)
         tables = {}
         for name, table in self._tables.items():
             counts = self._admission_counts.get(name)
-            per_shard += table.rows_per_shard
             tables[name] = {
                 "rows": table.count,
                 "bytes": table.bytes + (counts.bytes if counts else 0),
-                "row_bytes": table.layout.stride,
                 "waiting": counts.count if counts else 0,
                 "spilled": table.spilled_bytes,
             }
         dense = {name: {"blocks": len(one.blocks), "bytes": one.bytes} for name, one in self._dense_parameters.items()}
-        return {"tables": tables, "dense": dense, "rows": per_shard, "bytes": self.bytes, "memory": self._limit.bytes}
+        rows = sum((table.rows_per_shard for table in self._tables.values()), np.zeros(self.num_shards, np.int64))
+        return {"tables": tables, "dense": dense, "rows": rows, "bytes": self.bytes, "memory": self._limit.bytes}
 
     @property
     def bytes(self) -> int:
-        tables = (*self._tables.values(), *self._admission_counts.values())
-        return sum(table.bytes for table in tables) + sum(dense.bytes for dense in self._dense_parameters.values())
+        dense_bytes = sum(dense.bytes for dense in self._dense_parameters.values())
+        return dense_bytes + sum(table.bytes for table in self._contents.tables())
 
     def close(self) -> None:
         for table in self._tables.values():

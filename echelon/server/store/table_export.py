@@ -6,7 +6,6 @@ finds ids by bisection. Columns (Arrow) or tensors (safetensors): `id`, `row`, a
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +17,17 @@ from echelon.errors import CheckpointError, DocumentError
 from echelon.files import atomic_writer
 from echelon.server.protocol.hashing import mix64, shard_of
 from echelon.server.protocol.specs import DTYPE_BYTES, StoreError, Table, spec_from_plain, spec_to_plain
+from echelon.server.protocol.wire_dtypes import dequantize, quantize
 from echelon.server.store import shard_checkpoint
+from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_from_runs, make_initial_rows
+from echelon.server.store.row_layout import extract_weights, initial_values
 from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
 #: Ids, rows, and the scales of integers.
 RowBatch = tuple[np.ndarray, list[np.ndarray]]
+#: Ids and rows.
+Rows = tuple[np.ndarray, np.ndarray]
+Metadata = dict[str, str]
 #: Learning rates, run-length encoded: up to which update, and the rate.
 RateRuns = tuple[np.ndarray, np.ndarray]
 
@@ -31,69 +36,38 @@ def export_from_checkpoint(folder: Path, name: str, path: Path, wire_dtype: str 
     """Write a table of a servers' checkpoint; how many rows. Needs no server."""
     manifest = shard_checkpoint.read_manifest(folder)
     spec = _find_table_spec(folder, manifest, name)
-    count = sum(_count_rows(folder, manifest, shard, name) for shard in range(manifest["shards"]))
-    histories = _read_histories(folder, manifest, spec) if spec.rule.every else []
-    return write_table(
-        path,
-        spec,
-        _read_checkpoint_batches(folder, manifest, spec, wire_dtype),
-        wire_dtype=wire_dtype,
-        count=count,
-        histories=histories,
-    )
+    count, histories = _scan_shards(folder, manifest, name)
+    batches = _read_checkpoint_batches(folder, manifest, spec, wire_dtype)
+    write_table(Path(path), spec, batches, wire_dtype, count, histories)
+    return count
 
 
-def iterate_rows(source: Path, name: str | None = None, dtype: str = "f4") -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, rows) of a table, batch by batch, from a checkpoint's folder or an exported file."""
-    from echelon.server.protocol.wire_dtypes import dequantize
-
-    source = Path(source)
-    if not source.is_dir():
-        table = ExportedTable(source)
-        for ids, arrays in table.chunks:
-            yield np.array(ids), dequantize([np.array(array) for array in arrays], dtype)
-        return
-    manifest = shard_checkpoint.read_manifest(source)
-    spec = _find_table_spec(source, manifest, name)
-    for ids, arrays in _read_checkpoint_batches(source, manifest, spec, "f8" if dtype == "f8" else "f4"):
-        yield ids, arrays[0]
-
-
-def iterate_complete_rows(
-    folder: Path, name: str, count: int, dtype: str = "f4"
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, rows) of a table of a checkpoint that is to become a tensor of `count` rows; CheckpointError, at the end, if some are missing."""
-    row_count = 0
-    for ids, values in iterate_rows(folder, name, dtype):
+def iterate_complete_rows(folder: Path, name: str, count: int, dtype: str = "f4") -> Iterator[Rows]:
+    """(ids, rows) of a checkpoint's table, which is to become a tensor of `count` rows; CheckpointError, at the end, if some are missing."""
+    row_count, manifest = 0, shard_checkpoint.read_manifest(folder)
+    spec = _find_table_spec(folder, manifest, name)
+    for ids, (rows,) in _read_checkpoint_batches(folder, manifest, spec, dtype):
         row_count += len(ids)
-        yield ids, values
+        yield ids, rows
     if row_count != count:
         raise CheckpointError(
-            f"{folder}: {name} has {row_count:,} of {count:,} rows, the others were never trained and begin as their ids say: such a table "
-            "is no tensor of a file; `echelon server export` writes the rows that there are"
+            f"{folder}: {name} has {row_count:,} of {count:,} rows, the others were never trained and have no values here; "
+            "`echelon server export` writes the rows that there are"
         )
 
 
 def write_table(
-    path: Path,
-    spec: Table,
-    batches: Iterable[RowBatch],
-    *,
-    wire_dtype: str,
-    count: int,
-    histories: Sequence[RateRuns] = (),
-) -> int:
+    path: Path, spec: Table, batches: Iterable[RowBatch], wire: str, count: int, histories: Sequence[RateRuns] = ()
+) -> None:
     """Write `count` rows in batches of distinct ids, in the order of their hashes.
 
     `histories`: of a lazy table, the updates of each shard, from which the rows follow that nobody pushed to.
     """
-    path = Path(path)
     if path.suffix not in _FORMATS:
         raise StoreError(f"{path}: unknown format; use a name that ends in {' or '.join(_FORMATS)}")
-    if wire_dtype not in DTYPE_BYTES:
-        raise StoreError(f"wire: {wire_dtype!r} is not a dtype of rows; use one of {', '.join(DTYPE_BYTES)}")
-    spec_text = json.dumps(spec_to_plain(spec))
-    metadata = {"format": "echelon.table.1", "wire": wire_dtype, "rows": str(count), "spec": spec_text}
+    if wire not in DTYPE_BYTES:
+        raise StoreError(f"wire: {wire!r} is not a dtype of rows; use one of {', '.join(DTYPE_BYTES)}")
+    metadata = {"format": "echelon.table.1", "wire": wire, "rows": str(count), "spec": json.dumps(spec_to_plain(spec))}
     if any(len(ends) for ends, _ in histories):
         runs = [json.dumps([ends.tolist(), rates.tolist()]) for ends, rates in histories]
         distinct_runs = list(dict.fromkeys(runs))
@@ -102,10 +76,9 @@ def write_table(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path) as file:
-            write_rows(file, spec, _check_batches(batches, count, path), wire_dtype, count, metadata)
+            write_rows(file, metadata, _check_batches(batches, count, path), wire, (count, spec.dim))
     except OSError as error:
         raise StoreError(f"{path}: the table cannot be written ({error}); give another path") from error
-    return count
 
 
 class ExportedTable:
@@ -118,8 +91,11 @@ class ExportedTable:
             metadata, self.chunks = open_file(path)
             spec = spec_from_plain(json.loads(metadata["spec"]), str(path))
             self.wire_dtype = metadata["wire"]
-            distinct_runs, self._history_of_shard = json.loads(metadata.get("courses", "[[], []]"))
-            self._histories = [tuple(map(np.array, json.loads(history_runs))) for history_runs in distinct_runs]
+            runs, history_of_shard = json.loads(metadata.get("courses", "[[], []]"))
+            self._histories = [
+                (np.array(ends, np.int64), np.array(rates, float)) for ends, rates in map(json.loads, runs)
+            ]
+            self._history_of_shard = np.array(history_of_shard)
         except DAMAGE_ERRORS as error:
             raise DocumentError(f"{path}: cannot be read as an exported table ({error}); export it again") from error
         assert isinstance(spec, Table)
@@ -131,32 +107,23 @@ class ExportedTable:
 
     def read_rows(self, ids: np.ndarray, dtype: str = "f4") -> np.ndarray:
         """The row of each id; for an id without one, its initial value, after the updates of a lazy table."""
-        from echelon.server.protocol.wire_dtypes import dequantize
-
         ids = np.asarray(ids, np.int64).reshape(-1)
         chunks, positions = self._find_positions(ids)
         rows = np.empty((len(ids), self.spec.dim), dtype)
         for chunk in np.unique(chunks[positions >= 0]):
             selected = np.flatnonzero((chunks == chunk) & (positions >= 0))
-            arrays = [np.asarray(array[positions[selected]]) for array in self.chunks[chunk][1]]
-            rows[selected] = dequantize(arrays, dtype)
-        absent = np.flatnonzero(positions < 0)
-        if len(absent):
-            rows[absent] = self._initial_rows(ids[absent])
+            rows[selected] = dequantize([array[positions[selected]] for array in self.chunks[chunk][1]], dtype)
+        absent = positions < 0
+        rows[absent] = self._initial_rows(ids[absent])
         return rows
 
     def _initial_rows(self, ids: np.ndarray) -> np.ndarray:
-        from echelon.server.store.lazy_updates import history_from_runs, make_initial_rows
-        from echelon.server.store.row_layout import initial_values
-
         if not self._histories:
             return initial_values(self.spec, ids, self.spec.dim, "f8")
-        history_numbers = np.array(self._history_of_shard)[shard_of(ids, len(self._history_of_shard))]
+        numbers = self._history_of_shard[shard_of(ids, len(self._history_of_shard))]
         rows = np.empty((len(ids), self.spec.dim), self.spec.dtype)
-        for number in np.unique(history_numbers).tolist():
-            ends, rates = self._histories[number]
-            history = history_from_runs(self.spec, ends.astype(np.int64), rates.astype(np.float64))
-            selected = history_numbers == number
+        for number in np.unique(numbers).tolist():
+            history, selected = history_from_runs(self.spec, *self._histories[number]), numbers == number
             rows[selected] = make_initial_rows(self.spec, ids[selected], history)
         return rows
 
@@ -179,15 +146,14 @@ class ExportedTable:
 
 def _check_batches(batches: Iterable[RowBatch], count: int, path: Path) -> Iterator[RowBatch]:
     """The batches that are not empty; StoreError if they are not in order, or not of `count` rows."""
-    last_hash, row_count = -1, 0
+    last_hash, row_count = np.empty(0, np.uint64), 0
     for ids, arrays in batches:
-        if not len(ids):
-            continue
-        hashes = mix64(ids)
-        if int(hashes[0]) <= last_hash or (hashes[1:] <= hashes[:-1]).any():
+        hashes = np.append(last_hash, mix64(ids))
+        if (hashes[1:] <= hashes[:-1]).any():
             raise StoreError(f"{path}: ids are duplicated or out of order; give shards in order, each id once")
-        last_hash, row_count = int(hashes[-1]), row_count + len(ids)
-        yield ids, arrays
+        last_hash, row_count = hashes[-1:], row_count + len(ids)
+        if len(ids):
+            yield ids, arrays
     if row_count != count:
         raise StoreError(f"{path}: expected {count} rows, got {row_count}; was the table written to meanwhile?")
 
@@ -195,23 +161,15 @@ def _check_batches(batches: Iterable[RowBatch], count: int, path: Path) -> Itera
 # Checkpoints
 
 
-def _find_table_spec(folder: Path, manifest: dict[str, Any], name: str | None) -> Table:
+def _find_table_spec(folder: Path, manifest: dict[str, Any], name: str) -> Table:
     specs = [spec_from_plain(spec, str(folder)) for spec in manifest["specs"]]
     tables = {spec.name: spec for spec in specs if isinstance(spec, Table)}
-    if name is None and len(tables) == 1:
-        return next(iter(tables.values()))
     if name not in tables:
         raise StoreError(f"{folder}: no table {name!r} in it; it has {', '.join(sorted(tables)) or 'none'}")
     return tables[name]
 
 
-def _read_checkpoint_batches(
-    folder: Path, manifest: dict[str, Any], spec: Table, wire_dtype: str
-) -> Iterator[RowBatch]:
-    from echelon.server.protocol.wire_dtypes import dequantize, quantize
-    from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_from_runs
-    from echelon.server.store.row_layout import extract_weights
-
+def _read_checkpoint_batches(folder: Path, manifest: dict[str, Any], spec: Table, wire: str) -> Iterator[RowBatch]:
     for shard in range(manifest["shards"]):
         parts = shard_checkpoint.load_shard(folder, shard)
         table_parts = [(meta["kind"], arrays) for meta, arrays in parts if meta.get("name") == spec.name]
@@ -226,62 +184,45 @@ def _read_checkpoint_batches(
         rows = rows[np.argsort(mix64(np.ascontiguousarray(rows[:, 0])))]
         weights = extract_weights(spec, rows)
         ids = np.ascontiguousarray(rows[:, 0])
-        yield ids, weights if spec.stored == wire_dtype else quantize(dequantize(weights, spec.dtype), wire_dtype)
+        yield ids, weights if spec.stored == wire else quantize(dequantize(weights, spec.dtype), wire)
 
 
-def _read_histories(folder: Path, manifest: dict[str, Any], spec: Table) -> list[RateRuns]:
-    """The updates of each shard, without reading its rows."""
-    histories = [(np.empty(0, np.int64), np.empty(0))] * int(manifest["shards"])
+def _scan_shards(folder: Path, manifest: dict[str, Any], name: str) -> tuple[int, list[RateRuns]]:
+    """How many rows a table has, and the updates of each shard if it is lazy, without reading its rows."""
+    count, histories = 0, [(np.empty(0, np.int64), np.empty(0))] * int(manifest["shards"])
     for shard in range(manifest["shards"]):
-        with _open_shard(folder, manifest, shard) as (file, parts):
-            for meta, names in parts:
-                if meta.get("kind") == "course" and meta["name"] == spec.name:
-                    ends, rates = (file.tensor(name) for name in names)
+        path = shard_checkpoint.shard_file(folder, manifest, shard)
+        try:
+            file = SafetensorsFile(path)
+            for meta, names in shard_checkpoint.parse_parts(file):
+                if meta.get("name") == name and meta["kind"] == "rows":
+                    count += file.shape(names[0])[0]
+                elif meta.get("name") == name and meta["kind"] == "course":
+                    ends, rates = map(file.tensor, names)
                     histories[shard] = (ends, rates)
-    return histories
-
-
-def _count_rows(folder: Path, manifest: dict[str, Any], shard: int, name: str) -> int:
-    """Rows of a table in one shard, without reading them."""
-    with _open_shard(folder, manifest, shard) as (file, parts):
-        is_rows = (names for meta, names in parts if meta.get("kind") == "rows" and meta["name"] == name)
-        return sum(file.shape(names[0])[0] for names in is_rows)
-
-
-@contextlib.contextmanager
-def _open_shard(
-    folder: Path, manifest: dict[str, Any], shard: int
-) -> Iterator[tuple[SafetensorsFile, list[tuple[dict[str, Any], list[str]]]]]:
-    """A shard's file, mapped, and its parts with the names of their tensors."""
-    path = shard_checkpoint.shard_file(folder, manifest, shard)
-    try:
-        file = SafetensorsFile(path)
-        yield file, shard_checkpoint.parse_parts(file)
-    except DAMAGE_ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: {reason}; it is damaged, use an older checkpoint") from None
+        except DAMAGE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path}: {reason}; it is damaged, use an older checkpoint") from None
+    return count, histories
 
 
 # Formats
 
 
-def _write_arrow(
-    file: Any, spec: Table, batches: Iterator[RowBatch], wire_dtype: str, count: int, metadata: dict[str, str]
-) -> None:
+def _write_arrow(file: Any, metadata: Metadata, batches: Iterable[RowBatch], wire: str, shape: tuple[int, int]) -> None:
     import pyarrow as pa
 
-    kind = pa.from_numpy_dtype(np.dtype(wire_dtype))
-    fields = [pa.field("id", pa.int64()), pa.field("row", pa.list_(kind, spec.dim))]
-    fields += [pa.field("scale", pa.float32())] if wire_dtype[0] == "i" else []
+    kind, dim = pa.from_numpy_dtype(np.dtype(wire)), shape[1]
+    fields = [pa.field("id", pa.int64()), pa.field("row", pa.list_(kind, dim))]
+    fields += [pa.field("scale", pa.float32())] if wire[0] == "i" else []
     schema = pa.schema(fields, metadata=metadata)
     with pa.ipc.new_file(file, schema) as writer:
-        for ids, arrays in batches:
-            flat = pa.array(arrays[0].reshape(-1), kind)
-            columns = [pa.array(ids), pa.FixedSizeListArray.from_arrays(flat, spec.dim), *map(pa.array, arrays[1:])]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
+        for ids, (rows, *scales) in batches:
+            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1), kind), dim)
+            writer.write_batch(pa.record_batch([pa.array(ids), column, *map(pa.array, scales)], schema=schema))
 
 
-def _open_arrow(path: Path) -> tuple[dict[str, str], list[RowBatch]]:
+def _open_arrow(path: Path) -> tuple[Metadata, list[RowBatch]]:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
@@ -297,16 +238,13 @@ def _open_arrow(path: Path) -> tuple[dict[str, str], list[RowBatch]]:
 
 
 def _write_safetensors(
-    file: Any, spec: Table, batches: Iterator[RowBatch], wire_dtype: str, count: int, metadata: dict[str, str]
+    file: Any, metadata: Metadata, batches: Iterable[RowBatch], wire: str, shape: tuple[int, int]
 ) -> None:
     # Wider dtypes first, so that each tensor is aligned to its own.
-    tensors: dict[str, tuple[np.dtype, list[int]]] = {
-        "id": (np.dtype("i8"), [count]),
-        "scale": (np.dtype("f4"), [count]),
-    }
-    if wire_dtype[0] != "i" or not count:
-        del tensors["scale"]
-    tensors["row"] = (np.dtype(wire_dtype), [count, spec.dim])
+    tensors: dict[str, tuple[np.dtype, Sequence[int]]] = {"id": (np.dtype("i8"), shape[:1])}
+    if wire[0] == "i" and shape[0]:
+        tensors["scale"] = (np.dtype("f4"), shape[:1])
+    tensors["row"] = (np.dtype(wire), shape)
     header, offsets, file_bytes = encode_header(tensors, metadata)
     file.write(header)
     file.truncate(file_bytes)
@@ -317,13 +255,13 @@ def _write_safetensors(
             offsets[name] += array.nbytes
 
 
-def _open_safetensors(path: Path) -> tuple[dict[str, str], list[RowBatch]]:
+def _open_safetensors(path: Path) -> tuple[Metadata, list[RowBatch]]:
     file = SafetensorsFile(path)
     ids, *arrays = (file.tensor(name) for name in ("id", "row", "scale") if name in file)
     return file.metadata, [(ids, arrays)] if len(ids) else []
 
 
-_FORMATS: dict[str, tuple[Callable[..., None], Callable[[Path], tuple[dict[str, str], list[RowBatch]]]]] = {
+_FORMATS: dict[str, tuple[Callable[..., None], Callable[[Path], tuple[Metadata, list[RowBatch]]]]] = {
     ".arrow": (_write_arrow, _open_arrow),
     ".safetensors": (_write_safetensors, _open_safetensors),
 }

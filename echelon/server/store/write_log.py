@@ -1,6 +1,6 @@
 """Which ids were written lately, so that "what changed since" need not walk a table: a bounded log of the last writes.
 
-It is never wrong, only short: where it does not reach back far enough it says so, and the table is walked.
+It is never wrong, only short: where it does not reach back far enough it reports that, and the table is walked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WriteLog:
     """The ids of the last writes, with the log number that each shard had then."""
 
     def __init__(self, num_shards: int) -> None:
-        #: Ids of one write, or of several small ones; log numbers at the last of them, which are as many as they need to be for all.
+        #: Ids of one write, or of several small ones; the log numbers of the last of them.
         self._entries: deque[tuple[list[np.ndarray], np.ndarray]] = deque()
         #: Ids of the newest entry, and numbers in sum.
         self._newest_id_count = self._size = 0
@@ -29,12 +29,12 @@ class WriteLog:
         self._complete_since = np.full(num_shards, np.iinfo(np.int64).min, np.int64)
 
     def add(self, ids: np.ndarray, lsn: np.ndarray, row_count: int) -> None:
-        """A write to ids of a table that has so many rows."""
+        """Log a write to a table of `row_count` rows."""
         if not len(ids):
             return
         self._size += len(ids) + _ARRAY_OVERHEAD
         if self._entries and self._newest_id_count < len(lsn):
-            # Log numbers of their own would be more than the ids of a small write, and most of its work.
+            # Log numbers of its own would be more than the ids of a small write, and most of its work.
             id_arrays, last_lsn = self._entries[-1]
             id_arrays.append(ids.copy())
             last_lsn[:] = lsn
@@ -45,10 +45,10 @@ class WriteLog:
         self._size += len(lsn)
         capacity = max(MIN_CAPACITY, row_count // 4)
         if self._size > capacity + capacity // 4:
-            # Many at a time: one with each write costs more than to keep what it wrote.
+            # Many at a time: dropping one with each write costs more than keeping it.
             while self._size > capacity:
                 id_arrays, last_lsn = self._entries.popleft()
-                self._size -= sum(len(ids_part) + _ARRAY_OVERHEAD for ids_part in id_arrays) + len(last_lsn)
+                self._size -= sum(len(some) + _ARRAY_OVERHEAD for some in id_arrays) + len(last_lsn)
                 np.maximum(self._complete_since, last_lsn, out=self._complete_since)
 
     def reset_shard(self, shard: int, lsn: int) -> None:
@@ -59,9 +59,9 @@ class WriteLog:
         """Whether the log reaches back to each log number; ids among which are all that were written to those shards since."""
         is_complete = lsns >= self._complete_since[shards]
         shards, lsns = shards[is_complete], lsns[is_complete]
-        id_arrays = []
+        id_arrays = [np.empty(0, np.int64)]
         for entry_ids, last_lsn in reversed(self._entries):
             if not (last_lsn[shards] > lsns).any():
                 break
             id_arrays += entry_ids
-        return is_complete, np.unique(np.concatenate(id_arrays)) if id_arrays else np.empty(0, np.int64)
+        return is_complete, np.unique(np.concatenate(id_arrays))
