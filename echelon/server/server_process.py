@@ -18,7 +18,6 @@ from echelon.server.protocol.event_loop import Connection, EventLoop, host_name,
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.protocol.specs import spec_from_plain
 from echelon.server.replica import events
-from echelon.server.replica.report import make_report
 from echelon.server.replica.shard_state import ShardState
 from echelon.server.replica.state import ReplicaState
 from echelon.server.store import SnapshotPart
@@ -301,7 +300,7 @@ class ServerProcess:
         # A server that rejoined counts from zero.
         increases = {key: max(0, value - last_counters.get(key, 0)) for key, value in counters.items()}
         rates = {key: round(increase / seconds, 1) for key, increase in increases.items()}
-        return make_report(replica) | {"rates": rates}
+        return events.make_report(replica) | {"rates": rates}
 
 
 def snapshot_if_ready(replica: ReplicaState, shard: int) -> list[SnapshotPart] | None:

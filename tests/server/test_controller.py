@@ -9,9 +9,8 @@ import pytest
 
 from echelon.errors import DocumentError, ServerError
 from echelon.server.controller import events, rebalance
-from echelon.server.controller.events import SERVER_RECONNECT_GRACE, WORKER_LEASE
+from echelon.server.controller.events import SERVER_RECONNECT_GRACE, WORKER_LEASE, make_report
 from echelon.server.controller.members import REBALANCE_DELAY
-from echelon.server.controller.report import make_report
 from echelon.server.controller.shard_placement import build_chain, compute_target_chains, interleave_hosts
 from echelon.server.controller.state import REJOIN_GRACE, SERVER_LEASE, open_controller
 from echelon.server.protocol import wire

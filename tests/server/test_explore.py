@@ -137,7 +137,7 @@ def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replication, "defer_entry", lambda replica, transfer, frame, applied_shards, is_noop: None)
+    patch.setattr(replication, "defer_entry", lambda transfer, frame, applied, meta: None)
 
 
 def early_heirs(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from echelon.errors import ServerError
-from echelon.server.controller.state import ControllerState, MemberSession, PendingExpiry, Refusal, RunningCheckpoint
+from echelon.server.controller.state import (
+    ControllerState,
+    MemberSession,
+    PendingExpiry,
+    Refusal,
+    Requester,
+    RunningCheckpoint,
+)
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import WriteManifest
 
@@ -23,9 +30,7 @@ def on_checkpoint(controller: ControllerState, now: float, peer: Hashable, frame
         shards = sorted(controller.map.lost_shards)[:8]
         raise Refusal("ShardsLost", f"shards {shards} are lost: a checkpoint would lack them")
     controller.last_request_id += 1
-    controller.running_checkpoint = RunningCheckpoint(
-        checkpoint_id=controller.last_request_id, path=path, requesters=[(peer, frame.request_id)]
-    )
+    controller.running_checkpoint = RunningCheckpoint(controller.last_request_id, path, [(peer, frame.request_id)])
     request_shard_files(controller, now)
 
 
@@ -40,10 +45,8 @@ def request_shard_files(controller: ControllerState, now: float) -> None:
         if head is not None and shard not in checkpoint.files:
             shards_by_head.setdefault(head, []).append(shard)
     for head, shards in shards_by_head.items():
-        peer = controller.find_peer("server", head)
-        if peer is not None:
-            meta = {"id": checkpoint.checkpoint_id, "path": checkpoint.path, "shards": shards}
-            controller.send(peer, wire.CHECKPOINT, 0, meta)
+        meta = {"id": checkpoint.checkpoint_id, "path": checkpoint.path, "shards": shards}
+        controller.send_to_server(head, wire.CHECKPOINT, meta)
 
 
 def on_checkpoint_written(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
@@ -52,25 +55,24 @@ def on_checkpoint_written(controller: ControllerState, now: float, session: Memb
     if checkpoint is None or meta["id"] != checkpoint.checkpoint_id:
         return
     if "error" in meta:
-        _abort_checkpoint(controller, "CheckpointError", str(meta["error"]))
+        _abort_checkpoint(controller, str(meta["error"]))
         return
     checkpoint.files[int(meta["shard"])] = {key: meta[key] for key in ("file", "sha256", "bytes", "lsn")}
-    if len(checkpoint.files) < controller.map.num_shards:
-        return
-    manifest = {
-        "shards": controller.map.num_shards,
-        "specs": controller.specs,
-        "settings": controller.settings,
-        "count": controller.last_incarnation,
-        "files": {str(shard): checkpoint.files[shard] for shard in sorted(checkpoint.files)},
-    }
-    controller.actions.append(WriteManifest(checkpoint.path, manifest))
+    if len(checkpoint.files) == controller.map.num_shards:
+        manifest = {
+            "shards": controller.map.num_shards,
+            "specs": controller.specs,
+            "settings": controller.settings,
+            "count": controller.last_incarnation,
+            "files": {str(shard): checkpoint.files[shard] for shard in sorted(checkpoint.files)},
+        }
+        controller.actions.append(WriteManifest(checkpoint.path, manifest))
 
 
 def complete_checkpoint(controller: ControllerState, error: str | None) -> None:
     """The manifest is written; or it could not be, for this reason, which ends this checkpoint and nothing else."""
     if error is not None:
-        _abort_checkpoint(controller, "CheckpointError", error)
+        _abort_checkpoint(controller, error)
         return
     checkpoint, controller.running_checkpoint = controller.running_checkpoint, None
     assert checkpoint is not None
@@ -81,21 +83,18 @@ def complete_checkpoint(controller: ControllerState, error: str | None) -> None:
         controller.send(peer, wire.DONE, request_id, {"path": checkpoint.path, "bytes": byte_count})
 
 
-def _abort_checkpoint(controller: ControllerState, error: str, message: str) -> None:
+def _abort_checkpoint(controller: ControllerState, message: str, error: str = "CheckpointError") -> None:
     checkpoint, controller.running_checkpoint = controller.running_checkpoint, None
     assert checkpoint is not None
-    for peer, request_id in checkpoint.requesters:
-        controller.refuse(peer, request_id, error, message)
+    for requester in checkpoint.requesters:
+        controller.refuse(*requester, error, message)
 
 
 def abort_for_lost_shards(controller: ControllerState, lost_shards: Sequence[int]) -> None:
     """A checkpoint in progress would wait for these shards."""
-    if controller.running_checkpoint is not None:
-        path = controller.running_checkpoint.path
-        message = (
-            f"{path}: shards {lost_shards[:8]} were lost while it was written; write a checkpoint once they are back"
-        )
-        _abort_checkpoint(controller, "ShardsLost", message)
+    if (checkpoint := controller.running_checkpoint) is not None:
+        lost = f"{checkpoint.path}: shards {lost_shards[:8]} were lost while it was written"
+        _abort_checkpoint(controller, f"{lost}; write a checkpoint once they are back", "ShardsLost")
 
 
 def on_expire(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
@@ -107,41 +106,33 @@ def on_expire(controller: ControllerState, now: float, peer: Hashable, frame: wi
         raise ServerError(f"{table}: no table of that name is declared")
     if not controller.map.servers:
         raise ServerError(f"{table}: there is no server to hold it; start one first")
-    _add_expiry(controller, peer, frame.request_id, {"table": table, "older": older})
+    _add_expiry(controller, (peer, frame.request_id), {"table": table, "older": older})
     send_expiry_requests(controller)
 
 
-def _add_expiry(controller: ControllerState, peer: Hashable, request_id: int, meta: dict[str, Any]) -> None:
+def _add_expiry(controller: ControllerState, requester: Requester, meta: dict[str, Any]) -> None:
     controller.last_request_id += 1
     number = controller.last_request_id  # of its own each time: late answers to an earlier request do not count
-    servers = controller.map.servers.items()
-    controller.expiries[number] = PendingExpiry(
-        peer=peer,
-        request_id=request_id,
-        meta=meta | {"of": number},
-        unanswered={(name, entry.incarnation): None for name, entry in servers},
-        epochs=controller.map.epochs,
-    )
+    servers: dict[tuple[str, int], Hashable | None] = dict.fromkeys(controller.live_servers())
+    controller.expiries[number] = PendingExpiry(requester, meta | {"of": number}, servers, controller.map.epochs)
 
 
 def send_expiry_requests(controller: ControllerState) -> None:
     """Ask the servers that have yet to answer, again over a new connection; answer requests that are complete or cannot be."""
-    was_repeated = False
-    live_servers = {(name, entry.incarnation) for name, entry in controller.map.servers.items()}
+    was_repeated, live_servers = False, controller.live_servers()
     for number, expiry in list(controller.expiries.items()):
-        dead_servers = sorted(name for name, _ in expiry.unanswered.keys() - live_servers)
-        if dead_servers:
+        if dead := sorted(name for name, _ in expiry.unanswered.keys() - live_servers):
             del controller.expiries[number]
-            names = ", ".join(dead_servers)
-            message = f"{expiry.meta['table']}: {names} died meanwhile, and may leave old rows; expire again"
-            controller.refuse(expiry.peer, expiry.request_id, "ServerError", message)
+            problem = f"{', '.join(dead)} died meanwhile, and may leave old rows"
+            controller.refuse(*expiry.requester, "ServerError", f"{expiry.meta['table']}: {problem}; expire again")
             continue
         if not expiry.unanswered:
             del controller.expiries[number]
             if controller.map.epochs == expiry.epochs:
-                controller.send(expiry.peer, wire.DONE, expiry.request_id, {})
+                peer, request_id = expiry.requester
+                controller.send(peer, wire.DONE, request_id, {})
             else:  # expiring twice does no harm
-                _add_expiry(controller, expiry.peer, expiry.request_id, expiry.meta)
+                _add_expiry(controller, expiry.requester, expiry.meta)
                 was_repeated = True
         for (name, incarnation), asked_peer in expiry.unanswered.items():
             peer = controller.find_peer("server", name)
@@ -154,7 +145,6 @@ def send_expiry_requests(controller: ControllerState) -> None:
 
 def on_expired(controller: ControllerState, session: MemberSession, number: int) -> None:
     """DONE: a server expired its rows."""
-    expiry = controller.expiries.get(number)
-    if expiry is not None:
+    if expiry := controller.expiries.get(number):
         expiry.unanswered.pop((session.name, session.incarnation), None)
         send_expiry_requests(controller)

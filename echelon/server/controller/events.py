@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from echelon.errors import EchelonError
 from echelon.server.controller import checkpoints, declarations, lost_shards, members, rebalance
-from echelon.server.controller.report import make_report
 from echelon.server.controller.state import ControllerState, MemberSession, Refusal
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
@@ -48,7 +48,7 @@ def _on_watch(controller: ControllerState, now: float, peer: Hashable, frame: wi
     if controller.map.version > after:
         controller.send(peer, wire.MAP, frame.request_id, controller.map_answer())
     else:
-        controller.watchers.append((peer, frame.request_id, after))
+        controller.watchers.append((peer, frame.request_id))
 
 
 def _on_status(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
@@ -58,11 +58,10 @@ def _on_status(controller: ControllerState, now: float, peer: Hashable, frame: w
 def _on_heartbeat(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
     """From a server's loop, over its session; or from its thread, which names the server."""
     meta, session = frame.meta, controller.sessions.get(peer)
-    if session is None:
-        if "server" in meta:  # else a worker's, which crossed the answer to its LEAVE
-            server = controller.sessions.get(controller.find_peer("server", str(meta["server"])))
-            if server is not None and server.incarnation == meta["incarnation"]:
-                server.last_heard = now
+    if session is None:  # without a name: of a worker that has just left
+        server = controller.sessions.get(controller.find_peer("server", str(meta.get("server"))))
+        if server is not None and server.incarnation == meta["incarnation"]:
+            server.last_heard = now
     elif session.role == "server":
         controller.send(peer, wire.HEARTBEAT, 0, {})
         if meta.get("cut"):
@@ -83,7 +82,7 @@ def _on_done(controller: ControllerState, now: float, session: MemberSession, fr
     """A server's answer to DECLARE or EXPIRE."""
     number = int(frame.meta["of"])
     if number in controller.declarations:
-        declarations.on_declaration_answer(controller, now, session, number, frame.meta.get("error"))
+        declarations.on_declaration_answer(controller, now, session.name, number, frame.meta.get("error"))
     else:
         checkpoints.on_expired(controller, session, number)
 
@@ -146,9 +145,52 @@ def on_tick(controller: ControllerState, now: float) -> list[Action]:
     if dead:
         members.remove_dead(controller, now, dead)
     lost_shards.roll_back_lost_shards(controller, now)
-    if controller.is_map_installed():
+    if controller.oldest_version() >= controller.map.version:
         rebalance.rebalance(controller, now)
     checkpoints.request_shard_files(controller, now)
     declarations.request_declarations(controller, now)
     checkpoints.send_expiry_requests(controller)
     return controller.take_actions()
+
+
+def make_report(controller: ControllerState) -> dict[str, Any]:
+    """What STATUS answers with: shards, servers and workers, as `echelon server status` shows them."""
+    shard_map, replicas = controller.map, controller.replicas
+    lengths = [len(chain) for chain in shard_map.chains]
+    possible = min(replicas, max(1, len(set(shard_map.servers) - controller.leaving)))
+    return {
+        "version": shard_map.version,
+        "shards": shard_map.num_shards,
+        "replicas": replicas,
+        "unplaced": sum(not n and shard not in shard_map.lost_shards for shard, n in enumerate(lengths)),
+        "short": sum(0 < length < replicas for length in lengths),
+        # Of those, the ones that the present servers could hold.
+        "owed": sum(0 < length < possible for length in lengths),
+        "shards_by_replicas": {str(count): lengths.count(count) for count in sorted(set(lengths))},
+        "unreadable": controller.checkpoint_error,
+        "learning": sum(bool(learners) for learners in shard_map.learners),
+        "lost": {str(shard): list(chain) for shard, chain in shard_map.lost_shards.items()},
+        "restored": {str(shard): list(source) for shard, source in shard_map.restored_from.items()},
+        "revived": sorted(shard_map.rolled_back_shards),
+        "checkpoint": controller.last_checkpoint,
+        "settings": controller.settings,
+        "specs": controller.specs,
+        "workers": {
+            name: {"incarnation": incarnation, "here": controller.find_peer("worker", name) is not None}
+            for name, incarnation in shard_map.workers.items()
+        },
+        "servers": {
+            name: {
+                "address": entry.address,
+                "host": entry.host,
+                "incarnation": entry.incarnation,
+                "heads": shard_map.heads.count(name),
+                "replicas": sum(name in chain for chain in shard_map.chains),
+                "leaving": name in controller.leaving,
+                "here": controller.find_peer("server", name) is not None,
+                "version": controller.installed_version(name),
+                **controller.reports.get(name, {}),
+            }
+            for name, entry in shard_map.servers.items()
+        },
+    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from echelon.server.controller import checkpoints
-from echelon.server.controller.shard_placement import build_chain, interleave_hosts
+from echelon.server.controller.shard_placement import build_chain, interleave_hosts, without
 from echelon.server.controller.state import REJOIN_GRACE, ControllerState, MemberSession
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_map import ServerEntry
@@ -18,40 +19,34 @@ def place_unassigned_shards(controller: ControllerState) -> None:
     shards = [shard for shard, chain in enumerate(shard_map.chains) if not chain and shard not in shard_map.lost_shards]
     if shards and len(shard_map.servers) >= controller.expect:
         folder, controller.restore_folder = controller.restore_folder, None
-        _place(controller, shards, shard_map.servers, folder)
+        _place(controller, shards, folder)
 
 
 def roll_back_lost_shards(controller: ControllerState, now: float) -> None:
     """Take shards that stayed lost back to the last checkpoint."""
     shard_map, checkpoint = controller.map, controller.last_checkpoint
-    if not shard_map.lost_shards or checkpoint is None or not shard_map.servers:
-        return
-    if now < controller.lost_since + REJOIN_GRACE:
+    can_roll_back = shard_map.lost_shards and checkpoint is not None and shard_map.servers
+    if not can_roll_back or now < controller.lost_since + REJOIN_GRACE:
         return
     shards = sorted(shard_map.lost_shards)
     controller.log("restored", shards=shards, checkpoint=checkpoint)
     controller.dead_servers.clear()
-    remaining = {name: entry for name, entry in shard_map.servers.items() if name not in controller.leaving}
-    rolled_back = shard_map.rolled_back_shards | set(shards)
-    servers = remaining or shard_map.servers
-    _place(controller, shards, servers, checkpoint, lost_shards={}, rolled_back_shards=rolled_back)
+    _place(
+        controller, shards, checkpoint, lost_shards={}, rolled_back_shards=shard_map.rolled_back_shards | set(shards)
+    )
 
 
-def _place(
-    controller: ControllerState,
-    shards: Sequence[int],
-    servers: Mapping[str, ServerEntry],
-    restore_from: str | None,
-    **changes: Any,
-) -> None:
-    """Publish chains for these shards over these servers; those that are heads already come first, `heads` bounds their number."""
-    shard_map, order = controller.map, interleave_hosts(servers)
+def _place(controller: ControllerState, shards: Sequence[int], folder: str | None, **changes: Any) -> None:
+    """Publish chains for these shards, from the checkpoint in `folder` if any; servers that are heads already come first."""
+    shard_map = controller.map
+    servers = without(shard_map.servers, controller.leaving) or shard_map.servers
+    order = interleave_hosts(servers)
     heads = sorted(order, key=lambda name: name not in shard_map.heads)[: controller.settings.get("heads")]
     chains, restored_from = list(shard_map.chains), dict(shard_map.restored_from)
-    for index, shard in enumerate(shards):
-        chains[shard] = build_chain(heads[index % len(heads)], order, servers, controller.replicas)
-        if restore_from is not None:
-            restored_from[shard] = (restore_from, shard_map.version + 1)
+    for shard, head in zip(shards, cycle(heads)):
+        chains[shard] = build_chain(head, order, servers, controller.replicas)
+        if folder is not None:
+            restored_from[shard] = (folder, shard_map.version + 1)
     controller.publish_map(chains=chains, restored_from=restored_from, **changes)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from echelon.server.controller import checkpoints, lost_shards, rebalance
-from echelon.server.controller.state import ControllerState, MemberSession, Refusal
+from echelon.server.controller.shard_placement import without
+from echelon.server.controller.state import Chain, ControllerState, MemberSession, Refusal
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_map import ServerEntry
 
@@ -25,20 +26,18 @@ def on_join(controller: ControllerState, now: float, peer: Hashable, frame: wire
     if role == "worker":
         _join_worker(controller, now, peer, frame.request_id, name, incarnation)
     elif incarnation is None:
-        _join_new_server(controller, now, peer, frame, name)
+        _add_server(controller, now, peer, frame, name)
     else:
         _rejoin_server(controller, now, peer, frame, name, incarnation)
 
 
-def _open_session(
-    controller: ControllerState, now: float, peer: Hashable, role: str, name: str, incarnation: int
-) -> None:
-    old_peer = controller.find_peer(role, name)
+def _open_session(controller: ControllerState, session: MemberSession) -> None:
+    old_peer = controller.find_peer(session.role, session.name)
     if old_peer is not None:
         del controller.sessions[old_peer]
         controller.close(old_peer)
-    controller.sessions[peer] = MemberSession(peer, role, name, incarnation, now)
-    controller.disconnect_deadlines.pop((role, name), None)
+    controller.sessions[session.peer] = session
+    controller.disconnect_deadlines.pop((session.role, session.name), None)
 
 
 def _server_entry(meta: dict[str, Any], incarnation: int) -> ServerEntry:
@@ -51,16 +50,13 @@ def _rejoin_server(
     if name is not None and name not in controller.map.servers and controller.dead_servers.get(name) == incarnation:
         lost_shards.readmit_server(controller, name, _server_entry(frame.meta, incarnation))
         controller.rebalance_after = now + REBALANCE_DELAY
-    entry = controller.map.servers.get(name or "")
-    if name is None or entry is None or entry.incarnation != incarnation:
+    if name is None or (name, incarnation) not in controller.live_servers():
         raise Refusal("Out", f"{name}, incarnation {incarnation}, is not in the map any more; join as a new server")
-    _open_session(controller, now, peer, "server", name, incarnation)
+    _open_session(controller, MemberSession(peer, "server", name, incarnation, now))
     controller.send(peer, wire.MAP, frame.request_id, controller.map_answer(id=name, incarnation=incarnation))
 
 
-def _join_new_server(
-    controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame, name: str | None
-) -> None:
+def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame, name: str | None) -> None:
     if name is not None and name in controller.map.servers:
         if controller.find_peer("server", name) is not None:
             raise Refusal("Taken", f"another server is called {name}; choose another name")
@@ -69,7 +65,7 @@ def _join_new_server(
     incarnation = controller.last_incarnation
     name = name or f"s{incarnation}"
     controller.dead_servers.pop(name, None)
-    _open_session(controller, now, peer, "server", name, incarnation)
+    _open_session(controller, MemberSession(peer, "server", name, incarnation, now))
     controller.rebalance_after = now + REBALANCE_DELAY
     controller.publish_map(servers={**controller.map.servers, name: _server_entry(frame.meta, incarnation)})
     lost_shards.place_unassigned_shards(controller)
@@ -84,48 +80,32 @@ def _join_worker(
         incarnation = controller.last_incarnation
         name = name or f"w{incarnation}"
     elif name is None or not 0 < incarnation < 1 << 62:
-        raise wire.WireError(
-            f"JOIN of worker {name!r}, incarnation {incarnation}; expected a name and a positive number"
-        )
+        raise wire.WireError(f"JOIN of worker {name!r}, incarnation {incarnation}; expected a name and one above 0")
     known_incarnation = controller.map.workers.get(name, 0)
     if incarnation > controller.last_incarnation:
-        raise Refusal(
-            "Superseded",
-            f"worker {name}, incarnation {incarnation}: this controller has counted only {controller.last_incarnation}, so it started over; "
-            "restart the worker",
-        )
-    if controller.map.is_expired(incarnation):
-        raise Refusal("Superseded", f"worker {name} was away for too long and has expired; restart it")
-    if known_incarnation > incarnation:
-        raise Refusal(
-            "Superseded",
-            f"worker {name} was restarted, or another worker uses its name; this is incarnation {incarnation}, which is superseded. Give "
-            "each worker its own name (worker=)",
-        )
-    _open_session(controller, now, peer, "worker", name, incarnation)
+        counted = f"this controller has counted only {controller.last_incarnation}, so it started over"
+        raise Refusal("Superseded", f"worker {name}, incarnation {incarnation}: {counted}; restart the worker")
+    if (superseded := controller.map.why_superseded(name, incarnation)) is not None:
+        raise Refusal("Superseded", superseded)
+    _open_session(controller, MemberSession(peer, "worker", name, incarnation, now))
     controller.departed_at.pop(incarnation, None)
     if known_incarnation < incarnation:
         if known_incarnation:
             controller.departed_at[known_incarnation] = now
         controller.publish_map(workers={**controller.map.workers, name: incarnation})
-    controller.answer_once_installed(peer, request_id, wire.MAP, {"id": name, "incarnation": incarnation})
+    controller.answer_once_installed((peer, request_id), wire.MAP, {"id": name, "incarnation": incarnation})
 
 
 def on_leave(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
     """LEAVE: a worker ends; a server is drained first."""
     if session.role == "server":
-        rebalance.begin_drain(controller, session.peer, frame.request_id, session.name)
+        rebalance.begin_drain(controller, (session.peer, frame.request_id), session.name)
         return
     del controller.sessions[session.peer]
     if session.name in controller.map.workers:
         controller.departed_at[controller.map.workers[session.name]] = now
-        _publish_without_workers(controller, {session.name})
+        controller.publish_map(workers=without(controller.map.workers, {session.name}))
     controller.send(session.peer, wire.DONE, frame.request_id, {})
-
-
-def _publish_without_workers(controller: ControllerState, names: set[str], **changes: Any) -> None:
-    workers = {name: incarnation for name, incarnation in controller.map.workers.items() if name not in names}
-    controller.publish_map(workers=workers, **changes)
 
 
 def remove_dead(controller: ControllerState, now: float, dead: Sequence[tuple[str, str]]) -> None:
@@ -150,8 +130,8 @@ def remove_dead(controller: ControllerState, now: float, dead: Sequence[tuple[st
     if workers:
         controller.departed_at |= {shard_map.workers[name]: now for name in workers}
         controller.log("left", workers=sorted(workers))
-    entries = {name: entry for name, entry in shard_map.servers.items() if name not in servers}
-    _publish_without_workers(controller, workers, servers=entries, chains=chains, learners=learners, lost_shards=lost)
+    remaining = {"servers": without(shard_map.servers, servers), "workers": without(shard_map.workers, workers)}
+    controller.publish_map(**remaining, chains=chains, learners=learners, lost_shards=lost)
     if newly_lost:
         controller.lost_since = now
         checkpoints.abort_for_lost_shards(controller, newly_lost)
@@ -160,7 +140,7 @@ def remove_dead(controller: ControllerState, now: float, dead: Sequence[tuple[st
 
 def _chains_without(
     controller: ControllerState, servers: set[str]
-) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], dict[int, tuple[str, ...]]]:
+) -> tuple[list[Chain], list[Chain], dict[int, Chain]]:
     """Chains and learners without these servers, and the shards that are lost by then."""
     shard_map = controller.map
     chains, learners, lost = list(shard_map.chains), list(shard_map.learners), dict(shard_map.lost_shards)

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 from echelon.errors import ServerError
 from echelon.server.controller.shard_placement import compute_target_chains
-from echelon.server.controller.state import ControllerState, MemberSession
+from echelon.server.controller.state import ControllerState, MemberSession, Requester
 from echelon.server.protocol import wire
 
 #: A worker that has been away for so long has expired; expired incarnations are dropped from the map in batches.
@@ -52,11 +52,12 @@ def rebalance(controller: ControllerState, now: float) -> None:
         # All of a head's shards at once: each handover stops pushes for a moment.
         if head not in heads_with_learners and head not in controller.handovers:
             controller.handovers[head] = (now + DRAIN_TIMEOUT, shards)
-            peer = controller.find_peer("server", head)
-            if peer is not None:
-                controller.send(peer, wire.HANDOVER, 0, {"shards": shards})
-    drain_requests = controller.drain_requests
-    controller.drain_requests = [request for request in drain_requests if not _complete_drain(controller, *request)]
+            controller.send_to_server(head, wire.HANDOVER, {"shards": shards})
+    used_servers = {name for names in (*controller.map.chains, *controller.map.learners) for name in names}
+    for server, (peer, request_id) in controller.drain_requests:
+        if server not in used_servers:
+            controller.send(peer, wire.DONE, request_id, {"server": server})
+    controller.drain_requests = [request for request in controller.drain_requests if request[0] in used_servers]
 
 
 def _target_chains(controller: ControllerState) -> list[tuple[str, ...]]:
@@ -78,16 +79,10 @@ def promote_learners(controller: ControllerState, now: float) -> bool:
 
 def on_caught_up(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
     """CAUGHT_UP: a learner's acknowledgement is required from now on, and it lacks nothing."""
-    meta = frame.meta
-    shard, learner = int(meta["shard"]), str(meta["learner"])
-    entry = controller.map.servers.get(learner)
-    if (
-        controller.is_head(session, shard)
-        and int(meta["version"]) >= controller.map.epochs[shard]
-        and learner in controller.map.learners[shard]
-        and entry is not None
-        and entry.incarnation == int(meta["incarnation"])
-    ):
+    meta, shard_map = frame.meta, controller.map
+    shard, learner, incarnation = int(meta["shard"]), str(meta["learner"]), int(meta["incarnation"])
+    is_current = controller.is_head(session, shard) and int(meta["version"]) >= shard_map.epochs[shard]
+    if is_current and learner in shard_map.learners[shard] and (learner, incarnation) in controller.live_servers():
         controller.caught_up.setdefault((shard, learner), now)
 
 
@@ -129,10 +124,10 @@ def expire_workers(controller: ControllerState, now: float) -> bool:
 
 def on_drain(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
     """DRAIN: an administrator takes a server out."""
-    begin_drain(controller, peer, frame.request_id, str(frame.meta["server"]))
+    begin_drain(controller, (peer, frame.request_id), str(frame.meta["server"]))
 
 
-def begin_drain(controller: ControllerState, peer: Hashable, request_id: int, server: str) -> None:
+def begin_drain(controller: ControllerState, requester: Requester, server: str) -> None:
     """Move everything off a server; answer when it holds nothing."""
     if server not in controller.map.servers:
         names = ", ".join(sorted(controller.map.servers)) or "none"
@@ -142,12 +137,4 @@ def begin_drain(controller: ControllerState, peer: Hashable, request_id: int, se
     if server not in controller.leaving:
         controller.leaving.add(server)
         controller.persist()
-    controller.drain_requests.append((server, peer, request_id))
-
-
-def _complete_drain(controller: ControllerState, server: str, peer: Hashable, request_id: int) -> bool:
-    chains_and_learners = zip(controller.map.chains, controller.map.learners, strict=True)
-    if any(server in chain or server in learners for chain, learners in chains_and_learners):
-        return False
-    controller.send(peer, wire.DONE, request_id, {"server": server})
-    return True
+    controller.drain_requests.append((server, requester))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from echelon.server.protocol.shard_map import ServerEntry, ShardMap
+
+
+def without(members: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The servers or workers of a map, except for these."""
+    return {name: member for name, member in members.items() if name not in names}
 
 
 def interleave_hosts(servers: Mapping[str, ServerEntry]) -> list[str]:
@@ -41,32 +47,24 @@ def compute_target_chains(
 
     `max_heads`: how many servers are heads at most, the others only replicas (None: all are heads). Those that head the most stay.
     """
-    remaining_servers = {name: entry for name, entry in shard_map.servers.items() if name not in leaving}
-    if not remaining_servers:
+    servers = without(shard_map.servers, leaving)
+    if not servers:
         return list(shard_map.chains)
-    order = interleave_hosts(remaining_servers)
-    head_counts = {name: sum(head == name for head in shard_map.heads) for name in order}
+    order, heads = interleave_hosts(servers), shard_map.heads
     # Those that have the most keep the one more that not all can have.
-    head_servers = sorted(order, key=lambda name: (-head_counts[name], order.index(name)))[:max_heads]
+    head_servers = sorted(order, key=lambda name: (-heads.count(name), order.index(name)))[:max_heads]
     shards_per_head, extra = divmod(shard_map.num_shards, len(head_servers))
     quota = {name: shards_per_head + (rank < extra) for rank, name in enumerate(head_servers)}
-    target_heads: list[str | None] = []
-    for head in shard_map.heads:
+    targets: dict[int, str] = {}
+    for shard, head in enumerate(heads):
         if head is not None and quota.get(head):
             quota[head] -= 1
-            target_heads.append(head)
-        else:
-            target_heads.append(None)
-    for shard, head in enumerate(target_heads):
-        if head is None:
+            targets[shard] = head
+    for shard, chain in enumerate(shard_map.chains):
+        if shard not in targets:
             # A replica that is there already needs no copy.
-            replicas_with_room = [name for name in shard_map.chains[shard] if quota.get(name)]
-            chosen = (
-                replicas_with_room[0]
-                if replicas_with_room
-                else max(head_servers, key=lambda name: (quota[name], -order.index(name)))
-            )
-            quota[chosen] -= 1
-            target_heads[shard] = chosen
-    chains = {name: build_chain(name, order, remaining_servers, replicas) for name in order}
-    return [chains[head] for head in target_heads if head is not None]
+            with_room = [name for name in chain if quota.get(name)]
+            targets[shard] = [*with_room, max(head_servers, key=lambda name: (quota[name], -order.index(name)))][0]
+            quota[targets[shard]] -= 1
+    chains = {name: build_chain(name, order, servers, replicas) for name in order}
+    return [chains[targets[shard]] for shard in range(shard_map.num_shards)]

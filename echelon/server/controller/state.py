@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,25 @@ SERVER_LEASE, SHORTEST_LEASE, LONGEST_LEASE = 0.6, 0.5, 60.0
 #: How long members may take to come back after our own restart, and lost shards to return before they are rolled back to a checkpoint.
 REJOIN_GRACE = 2.0
 DOCUMENT_FORMAT = 1
+#: What is durable besides the map: names in the document, and how the values are read.
+DURABLE_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "specs": ("specs", list),
+    "replicas": ("replicas", int),
+    "expect": ("expect", int),
+    "settings": ("settings", dict),
+    "last_incarnation": ("count", int),
+    "leaving": ("leaving", set),
+    "last_checkpoint": ("checkpoint", lambda path: path),
+    "checkpoint_error": ("unreadable", lambda reason: reason),
+    "dead_servers": ("graves", dict),
+    "restore_folder": ("restoring", lambda path: path),
+}
+
+
+#: The servers of a shard, head first.
+Chain = tuple[str, ...]
+#: Who waits for an answer: the connection and the request.
+Requester = tuple[Hashable, int]
 
 
 class Refusal(ServerError):  # noqa: N818 (an answer, not a fault)
@@ -39,22 +58,11 @@ class MemberSession:
 
 
 @dataclass(slots=True)
-class DeferredAnswer:
-    """An answer that waits until all servers have a version of the map."""
-
-    version: int
-    peer: Hashable
-    request_id: int
-    kind: int
-    meta: dict[str, Any]
-
-
-@dataclass(slots=True)
 class PendingDeclaration:
     """A declaration that not all servers have accepted yet."""
 
     spec: dict[str, Any]
-    requesters: list[tuple[Hashable, int]]
+    requesters: list[Requester]
     accepted_by: set[str] = field(default_factory=set)
     retry_at: float = float("-inf")
 
@@ -65,17 +73,16 @@ class RunningCheckpoint:
 
     checkpoint_id: int
     path: str
-    requesters: list[tuple[Hashable, int]]
+    requesters: list[Requester]
     files: dict[int, dict[str, Any]] = field(default_factory=dict)
     retry_at: float = float("-inf")
 
 
 @dataclass(slots=True)
 class PendingExpiry:
-    """An expiry order: who waits for it, and which incarnations of servers have yet to answer, asked over which connection."""
+    """An expiry order, who waits for it, and which incarnations of servers have yet to answer, asked over which connection."""
 
-    peer: Hashable
-    request_id: int
+    requester: Requester
     meta: dict[str, Any]
     unanswered: dict[tuple[str, int], Hashable | None]
     #: The map's epochs when they were asked: a shard whose head changed since may have been expired by neither.
@@ -108,8 +115,9 @@ class ControllerState:
     #: Members of the map without a connection: when they are declared dead.
     disconnect_deadlines: dict[tuple[str, str], float] = field(init=False)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    deferred_answers: list[DeferredAnswer] = field(default_factory=list)
-    watchers: list[tuple[Hashable, int, int]] = field(default_factory=list)
+    #: Answers that wait until all servers have a version of the map: that version, who waits, kind, meta.
+    deferred_answers: list[tuple[int, Requester, int, dict[str, Any]]] = field(default_factory=list)
+    watchers: list[Requester] = field(default_factory=list)
     #: (shard, learner) whose acknowledgement is required by now, and since when. The learner lacks nothing.
     caught_up: dict[tuple[int, str], float] = field(default_factory=dict)
     #: Heads that hand over: deadline and shards.
@@ -118,7 +126,7 @@ class ControllerState:
     rebalance_after: float = field(init=False)
     last_tick: float = field(init=False)
     lost_since: float = field(init=False)
-    drain_requests: list[tuple[str, Hashable, int]] = field(default_factory=list)
+    drain_requests: list[tuple[str, Requester]] = field(default_factory=list)
     running_checkpoint: RunningCheckpoint | None = None
     expiries: dict[int, PendingExpiry] = field(default_factory=dict)
     declarations: dict[int, PendingDeclaration] = field(default_factory=dict)
@@ -136,20 +144,9 @@ class ControllerState:
 
     def to_document(self) -> dict[str, Any]:
         """What a restarted controller needs."""
-        return {
-            "format": DOCUMENT_FORMAT,
-            "map": self.map.to_document(),
-            "specs": self.specs,
-            "replicas": self.replicas,
-            "expect": self.expect,
-            "settings": self.settings,
-            "count": self.last_incarnation,
-            "leaving": sorted(self.leaving),
-            "checkpoint": self.last_checkpoint,
-            "unreadable": self.checkpoint_error,
-            "graves": self.dead_servers,
-            "restoring": self.restore_folder,
-        }
+        fields = {key: getattr(self, name) for name, (key, _) in DURABLE_FIELDS.items()}
+        fields["leaving"] = sorted(self.leaving)
+        return {"format": DOCUMENT_FORMAT, "map": self.map.to_document(), **fields}
 
     def job_settings(self) -> dict[str, Any]:
         """The settings that a job keeps for life."""
@@ -163,6 +160,11 @@ class ControllerState:
 
     def send(self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any]) -> None:
         self.actions.append(Send(PEER, peer, kind, request_id, meta))
+
+    def send_to_server(self, name: str, kind: int, meta: dict[str, Any]) -> None:
+        """Send to a server, if it has a connection."""
+        if (peer := self.find_peer("server", name)) is not None:
+            self.send(peer, kind, 0, meta)
 
     def refuse(self, peer: Hashable, request_id: int, error: str, message: str) -> None:
         self.send(peer, wire.REFUSED, request_id, {"error": error, "message": message})
@@ -181,8 +183,12 @@ class ControllerState:
 
     def find_peer(self, role: str, name: str) -> Hashable | None:
         """The connection of a member, if it has one."""
-        session = next((each for each in self.sessions.values() if each.role == role and each.name == name), None)
-        return None if session is None else session.peer
+        sessions = self.sessions.items()
+        return next((peer for peer, session in sessions if (session.role, session.name) == (role, name)), None)
+
+    def live_servers(self) -> set[tuple[str, int]]:
+        """Names and incarnations."""
+        return {(name, entry.incarnation) for name, entry in self.map.servers.items()}
 
     def is_head(self, session: MemberSession, shard: int) -> bool:
         return session.role == "server" and self.map.heads[shard] == session.name
@@ -214,14 +220,14 @@ class ControllerState:
             if epochs[shard] < version and name in self.map.learners[shard]
         }
         self.persist()
-        for session in self.sessions.values():
+        for peer, session in self.sessions.items():
             if session.role == "server":
-                self.send_map_update(session.peer)
+                self.send_map_update(peer)
         watchers, self.watchers = self.watchers, []
-        for peer, request_id, _ in watchers:
+        for peer, request_id in watchers:
             self.send(peer, wire.MAP, request_id, self.map_answer())
 
-    def publish_chains(self, chains: Sequence[tuple[str, ...]], learners: Sequence[tuple[str, ...]]) -> bool:
+    def publish_chains(self, chains: Sequence[Chain], learners: Sequence[Chain]) -> bool:
         """A new version with these chains and learners, if they differ."""
         if tuple(chains) == self.map.chains and tuple(learners) == self.map.learners:
             return False
@@ -233,21 +239,23 @@ class ControllerState:
         peer = self.find_peer("server", server)
         return -1 if peer is None else self.sessions[peer].map_version
 
-    def is_map_installed(self) -> bool:
-        return all(self.installed_version(name) >= self.map.version for name in self.map.servers)
+    def oldest_version(self) -> int:
+        """The newest map version that every server has."""
+        return min((self.installed_version(name) for name in self.map.servers), default=self.map.version)
 
-    def answer_once_installed(self, peer: Hashable, request_id: int, kind: int, meta: dict[str, Any]) -> None:
-        self.deferred_answers.append(DeferredAnswer(self.map.version, peer, request_id, kind, meta))
+    def answer_once_installed(self, requester: Requester, kind: int, meta: dict[str, Any]) -> None:
+        self.deferred_answers.append((self.map.version, requester, kind, meta))
         self.send_due_answers()
 
     def send_due_answers(self) -> None:
         """Send the answers whose map version every server has."""
-        oldest_version = min((self.installed_version(name) for name in self.map.servers), default=self.map.version)
-        due = [deferred for deferred in self.deferred_answers if deferred.version <= oldest_version]
-        self.deferred_answers = [deferred for deferred in self.deferred_answers if deferred.version > oldest_version]
-        for answer in due:
-            meta = self.map_answer(**answer.meta) if answer.kind == wire.MAP else answer.meta
-            self.send(answer.peer, answer.kind, answer.request_id, meta)
+        deferred_answers, self.deferred_answers, oldest_version = self.deferred_answers, [], self.oldest_version()
+        for answer in deferred_answers:
+            version, (peer, request_id), kind, meta = answer
+            if version > oldest_version:
+                self.deferred_answers.append(answer)
+            else:
+                self.send(peer, kind, request_id, self.map_answer(**meta) if kind == wire.MAP else meta)
 
 
 def open_controller(
@@ -267,13 +275,9 @@ def open_controller(
     if document is not None:
         return _load_document(document, now, lease)
     controller = ControllerState(
-        map=empty_map(num_shards),
-        replicas=replicas,
-        expect=expect,
-        settings=dict(settings or {}),
-        started_at=now,
-        lease=lease,
+        map=empty_map(num_shards), replicas=replicas, expect=expect, started_at=now, lease=lease
     )
+    controller.settings = dict(settings or {})
     if restore is not None:
         # Incarnations continue where the old job's ended: the checkpoint's deduplication state is of those. None of its workers comes here.
         folder, specs, controller.last_incarnation = restore
@@ -285,24 +289,9 @@ def open_controller(
 
 def _load_document(document: Mapping[str, Any], now: float, lease: float) -> ControllerState:
     try:
-        if document["format"] != DOCUMENT_FORMAT:
-            raise DocumentError(
-                f"controller: format {document['format']!r}, expected {DOCUMENT_FORMAT}; start with a new folder"
-            )
-        return ControllerState(
-            map=ShardMap.from_document(document["map"]),
-            specs=list(document["specs"]),
-            replicas=int(document["replicas"]),
-            expect=int(document["expect"]),
-            settings=dict(document["settings"]),
-            last_incarnation=int(document["count"]),
-            leaving=set(document["leaving"]),
-            last_checkpoint=document["checkpoint"],
-            checkpoint_error=document.get("unreadable"),
-            dead_servers={str(name): int(incarnation) for name, incarnation in document["graves"].items()},
-            restore_folder=document["restoring"],
-            started_at=now,
-            lease=lease,
-        )
+        if (version := document["format"]) != DOCUMENT_FORMAT:
+            raise DocumentError(f"controller: format {version!r}, expected {DOCUMENT_FORMAT}; start with a new folder")
+        fields: dict[str, Any] = {name: parse(document.get(key)) for name, (key, parse) in DURABLE_FIELDS.items()}
+        return ControllerState(map=ShardMap.from_document(document["map"]), started_at=now, lease=lease, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise DocumentError(f"controller: {type(error).__name__}: {error}; not a controller's document") from None

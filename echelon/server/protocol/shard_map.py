@@ -82,6 +82,17 @@ class ShardMap:
         """Whether this life of a worker has ended for ever."""
         return incarnation <= self.horizon and incarnation not in self.retained_incarnations
 
+    def why_superseded(self, worker: str, incarnation: int) -> str | None:
+        """Why nothing may be taken from this incarnation of a worker; None if it may."""
+        if self.workers.get(worker, 0) > incarnation:
+            cause = (
+                f"worker {worker} was restarted after its incarnation {incarnation}, or another worker uses its name"
+            )
+            return f"{cause}; give each worker its own name (worker=)"
+        if self.is_expired(incarnation):
+            return f"worker {worker} was away for too long and has expired; restart it"
+        return None
+
     def head_mask(self, server: str) -> np.ndarray:
         """Per shard whether this server is its head."""
         return np.fromiter((head == server for head in self.heads), bool, self.num_shards)

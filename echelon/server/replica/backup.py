@@ -11,7 +11,6 @@ from echelon.errors import EchelonError
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LogEvent
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
-from echelon.server.replica import replication
 from echelon.server.replica.shard_state import ReplicaDiverged
 from echelon.server.replica.state import ReplicaState
 
@@ -27,9 +26,10 @@ def on_hello(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
         return
     head_id = (str(meta["head"]), int(meta["incarnation"]))
     # One connection per head: what an older one still delivers is ignored.
-    for stale_peer in [other for other, other_head in replica.head_of_peer.items() if other_head[0] == head_id[0]]:
-        del replica.head_of_peer[stale_peer]
-        replica.frames_awaiting_map.pop(stale_peer, None)
+    for other, (head, _) in list(replica.head_of_peer.items()):
+        if head == head_id[0]:
+            del replica.head_of_peer[other]
+            replica.frames_awaiting_map.pop(other, None)
     replica.head_of_peer[peer] = head_id
     link_id = int(meta["link"])
     if replica.last_received.get(head_id, (0, 0))[0] != link_id:
@@ -52,23 +52,20 @@ def on_head_frame(replica: ReplicaState, now: float, peer: Hashable, frame: wire
     replica.last_answered[head] = now
     if kind == wire.HEARTBEAT:
         replica.send_to_peer(peer, wire.HEARTBEAT, 0, {"n": meta["n"], "v": replica.map.version})
-        return
-    if kind == wire.LOG_STATE:
+    elif kind == wire.LOG_STATE:
         _answer_log_state(replica, peer, head_id, frame)
-        return
-    number = meta["n"]
-    link_id, last_number = replica.last_received[head_id]
-    if number > last_number:
-        if number != last_number + 1:
-            raise wire.WireError(f"message {number} of {head} after {last_number}")
-        replica.last_received[head_id] = (link_id, number)
-        take = _take_entry if kind == wire.LOG_ENTRY else _take_snapshot_part
-        refused_shards = take(replica, head, frame)
-        if len(refused_shards):
-            replica.refused_shards.setdefault(head_id, set()).update(refused_shards.tolist())
-        last_number = number
-    answer = with_refused_shards(replica, head_id, {"n": last_number, "v": replica.map.version})
-    replica.send_to_peer(peer, wire.REPLICA_ACK, 0, answer)
+    else:
+        link_id, last_number = replica.last_received[head_id]
+        if meta["n"] == last_number + 1:
+            last_number += 1
+            replica.last_received[head_id] = (link_id, last_number)
+            refused = (_take_entry if kind == wire.LOG_ENTRY else _take_snapshot_part)(replica, head, frame)
+            if len(refused):
+                replica.refused_shards.setdefault(head_id, set()).update(refused.tolist())
+        elif meta["n"] > last_number:
+            raise wire.WireError(f"message {meta['n']} of {head} after {last_number}")
+        answer = with_refused_shards(replica, head_id, {"n": last_number, "v": replica.map.version})
+        replica.send_to_peer(peer, wire.REPLICA_ACK, 0, answer)
 
 
 def with_refused_shards(replica: ReplicaState, head_id: tuple[str, int], answer: dict[str, Any]) -> dict[str, Any]:
@@ -110,51 +107,50 @@ def _take_entry(replica: ReplicaState, head: str, outer: wire.Frame) -> np.ndarr
     is_accepted = accepts(replica, head, version, shard_set)
     all_accepted = all_set(is_accepted)
     if all_accepted or any_set(is_accepted):
-        accepted_shards = shard_set if all_accepted else shard_set.subset(is_accepted)
+        accepted = shard_set if all_accepted else shard_set.subset(is_accepted)
         replica.counters["entries"] += 1
+        replica.min_clock_cache = None
         if frame.kind == wire.PUSH:
-            _apply_push(replica, outer.meta, frame, accepted_shards)
+            _apply_push(replica, outer.meta, frame, accepted)
         else:
-            replication.apply_entry(replica, frame, accepted_shards, version)
+            replica.shards.apply_entry(frame, accepted, version=version)
     return shard_set.wire_shards[:0] if all_accepted else shard_set.wire_shards[~is_accepted]
 
 
 def _apply_push(replica: ReplicaState, meta: dict[str, Any], frame: wire.Frame, shard_set: ShardSet) -> None:
     is_next, has_gap = replica.shards.check_sequence(frame, shard_set)
     if has_gap or (is_next is not None and not all_set(is_next)):
-        push = f"push {frame.meta['seq']} of worker {frame.meta['worker']}"
-        raise ReplicaDiverged(f"{push} does not follow here on {shard_set.wire_shards}")
+        meta = frame.meta
+        raise ReplicaDiverged(
+            f"push {meta['seq']} of worker {meta['worker']} is out of order on {shard_set.wire_shards}"
+        )
     try:
         # The head enforces the memory limit; its replicas take what it took.
         with replica.shards.store.without_memory_limit():
             replica.shards.apply_push(frame, shard_set, version=meta["v"], is_noop=bool(meta.get("void")))
     except EchelonError as error:
         raise ReplicaDiverged(f"{replica.name} cannot take what the head took: {error}") from error
-    replica.min_clock_cache = None
 
 
 def _take_snapshot_part(replica: ReplicaState, head: str, frame: wire.Frame) -> np.ndarray:
     """Collect a part of a snapshot, and install the snapshot when it is complete; the shard if it is refused."""
-    meta = frame.meta
-    shard = int(meta["shard"])
+    meta, shard = frame.meta, int(frame.meta["shard"])
     shard_array = np.array([shard], np.uint16)
-    if not accepts(replica, head, meta["v"], replica.shard_sets.get(shard_array)).all():
-        replica.incoming_snapshots.pop(shard, None)
-        return shard_array
+    parts = replica.incoming_snapshots.pop(shard, [])
     if meta["part"] == 0:
-        replica.incoming_snapshots[shard] = []
-    parts = replica.incoming_snapshots.get(shard)
-    if parts is None or len(parts) != meta["part"]:
+        parts = []
+    if not accepts(replica, head, meta["v"], replica.shard_sets.get(shard_array)).all() or len(parts) != meta["part"]:
         return shard_array
     parts.append((meta["meta"], frame.arrays))
-    if len(parts) == meta["parts"]:
-        del replica.incoming_snapshots[shard]
-        try:
-            replica.shards.install(shard, parts)
-        except EchelonError as error:
-            # No room: the shard goes without this replica; the others here are not affected.
-            replica.shards.drop(shard)
-            replica.actions.append(LogEvent("refused", {"shard": shard, "why": str(error)}))
-            return shard_array
-        replica.min_clock_cache = None
+    if len(parts) < meta["parts"]:
+        replica.incoming_snapshots[shard] = parts
+        return shard_array[:0]
+    try:
+        replica.shards.install(shard, parts)
+    except EchelonError as error:
+        # No room: the shard goes without this replica; the others here are not affected.
+        replica.shards.drop(shard)
+        replica.actions.append(LogEvent("refused", {"shard": shard, "why": str(error)}))
+        return shard_array
+    replica.min_clock_cache = None
     return shard_array[:0]

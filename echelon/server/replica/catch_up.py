@@ -8,8 +8,6 @@ learners: CAUGHT_UP to the controller, which adds them to the chain
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from echelon.server.protocol import wire
@@ -17,7 +15,7 @@ from echelon.server.protocol.actions import LINK, Close
 from echelon.server.replica import push, replication
 from echelon.server.replica.replica_link import ReplicaLink, SnapshotTransfer
 from echelon.server.replica.shard_state import ReplicaDiverged
-from echelon.server.replica.state import ReplicaState
+from echelon.server.replica.state import Meta, ReplicaState
 
 #: A drained shard whose new head does not come (the controller died) is served again after this.
 DRAIN_TIMEOUT = 1.0
@@ -28,8 +26,7 @@ def on_link_frame(replica: ReplicaState, now: float, link: ReplicaLink, frame: w
     meta, kind = frame.meta, frame.kind
     if kind == wire.MAP_REQUEST:
         if meta["version"] < replica.map.version:
-            document = {"map": replica.map.to_document(), "specs": replica.specs}
-            replica.send_to_replica(link.server, wire.MAP_UPDATE, document)
+            replica.send_to_replica(link.server, wire.MAP_UPDATE, replica.map_update())
         return
     if kind == wire.REFUSED:
         replica.actions.append(Close(LINK, link.server))
@@ -39,13 +36,12 @@ def on_link_frame(replica: ReplicaState, now: float, link: ReplicaLink, frame: w
     if not is_current and replica.requested_map_version < meta["v"]:
         replica.requested_map_version = meta["v"]
         replica.send_to_replica(link.server, wire.MAP_REQUEST, {"version": replica.map.version})
-    if kind == wire.REPLICA_ACK:
-        _note_refusals(link, frame)
-        on_acked(replica, now, link, meta["n"], is_current)
-    elif kind == wire.HELLO_REPLY:
-        _note_refusals(link, frame)
-        # The link is not up before that: messages that result are numbered, and sent, after those that are sent again.
-        on_acked(replica, now, link, meta["last"], is_current)
+    if kind in (wire.REPLICA_ACK, wire.HELLO_REPLY):
+        if meta.get("refused"):
+            link.has_refused[meta["refused"]] = True
+        on_acked(replica, now, link, meta["n" if kind == wire.REPLICA_ACK else "last"], is_current)
+    if kind == wire.HELLO_REPLY:
+        # Only now: messages that resulted from the acknowledgement are numbered, and sent, after those that are sent again.
         link.is_up, link.down_since = True, float("inf")
         for message in link.unacked:
             replica.send_to_replica(link.server, message.kind, message.meta, message.arrays)
@@ -60,11 +56,6 @@ def on_link_frame(replica: ReplicaState, now: float, link: ReplicaLink, frame: w
         if replica.waiting_reads:
             push.retry_waiting(replica, now)
     start_transfer(replica, now, link)
-
-
-def _note_refusals(link: ReplicaLink, frame: wire.Frame) -> None:
-    if frame.meta.get("refused"):
-        link.has_refused[frame.meta["refused"]] = True
 
 
 def on_acked(replica: ReplicaState, now: float, link: ReplicaLink, number: int, is_current: bool) -> None:
@@ -92,12 +83,11 @@ def on_acked(replica: ReplicaState, now: float, link: ReplicaLink, number: int, 
 
 def request_log_state(replica: ReplicaState, link: ReplicaLink) -> None:
     """Ask the replica for its (version, lsn) of the shards where it is unknown."""
-    follows = link.is_backup | link.is_learner
-    is_unknown = follows & ~link.is_forwarding & ~link.log_state_requested & ~replica.is_unloaded
-    is_unknown[list(link.snapshot_queue)] = False
+    is_known = link.is_forwarding | link.log_state_requested | replica.is_unloaded
+    is_known[list(link.snapshot_queue)] = True
     if link.transfer is not None:
-        is_unknown[link.transfer.shard] = False
-    shards = np.flatnonzero(is_unknown)
+        is_known[link.transfer.shard] = True
+    shards = np.flatnonzero((link.is_backup | link.is_learner) & ~is_known)
     if link.is_up and len(shards):
         link.log_state_requested[shards] = True
         meta = {"v": replica.map.version, "of": replica.map.version}
@@ -137,27 +127,26 @@ def mark_synced(replica: ReplicaState, now: float, link: ReplicaLink, shard: int
 
 def start_transfer(replica: ReplicaState, now: float, link: ReplicaLink) -> None:
     """Start the next snapshot, one at a time. A backup's does not wait for its turn: pushes wait for it."""
-    if (
-        link.is_up
-        and link.snapshot_queue
-        and link.transfer is None
-        and (now >= link.next_transfer_at or link.is_backup[link.snapshot_queue[0]])
-    ):
-        shard = link.snapshot_queue.popleft()
-        link.transfer = SnapshotTransfer(shard, replica.shards.snapshot(shard))
-        link.transfer_started = now
+    if not link.is_up or not link.snapshot_queue or link.transfer is not None:
+        return
+    shard = link.snapshot_queue[0]
+    if now >= link.next_transfer_at or link.is_backup[shard]:
+        link.snapshot_queue.popleft()
+        link.transfer = SnapshotTransfer(shard, replica.shards.snapshot(shard), now)
         _send_parts(replica, now, link, link.transfer)
 
 
 def _send_parts(replica: ReplicaState, now: float, link: ReplicaLink, transfer: SnapshotTransfer) -> None:
     """Send the next parts of a snapshot; after the last one, the entries that came meanwhile."""
-    while transfer.parts and len(transfer.unacked_parts) < replica.max_parts_in_flight:
-        index, meta, arrays = transfer.parts.popleft()
-        part_meta: dict[str, Any] = {"v": replica.map.version, "shard": transfer.shard}
-        part_meta |= {"part": index, "parts": transfer.part_count, "meta": meta}
+    parts = transfer.parts
+    while transfer.parts_sent < len(parts) and len(transfer.unacked_parts) < replica.max_parts_in_flight:
+        meta, arrays = parts[transfer.parts_sent]
+        part_meta: Meta = {"v": replica.map.version, "shard": transfer.shard, "meta": meta}
+        part_meta |= {"part": transfer.parts_sent, "parts": len(parts)}
         number = replication.send_numbered(replica, now, link, wire.SNAPSHOT, part_meta, arrays)
         transfer.unacked_parts.append(number)
-    if not transfer.parts and transfer.last_part_number is None:
+        transfer.parts_sent += 1
+    if transfer.parts_sent == len(parts) and transfer.last_part_number is None:
         transfer.last_part_number = transfer.unacked_parts[-1]
         link.is_forwarding[transfer.shard] = True
         for meta, arrays in transfer.deferred_entries:
@@ -175,7 +164,7 @@ def _on_parts_acked(
         return
     link.transfer = None
     # Pause for as long as the snapshot took: others use the link too.
-    link.next_transfer_at = now + min(now - link.transfer_started, 1.0)
+    link.next_transfer_at = now + min(now - transfer.started_at, 1.0)
     if not link.has_refused[transfer.shard]:
         mark_synced(replica, now, link, transfer.shard)
 

@@ -23,11 +23,10 @@ def add_workers(replica: ReplicaState, now: float) -> None:
     for worker, incarnation in sorted(replica.map.workers.items()):
         slot = dedup.get_slot(worker, incarnation)
         shards = np.flatnonzero(replica.is_ready & (dedup.clocks[slot] == NOT_COUNTED) & ~dedup.is_rolled_back)
-        if len(shards):
-            lowest = min_clock(replica)[shards]
-            start_clocks = np.where(lowest == INFINITE_CLOCK, np.maximum(dedup.max_clock(shards), 0), lowest)
-            meta = {"worker": worker, "incarnation": incarnation}
-            replication.append_entry(replica, now, wire.ADD_WORKER, meta, [shards.astype(np.uint16), start_clocks])
+        lowest = min_clock(replica)[shards]
+        start_clocks = np.where(lowest == INFINITE_CLOCK, np.maximum(dedup.max_clock(shards), 0), lowest)
+        meta = {"worker": worker, "incarnation": incarnation}
+        replication.append_entry(replica, now, wire.ADD_WORKER, meta, shards, start_clocks)
 
 
 def commit_steps(replica: ReplicaState, now: float) -> None:
@@ -37,21 +36,17 @@ def commit_steps(replica: ReplicaState, now: float) -> None:
         for push in replica.shards.pending_pushes[step]:
             is_pending[push.shards] = True
         shards = np.flatnonzero(is_pending & replica.is_ready & (min_clock(replica) > step))
-        if len(shards):
-            replication.append_entry(replica, now, wire.COMMIT_STEP, {"step": step}, [shards.astype(np.uint16)])
+        replication.append_entry(replica, now, wire.COMMIT_STEP, {"step": step}, shards)
 
 
 def forget_workers(replica: ReplicaState, now: float) -> None:
     """Drop the records of expired incarnations on all replicas. Every later head knows a map that expires them too."""
     dedup, shard_map = replica.shards.dedup, replica.map
-    expired_slots = dedup.expired_slots(shard_map.is_expired)
-    if not expired_slots:
-        return
-    has_records = (dedup.last_seq[expired_slots] != 0) | (dedup.clocks[expired_slots] != NOT_COUNTED)
+    slots = dedup.expired_slots(shard_map.is_expired)
+    has_records = (dedup.last_seq[slots] != 0) | (dedup.clocks[slots] != NOT_COUNTED)
+    meta = {"horizon": shard_map.horizon, "kept": sorted(shard_map.retained_incarnations)}
     shards = np.flatnonzero(replica.is_ready & has_records.any(axis=0))
-    if len(shards):
-        meta = {"horizon": shard_map.horizon, "kept": sorted(shard_map.retained_incarnations)}
-        replication.append_entry(replica, now, wire.FORGET_WORKERS, meta, [shards.astype(np.uint16)])
+    replication.append_entry(replica, now, wire.FORGET_WORKERS, meta, shards)
 
 
 def expire_rows(replica: ReplicaState, now: float, frame: wire.Frame) -> None:
@@ -60,8 +55,6 @@ def expire_rows(replica: ReplicaState, now: float, frame: wire.Frame) -> None:
         replica.waiting_expiries.append(frame)
         return
     shards = np.flatnonzero(replica.is_ready)
-    if len(shards):
-        before_lsn = np.maximum(replica.shards.lsn[shards] - int(frame.meta["older"]) + 1, 0)
-        meta = {"table": frame.meta["table"]}
-        replication.append_entry(replica, now, wire.EXPIRE, meta, [shards.astype(np.uint16), before_lsn])
+    before_lsn = np.maximum(replica.shards.lsn[shards] - int(frame.meta["older"]) + 1, 0)
+    replication.append_entry(replica, now, wire.EXPIRE, {"table": frame.meta["table"]}, shards, before_lsn)
     replica.send_to_controller(wire.DONE, {"of": frame.meta.get("of")})

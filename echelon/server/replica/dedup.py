@@ -37,9 +37,9 @@ class DedupTable:
         if slot is None:
             slot = self.slots[key] = self._free_slots.pop() if self._free_slots else len(self.slots)
             if slot == len(self.last_seq):
-                self.last_seq, self.clocks = _double(self.last_seq, 0), _double(self.clocks, NOT_COUNTED)
-                self.last_noop_seq = _double(self.last_noop_seq, 0)
-                self.pushed_since_rollback = _double(self.pushed_since_rollback, False)
+                for name in ("last_seq", "clocks", "last_noop_seq", "pushed_since_rollback"):
+                    setattr(self, name, np.concatenate([getattr(self, name)] * 2))
+                self._clear(slice(slot, None), slice(None))
         return slot
 
     def min_clock(self, slots: list[int]) -> np.ndarray:
@@ -58,13 +58,9 @@ class DedupTable:
 
     def forget_expired(self, is_expired: Callable[[int], bool], shards: Any) -> None:
         """Clear the rows of expired incarnations on these shards, except for the furthest clock."""
-        expired = self.expired_slots(is_expired)
-        if not expired:
-            return
-        self.departed_max_clock[shards] = np.maximum(
-            self.departed_max_clock[shards], self.clocks[expired][:, shards].max(axis=0)
-        )
+        expired, furthest = self.expired_slots(is_expired), self.departed_max_clock
         for slot in expired:
+            furthest[shards] = np.maximum(furthest[shards], self.clocks[slot, shards])
             self._clear(slot, shards)
         empty = {slot for slot in expired if not self.last_seq[slot].any() and (self.clocks[slot] == NOT_COUNTED).all()}
         self.slots = {key: slot for key, slot in self.slots.items() if slot not in empty}
@@ -78,21 +74,16 @@ class DedupTable:
 
     def export_shard(self, shard: int) -> list[list[Any]]:
         """The rows of one shard as JSON, in the same order on every replica."""
+        columns = (self.last_seq, self.clocks, self.last_noop_seq, self.pushed_since_rollback)
         return [
-            [
-                *(worker, incarnation, int(self.last_seq[slot, shard]), int(self.clocks[slot, shard])),
-                *(int(self.last_noop_seq[slot, shard]), bool(self.pushed_since_rollback[slot, shard])),
-            ]
-            for (worker, incarnation), slot in sorted(self.slots.items())
+            [*key, *(column[slot, shard].item() for column in columns)]
+            for key, slot in sorted(self.slots.items())
             if self.last_seq[slot, shard] or self.clocks[slot, shard] != NOT_COUNTED
         ]
 
-    def import_shard(
-        self, shard: int, entries: list[list[Any]], *, is_rolled_back: bool, departed_max_clock: int
-    ) -> None:
-        """Replace one shard by what `export_shard` returned."""
+    def import_shard(self, shard: int, entries: list[list[Any]]) -> None:
+        """Replace the rows of one shard by what `export_shard` returned."""
         self.clear_shard(shard)
-        self.is_rolled_back[shard], self.departed_max_clock[shard] = is_rolled_back, departed_max_clock
         for worker, incarnation, last_seq, clock, last_noop_seq, has_pushed in entries:
             slot = self.get_slot(str(worker), int(incarnation))
             self.last_seq[slot, shard], self.clocks[slot, shard] = last_seq, clock
@@ -106,7 +97,3 @@ class DedupTable:
     def clear_shard(self, shard: int) -> None:
         self._clear(slice(None), shard)
         self.is_rolled_back[shard], self.departed_max_clock[shard] = False, 0
-
-
-def _double(rows: np.ndarray, fill: int) -> np.ndarray:
-    return np.concatenate([rows, np.full_like(rows, fill)])

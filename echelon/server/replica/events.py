@@ -12,6 +12,7 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.replica import backup, catch_up, clocks, map_change, push, read
+from echelon.server.replica.dedup import INFINITE_CLOCK
 from echelon.server.replica.state import MALFORMED_ERRORS, ReplicaState
 
 Handler = Callable[[ReplicaState, float, Hashable, wire.Frame], None]
@@ -19,21 +20,20 @@ Handler = Callable[[ReplicaState, float, Hashable, wire.Frame], None]
 
 def on_frame(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> list[Action]:
     """A frame over a connection that was accepted: from a worker, or from a server as head."""
-    try:
-        if peer in replica.frames_awaiting_map and frame.kind not in (wire.MAP_UPDATE, wire.MAP_REQUEST):
-            replica.frames_awaiting_map[peer].append(frame)
-        else:
-            _dispatch(replica, now, peer, frame)
-    except (wire.WireError, DocumentError, *MALFORMED_ERRORS) as error:
-        replica.reject_malformed(peer, frame, error)
+    _handle(replica, now, peer, frame)
     return replica.take_actions()
 
 
-def _dispatch(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    handler = HANDLERS.get(frame.kind)
-    if handler is None:
-        raise wire.WireError(f"unexpected {wire.KIND_NAMES.get(frame.kind, frame.kind)}")
-    handler(replica, now, peer, frame)
+def _handle(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    try:
+        if peer in replica.frames_awaiting_map and frame.kind not in (wire.MAP_UPDATE, wire.MAP_REQUEST):
+            replica.frames_awaiting_map[peer].append(frame)
+        elif frame.kind in HANDLERS:
+            HANDLERS[frame.kind](replica, now, peer, frame)
+        else:
+            raise wire.WireError("unexpected")
+    except (wire.WireError, DocumentError, *MALFORMED_ERRORS) as error:
+        replica.reject_malformed(peer, frame, error)
 
 
 def _on_map_update(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
@@ -41,7 +41,7 @@ def _on_map_update(replica: ReplicaState, now: float, peer: Hashable, frame: wir
 
 
 def _on_map_request(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    replica.send_to_peer(peer, wire.MAP_UPDATE, 0, {"map": replica.map.to_document(), "specs": replica.specs})
+    replica.send_to_peer(peer, wire.MAP_UPDATE, 0, replica.map_update())
 
 
 HANDLERS: dict[int, Handler] = {
@@ -63,7 +63,7 @@ HANDLERS: dict[int, Handler] = {
 
 
 def on_peer_lost(replica: ReplicaState, now: float, peer: Hashable) -> list[Action]:
-    """An accepted connection is gone: nobody waits for its answers."""
+    """An accepted connection is gone."""
     replica.waiting_pushes = [request for request in replica.waiting_pushes if request[0] != peer]
     replica.waiting_reads = [request for request in replica.waiting_reads if request[0] != peer]
     replica.head_of_peer.pop(peer, None)
@@ -73,29 +73,26 @@ def on_peer_lost(replica: ReplicaState, now: float, peer: Hashable) -> list[Acti
 
 def on_link_frame(replica: ReplicaState, now: float, server: str, frame: wire.Frame) -> list[Action]:
     """A frame over our own connection to another server."""
-    link = replica.links.get(server)
-    if link is not None and frame.kind == wire.MAP_UPDATE:
+    if server in replica.links and frame.kind == wire.MAP_UPDATE:
         _on_map_update(replica, now, server, frame)
-    elif link is not None:
-        catch_up.on_link_frame(replica, now, link, frame)
+    elif server in replica.links:
+        catch_up.on_link_frame(replica, now, replica.links[server], frame)
     return replica.take_actions()
 
 
 def on_link_up(replica: ReplicaState, now: float, server: str) -> list[Action]:
     """Our connection to another server is open."""
-    link = replica.links.get(server)
-    if link is not None:
+    if server in replica.links:
+        link = replica.links[server]
         meta = {"head": replica.name, "incarnation": replica.incarnation, "member": link.incarnation}
-        meta |= {"link": link.link_id, "v": replica.map.version}
-        replica.send_to_replica(server, wire.HELLO, meta)
+        replica.send_to_replica(server, wire.HELLO, meta | {"link": link.link_id, "v": replica.map.version})
     return replica.take_actions()
 
 
 def on_link_lost(replica: ReplicaState, now: float, server: str) -> list[Action]:
     """Our connection to another server is gone."""
     if server in replica.links:
-        replica.links[server].on_disconnect()
-        replica.links[server].down_since = min(now, replica.links[server].down_since)
+        replica.links[server].on_disconnect(now)
     return replica.take_actions()
 
 
@@ -119,10 +116,10 @@ def on_controller_connected(replica: ReplicaState, now: float) -> list[Action]:
     """Connected to the controller (again): repeat what it may have missed."""
     replica.send_to_controller(wire.MAP_INSTALLED, {"version": replica.map.version})
     for link in replica.links.values():
-        catching_up = {shard for shard, _ in link.catching_up}
-        for shard in np.flatnonzero(link.is_required & ~link.has_refused).tolist():
-            if shard not in catching_up:
-                catch_up.report_caught_up(replica, link, shard)
+        is_caught_up = link.is_required & ~link.has_refused
+        is_caught_up[[shard for shard, _ in link.catching_up]] = False
+        for shard in np.flatnonzero(is_caught_up).tolist():
+            catch_up.report_caught_up(replica, link, shard)
     return replica.take_actions()
 
 
@@ -156,13 +153,33 @@ def load_next_shard(replica: ReplicaState, now: float) -> list[Action]:
     return replica.take_actions()
 
 
-def unreachable_replicas(replica: ReplicaState, now: float, min_seconds: float = 1.0) -> list[str]:
-    """Replicas whose acknowledgement is required, and that have been unreachable for so long."""
-    return [
-        server
-        for server, link in replica.links.items()
-        if now - link.down_since > min_seconds and (link.is_backup.any() or link.is_required.any())
-    ]
+def unreachable_replicas(replica: ReplicaState, now: float) -> list[str]:
+    """Replicas whose acknowledgement is required, and that have been unreachable for a second."""
+    links = replica.links.items()
+    return [server for server, link in links if now - link.down_since > 1.0 and link.is_needed()]
+
+
+def make_report(replica: ReplicaState) -> dict[str, Any]:
+    """What `echelon server status` shows: rows and memory, progress, lag of the other replicas, waiting requests."""
+    stats, lag = replica.shards.store.stats(), {}
+    min_clocks = clocks.min_clock(replica)[replica.is_head]
+    min_clocks = min_clocks[min_clocks != INFINITE_CLOCK]
+    max_clock = int(replica.shards.dedup.clocks[replica.live_slots].max(initial=0))
+    for server, link in replica.links.items():
+        unsynced = ((link.is_backup | link.is_required) & ~link.is_synced).sum()
+        entries, shards = link.last_number - link.last_acked, int(unsynced) + len(link.snapshot_queue)
+        lag[server] = {"entries": entries, "shards": shards, "up": link.is_up}
+    tables = stats["tables"].items()
+    return {
+        "rows": int(stats["rows"].sum()),
+        "bytes": int(stats["bytes"]),
+        "memory": int(stats["memory"]),
+        "tables": {name: {key: int(table[key]) for key in ("rows", "bytes")} for name, table in tables},
+        "lsn": int(replica.shards.lsn.max()),
+        "clock": [int(min_clocks.min()) if len(min_clocks) else 0, max_clock],
+        "lag": lag,
+        "waiting": {"pushes": len(replica.waiting_pushes), "pulls": len(replica.waiting_reads)},
+    }
 
 
 def _install_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Sequence[dict[str, Any]]) -> None:
@@ -172,11 +189,5 @@ def _install_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Se
     awaiting_map, replica.frames_awaiting_map = replica.frames_awaiting_map, {}
     for peer, frames in awaiting_map.items():
         for frame in frames:
-            if peer in replica.frames_awaiting_map:
-                replica.frames_awaiting_map[peer].append(frame)
-                continue
-            try:
-                _dispatch(replica, now, peer, frame)
-            except (wire.WireError, *MALFORMED_ERRORS) as error:
-                replica.reject_malformed(peer, frame, error)
+            _handle(replica, now, peer, frame)
     push.resume_waiting(replica, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LINK, Close, LogEvent
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.replica import catch_up, push, replication
-from echelon.server.replica.replica_link import PendingAck, ReplicaLink
+from echelon.server.replica.replica_link import ReplicaLink
 from echelon.server.replica.state import MALFORMED_ERRORS, ReplicaState
 
 
@@ -32,11 +33,19 @@ def adopt_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Seque
         for spec in specs[len(replica.specs) :]:
             replica.declare_spec(spec)
     replica.map, replica.specs = new_map, list(specs)
-    is_held = new_map.replica_mask(replica.name)
-    for shard in np.flatnonzero(old_map.replica_mask(replica.name) & ~is_held).tolist():
+    is_dropped = old_map.replica_mask(replica.name) & ~new_map.replica_mask(replica.name)
+    for shard in np.flatnonzero(is_dropped).tolist():
         replica.shards.drop(shard)
         replica.incoming_snapshots.pop(shard, None)
-    _find_shards_to_load(replica, is_held)
+    # Restored from a checkpoint by the map, and not here yet.
+    replica.shards_to_load = {
+        shard: (folder, version)
+        for shard, (folder, version) in new_map.restored_from.items()
+        if replica.name in new_map.chains[shard] and replica.shards.entry_version[shard] < version
+    }
+    replica.acceptance_cache.clear()
+    replica.is_unloaded[:] = False
+    replica.is_unloaded[list(replica.shards_to_load)] = True
     head_changed = np.fromiter((epoch > old_map.version for epoch in new_map.epochs), bool, new_map.num_shards)
     _change_heads(replica, old_map, head_changed)
     _update_links(replica, now, head_changed)
@@ -50,20 +59,6 @@ def adopt_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Seque
     return True
 
 
-def _find_shards_to_load(replica: ReplicaState, is_held: np.ndarray) -> None:
-    """The shards that the map restores from a checkpoint and that are not restored here yet."""
-    replica.shards_to_load = {
-        shard: (folder, version)
-        for shard, (folder, version) in replica.map.restored_from.items()
-        if is_held[shard]
-        and replica.name in replica.map.chains[shard]
-        and replica.shards.entry_version[shard] < version
-    }
-    replica.acceptance_cache.clear()
-    replica.is_unloaded[:] = False
-    replica.is_unloaded[list(replica.shards_to_load)] = True
-
-
 def _change_heads(replica: ReplicaState, old_map: ShardMap, head_changed: np.ndarray) -> None:
     new_map, num_shards = replica.map, replica.map.num_shards
     replica.is_head = new_map.head_mask(replica.name)
@@ -72,9 +67,7 @@ def _change_heads(replica: ReplicaState, old_map: ShardMap, head_changed: np.nda
     replica.is_sole_replica = np.fromiter(is_sole, bool, num_shards)
     for shard in np.flatnonzero(head_changed & replica.is_head).tolist():
         # The former head may serve reads for as long as our last answer leases them.
-        former_head = old_map.heads[shard]
-        is_other = former_head is not None and former_head != replica.name
-        last_answered = replica.last_answered.get(former_head or "", -np.inf) if is_other else -np.inf
+        last_answered = replica.last_answered.get(old_map.heads[shard] or "", -np.inf)
         replica.reads_allowed_from[shard] = last_answered + replica.lease
     replica.all_reads_allowed_from = float(replica.reads_allowed_from.max())
     replica.is_draining &= replica.is_head & ~head_changed
@@ -122,44 +115,36 @@ def _remove_link(replica: ReplicaState, server: str) -> None:
 def reset_absent_learners(replica: ReplicaState, now: float) -> None:
     """Drop what is kept for learners that are away, which would grow without bound; they start over when they are back."""
     for link in list(replica.links.values()):
-        is_absent = now - link.down_since > 1.0 and link.unacked
-        if is_absent and not link.is_backup.any() and not link.is_required.any():
+        if now - link.down_since > 1.0 and link.unacked and not link.is_needed():
             _remove_link(replica, link.server)
             _add_link(replica, now, link.server, link.incarnation).is_learner = link.is_learner
 
 
 def _recheck_pending_acks(replica: ReplicaState) -> None:
     """Under a new map, other replicas may be awaited, or another server may have to answer."""
-    acks_by_id: dict[int, PendingAck] = {id(ack): ack for ack in replica.blocked_acks}
-    for link in replica.links.values():
-        acks_by_id |= {id(ack): ack for _, ack in link.pending_acks}
-    stale_ids = set()
-    for key, ack in acks_by_id.items():
-        if not replica.is_head[ack.shard_set.index].all():
-            stale_ids.add(key)
-            replica.send_to_peer(ack.peer, wire.STALE_MAP, ack.request_id, {"version": replica.map.version})
-            continue
-        for server in list(ack.awaited_numbers):
-            if not replica.links[server].must_ack(ack.shard_set):
-                del ack.awaited_numbers[server]
-    for link in replica.links.values():
-        link.pending_acks = type(link.pending_acks)(
-            entry
-            for entry in link.pending_acks
-            if id(entry[1]) not in stale_ids and link.server in entry[1].awaited_numbers
-        )
+    links, acks = replica.links, {id(ack): ack for ack in replica.blocked_acks}
+    for link in links.values():
+        acks |= {id(ack): ack for _, ack in link.pending_acks}
     replica.blocked_acks = []
-    for key, ack in acks_by_id.items():
-        if key not in stale_ids and not ack.awaited_numbers:
+    for ack in acks.values():
+        for server in list(ack.awaited_numbers):
+            if not links[server].must_ack(ack.shard_set):
+                del ack.awaited_numbers[server]
+        if not replica.is_head[ack.shard_set.index].all():
+            ack.awaited_numbers.clear()
+            replica.send_to_peer(ack.peer, wire.STALE_MAP, ack.request_id, {"version": replica.map.version})
+        elif not ack.awaited_numbers:
             replication.send_ack(replica, ack)
+    for link in links.values():
+        link.pending_acks = deque(entry for entry in link.pending_acks if link.server in entry[1].awaited_numbers)
 
 
 def load_next_shard(replica: ReplicaState, now: float) -> None:
     """Read the next of `shards_to_load`; one at a time, as each may take a while."""
     if not replica.shards_to_load:
         return
-    shard, (folder, version) = next(iter(replica.shards_to_load.items()))
-    del replica.shards_to_load[shard]
+    shard = next(iter(replica.shards_to_load))
+    folder, version = replica.shards_to_load.pop(shard)
     replica.acceptance_cache.clear()
     replica.is_unloaded[shard] = False
     try:
@@ -172,11 +157,11 @@ def load_next_shard(replica: ReplicaState, now: float) -> None:
     except (EchelonError, OSError, *MALFORMED_ERRORS) as error:
         # A backup gets the shard from its head; if the head cannot read it, the shard stays lost. The others are not affected.
         replica.shards.drop(shard)
-        replica.actions.append(LogEvent("unreadable", {"shard": shard, "folder": folder, "why": str(error)}))
+        failure = {"shard": shard, "why": str(error)}
+        replica.actions.append(LogEvent("unreadable", failure | {"folder": folder}))
         if replica.is_head[shard]:
             replica.is_unloaded[shard] = True
-            meta = {"shard": shard, "why": str(error), "version": replica.map.version}
-            replica.send_to_controller(wire.RESTORE_FAILED, meta)
+            replica.send_to_controller(wire.RESTORE_FAILED, failure | {"version": replica.map.version})
     replica.min_clock_cache = None
     for link in replica.links.values():
         catch_up.request_log_state(replica, link)

@@ -38,10 +38,8 @@ def check_push(replica: ReplicaState, frame: wire.Frame) -> ShardSet:
                 check_learning_rate(name, rate)
         except StoreError as error:
             raise wire.WireError(f"PUSH: {error}") from error
-    if len(meta["ops"]) > 1:
-        names = [target_name(op) for op in meta["ops"]]
-        if len(set(names)) < len(names):
-            raise wire.WireError("PUSH: more than one operation on a table or dense parameter")
+    if len(meta["ops"]) > 1 and len({target_name(op) for op in meta["ops"]}) < len(meta["ops"]):
+        raise wire.WireError("PUSH: more than one operation on a table or dense parameter")
     return shard_set
 
 
@@ -55,8 +53,7 @@ def try_push(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
         return True
     if read.may_be_superseded(replica, now, shard_set):
         return False
-    superseded = _superseded_message(replica, meta["worker"], meta["incarnation"])
-    if superseded is not None:
+    if (superseded := replica.map.why_superseded(meta["worker"], meta["incarnation"])) is not None:
         replica.refuse(peer, frame, "Superseded", superseded)
         return True
     is_next, has_gap = replica.shards.check_sequence(frame, shard_set)
@@ -68,8 +65,7 @@ def try_push(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
         message = f"push {meta['seq']} was refused before, but the answer was lost; nothing of it was applied"
         answer = (wire.REFUSED, {"error": "ServerError", "message": message})
     if is_new:
-        new_shards = shard_set if is_next is None else shard_set.subset(is_next)
-        is_noop = False
+        new_shards, is_noop = shard_set if is_next is None else shard_set.subset(is_next), False
         try:
             replica.shards.apply_push(frame, new_shards, version=replica.map.version, is_noop=False)
         except ReplicaDiverged:
@@ -92,38 +88,21 @@ def try_push(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
     return True
 
 
-def _superseded_message(replica: ReplicaState, worker: str, incarnation: int) -> str | None:
-    """Why a push of this incarnation must not be taken, if so."""
-    if replica.map.workers.get(worker, 0) > incarnation:
-        return (
-            f"worker {worker} was restarted, or another worker uses its name; this is incarnation {incarnation}, which is superseded. "
-            "Give each worker its own name (worker=)"
-        )
-    if incarnation <= replica.map.horizon and replica.map.is_expired(incarnation):
-        return f"worker {worker} was away for too long and has expired; restart it"
-    return None
-
-
 def retry_waiting(replica: ReplicaState, now: float) -> None:
     """Try all waiting requests again, pushes in the order of each worker."""
     made_progress = bool(replica.waiting_pushes)
     while made_progress:
-        requests = sorted(
-            replica.waiting_pushes, key=lambda request: (request[1].meta["worker"], request[1].meta["seq"])
-        )
-        replica.waiting_pushes = []
-        still_waiting = [request for request in requests if not _retry_push(replica, now, *request)]
-        made_progress = len(still_waiting) < len(requests) and bool(still_waiting)
+        waiting, replica.waiting_pushes = replica.waiting_pushes, []
+        still_waiting = []
+        for peer, frame, shard_set in sorted(waiting, key=lambda each: (each[1].meta["worker"], each[1].meta["seq"])):
+            try:
+                if not try_push(replica, now, peer, frame, shard_set):
+                    still_waiting.append((peer, frame, shard_set))
+            except (wire.WireError, *MALFORMED_ERRORS) as error:
+                replica.reject_malformed(peer, frame, error)
+        made_progress = 0 < len(still_waiting) < len(waiting)
         replica.waiting_pushes = still_waiting + replica.waiting_pushes
     read.retry_waiting_reads(replica, now)
-
-
-def _retry_push(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame, shard_set: ShardSet) -> bool:
-    try:
-        return try_push(replica, now, peer, frame, shard_set)
-    except (wire.WireError, *MALFORMED_ERRORS) as error:
-        replica.reject_malformed(peer, frame, error)
-        return True
 
 
 def resume_waiting(replica: ReplicaState, now: float) -> None:

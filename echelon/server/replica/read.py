@@ -26,8 +26,7 @@ def on_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame
 
 def retry_waiting_reads(replica: ReplicaState, now: float) -> None:
     """Answer the waiting reads that can be answered by now."""
-    if replica.waiting_reads:
-        waiting = replica.waiting_reads
+    if waiting := replica.waiting_reads:
         replica.waiting_reads = [request for request in waiting if not try_read(replica, now, *request)]
 
 
@@ -46,9 +45,8 @@ def may_be_superseded(replica: ReplicaState, now: float, shard_set: ShardSet) ->
 
 def holds_lease(replica: ReplicaState, now: float, shard_set: ShardSet) -> bool:
     """Whether every required replica answered within the lease, so that no other head exists."""
-    for link in replica.links.values():
-        if now - link.lease_start >= replica.lease and link.must_ack(shard_set):
-            return False
+    if any(now - link.lease_start >= replica.lease and link.must_ack(shard_set) for link in replica.links.values()):
+        return False
     return now >= replica.all_reads_allowed_from or not (replica.reads_allowed_from[shard_set.index] > now).any()
 
 
@@ -70,8 +68,12 @@ def try_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
         return False
     try:
         if frame.kind == wire.PULL:
-            meta = frame.meta
-            if meta["bound"] is not None and not _is_within_staleness(replica, meta["step"], meta["bound"], shard_set):
+            step, bound = frame.meta["step"], frame.meta["bound"]
+            # Every worker has to be within the bound of this step, and the steps before it committed.
+            if bound is not None and (
+                any_set(clocks.min_clock(replica)[shard_set.index] < step - bound)
+                or replica.shards.has_pending(shard_set, before_step=step)
+            ):
                 return False
             _send_rows(replica, peer, frame)
         elif frame.kind == wire.CHANGED:
@@ -85,16 +87,6 @@ def try_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
     except MALFORMED_ERRORS as error:
         replica.reject_malformed(peer, frame, error)
     return True
-
-
-def _is_within_staleness(replica: ReplicaState, step: int, staleness: int, shard_set: ShardSet) -> bool:
-    """Whether every worker is within the bound of this step, and the steps before it are committed."""
-    if any_set(clocks.min_clock(replica)[shard_set.index] < step - staleness):
-        return False
-    return not any(
-        pending_step < step and any(np.isin(push.shards, shard_set.shards).any() for push in pushes)
-        for pending_step, pushes in replica.shards.pending_pushes.items()
-    )
 
 
 def _send_rows(replica: ReplicaState, peer: Hashable, frame: wire.Frame) -> None:
@@ -124,9 +116,8 @@ def _send_changed_rows(replica: ReplicaState, peer: Hashable, frame: wire.Frame,
         raise wire.WireError("CHANGED: expected one log number per shard")
     store = replica.shards.store
     ids, until_lsns = store.changed_ids_until(meta["table"], shard_set.shards, since_lsns, meta["limit"])
-    rows = store.read(meta["table"], ids, meta["wire"])
-    counts = {"counts": [1, len(rows), 1]}
-    replica.send_to_peer(peer, wire.ROWS, frame.request_id, counts, [ids, *rows, until_lsns])
+    arrays = [ids, *store.read(meta["table"], ids, meta["wire"]), until_lsns]
+    replica.send_to_peer(peer, wire.ROWS, frame.request_id, {"counts": [1, len(arrays) - 2, 1]}, arrays)
 
 
 def _send_clocks(replica: ReplicaState, peer: Hashable, frame: wire.Frame, shard_set: ShardSet) -> bool:
@@ -140,13 +131,9 @@ def _send_clocks(replica: ReplicaState, peer: Hashable, frame: wire.Frame, shard
     # After a rollback no worker counts before its first push: the job continues at the furthest clock.
     slowest = int(lowest.min()) if len(lowest) else furthest
     fastest = max((int(dedup.clocks[live_slot][index].max()) for live_slot in replica.live_slots), default=0)
-    has_pending = any(
-        np.isin(push.shards, shard_set.shards).any()
-        for pushes in replica.shards.pending_pushes.values()
-        for push in pushes
-    )
     # "furthest" includes workers that left; "pending": gradients wait for the end of a step.
-    meta = {"min": slowest, "max": max(fastest, slowest), "furthest": furthest, "pending": has_pending}
+    meta = {"min": slowest, "max": max(fastest, slowest), "furthest": furthest}
+    meta["pending"] = replica.shards.has_pending(shard_set)
     replica.send_to_peer(peer, wire.CLOCK_REPLY, frame.request_id, meta)
     return True
 

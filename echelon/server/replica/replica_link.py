@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
+from echelon.server.store import SnapshotPart
 
 
 class UnackedMessage(NamedTuple):
@@ -34,20 +35,20 @@ class PendingAck:
     awaited_numbers: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class SnapshotTransfer:
     """A shard's snapshot on its way to a replica: a few parts at a time, so that entries of other shards get between them."""
 
-    __slots__ = ("deferred_entries", "last_part_number", "part_count", "parts", "shard", "unacked_parts")
-
-    def __init__(self, shard: int, parts: Sequence[tuple[dict[str, Any], Sequence[np.ndarray]]]) -> None:
-        self.shard, self.part_count = shard, len(parts)
-        #: Parts to be sent: index, meta, arrays.
-        self.parts = deque((index, meta, arrays) for index, (meta, arrays) in enumerate(parts))
-        self.unacked_parts: deque[int] = deque()
-        #: Entries of the shard since the snapshot was taken: they follow its last part.
-        self.deferred_entries: list[tuple[dict[str, Any], Sequence[np.ndarray]]] = []
-        #: Message number of the last part; None while parts are left to send.
-        self.last_part_number: int | None = None
+    shard: int
+    parts: Sequence[SnapshotPart]
+    started_at: float
+    parts_sent: int = 0
+    #: Message numbers of the parts in flight.
+    unacked_parts: deque[int] = field(default_factory=deque)
+    #: Entries of the shard since the snapshot was taken: they follow its last part.
+    deferred_entries: list[SnapshotPart] = field(default_factory=list)
+    #: Message number of the last part; None while parts are left to send.
+    last_part_number: int | None = None
 
 
 class ReplicaLink:
@@ -78,9 +79,12 @@ class ReplicaLink:
         self.snapshot_queue: deque[int] = deque()
         self.transfer: SnapshotTransfer | None = None
         self.next_transfer_at = float("-inf")
-        self.transfer_started = 0.0
         #: (shard, number): once that number is acknowledged, the learner has everything that was ever acknowledged.
         self.catching_up: list[tuple[int, int]] = []
+
+    def is_needed(self) -> bool:
+        """Whether this replica's acknowledgement is required for any shard."""
+        return bool((self.is_backup | self.is_required).any())
 
     def must_ack(self, shard_set: ShardSet) -> bool:
         """Whether this replica's acknowledgement is required for some of these shards."""
@@ -95,7 +99,7 @@ class ReplicaLink:
         return bool((is_required & (~self.is_synced[index] | self.has_refused[index])).any())
 
     def reset_shards(self, shards: np.ndarray) -> None:
-        """Forget how these shards are there."""
+        """Forget what the replica has of these shards."""
         for flags in (self.is_synced, self.is_forwarding, self.log_state_requested, self.is_required, self.has_refused):
             flags[shards] = False
         self.snapshot_queue = deque(shard for shard in self.snapshot_queue if not shards[shard])
@@ -103,8 +107,8 @@ class ReplicaLink:
         if self.transfer is not None and shards[self.transfer.shard]:
             self.transfer = None
 
-    def on_disconnect(self) -> None:
+    def on_disconnect(self, now: float) -> None:
         """The connection is gone: requests are repeated and messages sent again on the next one."""
-        self.is_up = False
+        self.is_up, self.down_since = False, min(now, self.down_since)
         self.log_state_requested[:] = False
         self.unanswered_heartbeats.clear()

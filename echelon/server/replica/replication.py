@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,41 +10,34 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 from echelon.server.replica.replica_link import PendingAck, ReplicaLink, SnapshotTransfer, UnackedMessage
 from echelon.server.replica.shard_state import covers_frame
-from echelon.server.replica.state import ReplicaState
+from echelon.server.replica.state import Meta, ReplicaState
 
 
-def forward(
-    replica: ReplicaState, now: float, frame: wire.Frame, applied_shards: ShardSet, *, is_noop: bool = False
-) -> None:
-    """Send an entry that was applied here to every replica of its shards."""
+def forward(replica: ReplicaState, now: float, frame: wire.Frame, applied: ShardSet, *, is_noop: bool = False) -> None:
+    """Send an entry that was applied on these shards to every replica of them."""
     for link in replica.links.values():
+        meta: Meta = {"v": replica.map.version}
+        if is_noop:
+            meta["void"] = True
         if link.transfer is not None and link.transfer.last_part_number is None:
-            defer_entry(replica, link.transfer, frame, applied_shards, is_noop)
-        is_forwarding = link.is_forwarding[applied_shards.index]
+            defer_entry(link.transfer, frame, applied, meta)
+        is_forwarding = link.is_forwarding[applied.index]
         forwards_all = all_set(is_forwarding)
         if not forwards_all and not any_set(is_forwarding):
             continue
-        meta: dict[str, Any] = {"v": replica.map.version}
-        if is_noop:
-            meta["void"] = True
-        if not forwards_all or not covers_frame(applied_shards, frame):
-            meta["only"] = applied_shards.wire_shards[is_forwarding].tolist()
+        if not forwards_all or not covers_frame(applied, frame):
+            meta["only"] = applied.wire_shards[is_forwarding].tolist()
         send_numbered(replica, now, link, wire.LOG_ENTRY, meta, [frame.raw])
 
 
-def defer_entry(
-    replica: ReplicaState, transfer: SnapshotTransfer, frame: wire.Frame, applied_shards: ShardSet, is_noop: bool
-) -> None:
+def defer_entry(transfer: SnapshotTransfer, frame: wire.Frame, applied: ShardSet, meta: Meta) -> None:
     """Hold back an entry of a shard whose snapshot is still being sent."""
-    if (applied_shards.shards == transfer.shard).any():
-        meta: dict[str, Any] = {"v": replica.map.version, "only": [transfer.shard]}
-        if is_noop:
-            meta["void"] = True
-        transfer.deferred_entries.append((meta, [frame.raw]))
+    if (applied.shards == transfer.shard).any():
+        transfer.deferred_entries.append((meta | {"only": [transfer.shard]}, [frame.raw]))
 
 
 def send_numbered(
-    replica: ReplicaState, now: float, link: ReplicaLink, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
+    replica: ReplicaState, now: float, link: ReplicaLink, kind: int, meta: Meta, arrays: Sequence[np.ndarray]
 ) -> int:
     """Send a message that the replica acknowledges by its number; keep it until then."""
     link.last_number += 1
@@ -86,17 +78,12 @@ def retry_blocked_acks(replica: ReplicaState) -> None:
 
 
 def append_entry(
-    replica: ReplicaState, now: float, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
+    replica: ReplicaState, now: float, kind: int, meta: Meta, shards: np.ndarray, *more: np.ndarray
 ) -> None:
-    """Apply and forward an entry that the head itself creates."""
-    frame = wire.parse(wire.join_buffers(wire.encode(kind, 0, meta, arrays)))
-    shard_set = replica.shard_sets.get(frame.arrays[0])
-    apply_entry(replica, frame, shard_set, replica.map.version)
-    forward(replica, now, frame, shard_set)
-
-
-def apply_entry(replica: ReplicaState, frame: wire.Frame, shard_set: ShardSet, version: int) -> None:
-    """Apply an entry other than a push."""
-    replica.shards.apply_entry(frame, shard_set, version=version)
-    if frame.kind == wire.ADD_WORKER:
+    """Apply and forward an entry that the head itself creates, on these shards (if any)."""
+    if len(shards):
+        frame = wire.parse(wire.join_buffers(wire.encode(kind, 0, meta, [shards.astype(np.uint16), *more])))
+        shard_set = replica.shard_sets.get(frame.arrays[0])
+        replica.shards.apply_entry(frame, shard_set, version=replica.map.version)
         replica.min_clock_cache = None
+        forward(replica, now, frame, shard_set)

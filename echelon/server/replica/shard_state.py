@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,13 +35,12 @@ class ReplicaDiverged(ServerError):  # noqa: N818 (what happened; its base says 
     """An entry does not follow from what this replica holds: it must stop."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingPush:
     """A push of a synchronous step that awaits its commit on these shards."""
 
-    __slots__ = ("frame", "shards")
-
-    def __init__(self, frame: wire.Frame, shards: np.ndarray) -> None:
-        self.frame, self.shards = frame, shards
+    frame: wire.Frame
+    shards: np.ndarray
 
     @property
     def sort_key(self) -> tuple[str, int, int]:
@@ -56,12 +57,9 @@ def parse_operations(frame: wire.Frame) -> list[Operation]:
         ids = arrays[index]
         if ids.dtype != _INT64 or ids.ndim != 1:
             raise wire.WireError("PUSH: ids and blocks are one-dimensional int64 arrays")
-        if "table" in op:
-            operations.append((op, ids, arrays[index + 1]))
-            index += 2
-        else:
-            operations.append((op, ids, arrays[index + 1 : index + 1 + len(ids)]))
-            index += 1 + len(ids)
+        values = arrays[index + 1] if "table" in op else arrays[index + 1 : index + 1 + len(ids)]
+        operations.append((op, ids, values))
+        index += 2 if "table" in op else 1 + len(ids)
     if index != len(arrays):
         raise wire.WireError(f"PUSH: {len(arrays)} arrays, but its operations have {index}")
     return operations
@@ -71,7 +69,7 @@ def target_name(op: dict[str, Any]) -> str:
     """The table or dense parameter of an operation."""
     name = op.get("table") or op.get("dense") or op.get("set")
     if not isinstance(name, str):
-        raise wire.WireError(f"PUSH: an operation on {name!r}; expected the name of a table or dense parameter")
+        raise wire.WireError(f"PUSH: an operation on {name!r}, which names no table or dense parameter")
     return name
 
 
@@ -110,6 +108,11 @@ class ShardState:
             gap_allowed = self.dedup.is_rolled_back[shard_set.index] & ~has_pushed & is_ahead
             return is_next | gap_allowed, bool((is_ahead & ~gap_allowed).any())
         return is_next, False
+
+    def has_pending(self, shard_set: ShardSet, before_step: float = float("inf")) -> bool:
+        """Whether gradients of earlier steps await their commit on these shards."""
+        earlier = (pushes for step, pushes in self.pending_pushes.items() if step < before_step)
+        return any(np.isin(push.shards, shard_set.shards).any() for pushes in earlier for push in pushes)
 
     def was_refused(self, frame: wire.Frame, shard_set: ShardSet) -> bool:
         """Whether a push that is sent again was counted, but not applied."""
@@ -188,37 +191,40 @@ class ShardState:
         is_selected = np.zeros(self.num_shards, bool)
         is_selected[shards] = True
         for op, ids, values in parse_operations(frame):
-            on_shards = is_selected[self.store.shards_of(target_name(op), ids)]
-            if on_shards.all():
+            selected = is_selected[self.store.shards_of(target_name(op), ids)]
+            if selected.all():
                 operations.append((op, ids, values))
-            elif on_shards.any():
-                is_table = "table" in op
-                some: Values = values[on_shards] if is_table else [values[i] for i in np.flatnonzero(on_shards)]
-                operations.append((op, ids[on_shards], some))
+            elif selected.any():
+                some: Values = values[selected] if "table" in op else list(compress(values, selected))
+                operations.append((op, ids[selected], some))
         return operations
 
     def apply_entry(self, frame: wire.Frame, shard_set: ShardSet, *, version: int) -> None:
         """Apply an entry of the head's own."""
-        apply: dict[int, Callable[[wire.Frame, ShardSet], None]] = {
-            wire.COMMIT_STEP: self._commit_step,
-            wire.ADD_WORKER: self._add_worker,
-            wire.FORGET_WORKERS: self._forget_workers,
-            wire.EXPIRE: self._expire_rows,
-        }
-        if frame.kind not in apply:
+        meta, index, per_shard = frame.meta, shard_set.index, np.zeros(self.num_shards, np.int64)
+        if frame.kind not in (wire.COMMIT_STEP, wire.ADD_WORKER, wire.FORGET_WORKERS, wire.EXPIRE):
             raise wire.WireError(f"{wire.KIND_NAMES.get(frame.kind, frame.kind)} is not a log entry")
-        self.lsn[shard_set.index] += 1
-        self.entry_version[shard_set.index] = version
-        apply[frame.kind](frame, shard_set)
+        if frame.kind in (wire.ADD_WORKER, wire.EXPIRE):
+            per_shard[frame.arrays[0]] = frame.arrays[1]
+        self.lsn[index] += 1
+        self.entry_version[index] = version
+        if frame.kind == wire.COMMIT_STEP:
+            self._commit_step(meta["step"], shard_set)
+        elif frame.kind == wire.ADD_WORKER:  # from a clock on, where it does not count yet
+            clocks = self.dedup.clocks[self.dedup.get_slot(meta["worker"], meta["incarnation"])]
+            clocks[index] = np.where(clocks[index] == NOT_COUNTED, per_shard[index], clocks[index])
+        elif frame.kind == wire.FORGET_WORKERS:
+            horizon, retained = int(meta["horizon"]), set(map(int, meta["kept"]))
+            self.dedup.forget_expired(lambda incarnation: incarnation <= horizon and incarnation not in retained, index)
+        else:  # rows that were last written before a log number
+            self.store.expire(meta["table"], shard_set.shards, per_shard[shard_set.shards])
 
-    def _commit_step(self, frame: wire.Frame, shard_set: ShardSet) -> None:
+    def _commit_step(self, step: int, shard_set: ShardSet) -> None:
         """Sum the pending gradients of a step in the order of workers, and apply them once."""
-        step = frame.meta["step"]
-        is_covered = np.zeros(self.num_shards, bool)
+        grads_by_target: dict[str, tuple[float | None, list[tuple[np.ndarray, Values]]]] = {}
+        lazy_updates: dict[str, tuple[float, list[np.ndarray]]] = {}
+        remaining, is_covered = [], np.zeros(self.num_shards, bool)
         is_covered[shard_set.index] = True
-        by_target: dict[str, tuple[dict[str, Any], list[np.ndarray], list[Values], float | None]] = {}
-        lazy_table_updates: dict[str, tuple[float, np.ndarray]] = {}
-        remaining = []
         for push in sorted(self.pending_pushes.pop(step, []), key=lambda push: push.sort_key):
             meta, shards = push.frame.meta, push.shards[is_covered[push.shards]]
             if len(shards) < len(push.shards):
@@ -226,60 +232,40 @@ class ShardState:
             if not len(shards):
                 continue
             for name, lr in self._lazy_table_rates(meta).items() if self.store.lazy_tables else ():
-                lazy_table_updates.setdefault(name, (lr, np.zeros(self.num_shards, bool)))[1][shards] = True
+                lazy_updates.setdefault(name, (lr, []))[1].append(shards)
             for op, ids, values in self._restrict_operations(push.frame, shards):
                 if _operation_kind(op) == "apply":
                     name = target_name(op)
-                    entry = by_target.setdefault(name, (op, [], [], (meta.get("lr") or {}).get(name)))
-                    entry[1].append(ids)
-                    entry[2].append(values)
+                    rate = (meta.get("lr") or {}).get(name)
+                    grads_by_target.setdefault(name, (rate, []))[1].append((ids, values))
         if remaining:
             self.pending_pushes[step] = remaining
-        for name, (op, id_arrays, grads, rate) in sorted(by_target.items()):
-            all_grads: Values = (
-                np.concatenate(grads) if "table" in op else [block for blocks in grads for block in blocks]
-            )
+        for name, (rate, pushed) in sorted(grads_by_target.items()):
+            id_arrays, grads = zip(*pushed, strict=True)
+            joined: Values = np.concatenate(grads) if isinstance(grads[0], np.ndarray) else list(chain(*grads))
             # It was acknowledged, so it is applied whatever the memory limit.
             with self.store.without_memory_limit():
-                self.store.apply(name, np.concatenate(id_arrays), all_grads, lr=rate, lsn=self.lsn, step=step + 1)
-        for name, (lr, is_updated) in lazy_table_updates.items():
-            self.store.advance_lazy_table(name, np.flatnonzero(is_updated), lr)
+                self.store.apply(name, np.concatenate(id_arrays), joined, lr=rate, lsn=self.lsn, step=step + 1)
+        for name, (lr, shard_arrays) in lazy_updates.items():
+            self.store.advance_lazy_table(name, np.unique(np.concatenate(shard_arrays)), lr)
 
-    def _add_worker(self, frame: wire.Frame, shard_set: ShardSet) -> None:
-        """Count a worker from a clock on, where it does not count yet. Arrays: shards, clocks."""
-        slot = self.dedup.get_slot(frame.meta["worker"], frame.meta["incarnation"])
-        start_clocks, clocks = self._per_shard(frame)[shard_set.index], self.dedup.clocks[slot]
-        current = clocks[shard_set.index]
-        clocks[shard_set.index] = np.where(current == NOT_COUNTED, start_clocks, current)
-
-    def _forget_workers(self, frame: wire.Frame, shard_set: ShardSet) -> None:
-        """Forget the incarnations up to `horizon` that are not kept."""
-        horizon, retained = int(frame.meta["horizon"]), {int(incarnation) for incarnation in frame.meta["kept"]}
-        is_expired = lambda incarnation: incarnation <= horizon and incarnation not in retained  # noqa: E731
-        self.dedup.forget_expired(is_expired, shard_set.index)
-
-    def _expire_rows(self, frame: wire.Frame, shard_set: ShardSet) -> None:
-        """Remove rows that were last written before a log number. Arrays: shards, log numbers."""
-        self.store.expire(frame.meta["table"], shard_set.shards, self._per_shard(frame)[shard_set.shards])
-
-    def _per_shard(self, frame: wire.Frame) -> np.ndarray:
-        """The numbers of an entry (shards, numbers), indexed by shard."""
-        values = np.zeros(self.num_shards, np.int64)
-        values[frame.arrays[0]] = frame.arrays[1]
-        return values
+    def _iterate_pending(self, shard: int) -> Iterator[tuple[int, PendingPush]]:
+        """The pending pushes of a shard with their steps, in the same order on every replica."""
+        for step in sorted(self.pending_pushes):
+            for push in sorted(self.pending_pushes[step], key=lambda push: push.sort_key):
+                if shard in push.shards:
+                    yield step, push
 
     def snapshot(self, shard: int) -> list[SnapshotPart]:
         """A copy of one shard; the first part is everything that is not the store's."""
         frames = []
-        for step in sorted(self.pending_pushes):
-            for push in sorted(self.pending_pushes[step], key=lambda push: push.sort_key):
-                if shard in push.shards:
-                    operations = self._restrict_operations(push.frame, np.array([shard]))
-                    arrays = [np.array([shard], np.uint16)]
-                    for op, ids, values in operations:
-                        arrays += [ids, values] if "table" in op else [ids, *values]
-                    meta = push.frame.meta | {"ops": [op for op, _, _ in operations]}
-                    frames.append(wire.join_buffers(wire.encode(wire.PUSH, 0, meta, arrays)))
+        for _, push in self._iterate_pending(shard):
+            operations = self._restrict_operations(push.frame, np.array([shard]))
+            arrays = [np.array([shard], np.uint16)]
+            for op, ids, values in operations:
+                arrays += [ids, values] if "table" in op else [ids, *values]
+            meta = push.frame.meta | {"ops": [op for op, _, _ in operations]}
+            frames.append(wire.join_buffers(wire.encode(wire.PUSH, 0, meta, arrays)))
         header = {
             "lsn": int(self.lsn[shard]),
             "stamp": int(self.entry_version[shard]),
@@ -294,10 +280,9 @@ class ShardState:
         self.drop(shard)
         header, frames = parts[0]
         self.lsn[shard], self.entry_version[shard] = header["lsn"], header["stamp"]
-        departed_max_clock, is_rolled_back = int(header.get("reached", 0)), bool(header["restored"])
-        self.dedup.import_shard(
-            shard, header["windows"], is_rolled_back=is_rolled_back, departed_max_clock=departed_max_clock
-        )
+        self.dedup.import_shard(shard, header["windows"])
+        self.dedup.is_rolled_back[shard] = header["restored"]
+        self.dedup.departed_max_clock[shard] = header.get("reached", 0)
         for raw in frames:
             frame = wire.parse(raw)
             self.pending_pushes.setdefault(frame.meta["step"], []).append(PendingPush(frame, np.array([shard])))
@@ -311,18 +296,12 @@ class ShardState:
         for step, pushes in list(self.pending_pushes.items()):
             remaining = [PendingPush(push.frame, push.shards[push.shards != shard]) for push in pushes]
             self.pending_pushes[step] = [push for push in remaining if len(push.shards)]
-            if not self.pending_pushes[step]:
-                del self.pending_pushes[step]
+        self.pending_pushes = {step: pushes for step, pushes in self.pending_pushes.items() if pushes}
         self.store.drop(shard)
 
     def digest(self, shard: int) -> bytes:
         """Equal on equal replicas, and only on those."""
-        pending_keys = sorted(
-            (step, *push.sort_key)
-            for step, pushes in self.pending_pushes.items()
-            for push in pushes
-            if shard in push.shards
-        )
+        pending_keys = [(step, *push.sort_key) for step, push in self._iterate_pending(shard)]
         dedup_state = [int(self.dedup.departed_max_clock[shard]), self.dedup.export_shard(shard)]
         text = json.dumps([int(self.lsn[shard]), int(self.entry_version[shard]), dedup_state, pending_keys])
         return hashlib.sha256(text.encode() + self.store.digest(shard)).digest()

@@ -23,6 +23,7 @@ MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError,
 
 #: A worker's frame that cannot be answered yet: the connection, the frame, its shards.
 WaitingRequest = tuple[Hashable, wire.Frame, ShardSet]
+Meta = dict[str, Any]
 Arrays = Sequence[np.ndarray | wire.ChunkedArray]
 
 
@@ -88,9 +89,8 @@ class ReplicaState:
     def __post_init__(self) -> None:
         num_shards = self.shards.num_shards
         self.map, self.shard_sets = empty_map(num_shards), ShardSetCache(num_shards)
-        self.is_head, self.is_ready, self.is_draining, self.is_sole_replica, self.is_unloaded = (
-            np.zeros(num_shards, bool) for _ in range(5)
-        )
+        for name in ("is_head", "is_ready", "is_draining", "is_sole_replica", "is_unloaded"):
+            setattr(self, name, np.zeros(num_shards, bool))
         self.reads_allowed_from = np.full(num_shards, -np.inf)
         self.counters = dict.fromkeys(("pushes", "pulls", "entries", "rows", "refused", "stale"), 0)
 
@@ -98,18 +98,20 @@ class ReplicaState:
         actions, self.actions = self.actions, []
         return actions
 
-    def send_to_peer(
-        self, peer: Hashable, kind: int, request_id: int, meta: dict[str, Any], arrays: Arrays = ()
-    ) -> None:
+    def send_to_peer(self, peer: Hashable, kind: int, request_id: int, meta: Meta, arrays: Arrays = ()) -> None:
         """Send over a connection that the other side opened."""
         self.actions.append(Send(PEER, peer, kind, request_id, meta, arrays))
 
-    def send_to_replica(self, server: str, kind: int, meta: dict[str, Any], arrays: Arrays = ()) -> None:
+    def send_to_replica(self, server: str, kind: int, meta: Meta, arrays: Arrays = ()) -> None:
         """Send over our connection to another server."""
         self.actions.append(Send(LINK, server, kind, 0, meta, arrays))
 
-    def send_to_controller(self, kind: int, meta: dict[str, Any]) -> None:
+    def send_to_controller(self, kind: int, meta: Meta) -> None:
         self.actions.append(Send(CONTROL, None, kind, 0, meta))
+
+    def map_update(self) -> Meta:
+        """What MAP_UPDATE carries to other servers."""
+        return {"map": self.map.to_document(), "specs": self.specs}
 
     def send_stale(self, peer: Hashable, request_id: int) -> None:
         """Answer that another server heads these shards: nothing was done."""
@@ -122,7 +124,7 @@ class ReplicaState:
         self.send_to_peer(peer, wire.REFUSED, frame.request_id, {"error": error, "message": message})
 
     def reject_malformed(self, peer: Hashable, frame: wire.Frame, error: Exception) -> None:
-        """Close a connection that sent a malformed frame; of a head it means that we diverged."""
+        """Close a connection that sent a malformed frame; from a head it means that we diverged."""
         if peer in self.head_of_peer:
             raise ReplicaDiverged(f"{frame} of {self.head_of_peer[peer]}: {type(error).__name__}: {error}") from error
         reason = f"{wire.KIND_NAMES.get(frame.kind, frame.kind)}: {type(error).__name__}: {error}"
