@@ -20,7 +20,7 @@ def cut(values: np.ndarray) -> list[np.ndarray]:
 def trained(rule: Rule, grads: list[np.ndarray], first: np.ndarray, **more: object) -> np.ndarray:
     store = ParameterStore(num_shards=4, memory=64 << 20)
     store.declare(Dense(name="w", size=SIZE, rule=rule, dtype="f8"))
-    store.initialize_blocks("w", np.arange(2), cut(first))
+    store.initialize_blocks("w", np.arange(2), cut(first), lsn=LSN)
     for step, grad in enumerate(grads, 1):
         store.apply("w", np.arange(2), cut(grad), lsn=LSN, step=step)
     return np.concatenate(store.read_blocks("w", np.arange(2)))
@@ -106,8 +106,8 @@ def test_the_first_values_count_and_a_block_named_twice_is_added_up():
     store.declare(Dense(name="w", size=3, rule=Rule(kind="adagrad", lr=1.0, eps=0.0), dtype="f8"))
     block = np.array([0])
     np.testing.assert_array_equal(store.read_blocks("w", block)[0], 0)
-    store.initialize_blocks("w", block, [np.arange(3.0)])
-    store.initialize_blocks("w", block, [np.ones(3)])
+    store.initialize_blocks("w", block, [np.arange(3.0)], lsn=np.zeros(4, np.int64))
+    store.initialize_blocks("w", block, [np.ones(3)], lsn=LSN)
     store.apply("w", np.array([0, 0]), [np.full(3, 3.0), np.full(3, -1.0)], lsn=np.full(4, 7))
     np.testing.assert_allclose(store.read_blocks("w", block)[0], np.arange(3) - 1.0)
     shard = int(store.shards_of("w", block)[0])

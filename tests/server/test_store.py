@@ -217,7 +217,7 @@ def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
                     lsn=stamps(lsn),
                 )
     with pytest.raises(StoreFull, match="dense blocks need"):
-        store.initialize_blocks("v", np.arange(2), [np.zeros(BLOCK_SIZE)] * 2)
+        store.initialize_blocks("v", np.arange(2), [np.zeros(BLOCK_SIZE)] * 2, lsn=stamps(1))
     with pytest.raises(StoreFull):
         store.apply("v", np.arange(2), [np.zeros(BLOCK_SIZE)] * 2, lsn=stamps(5))
     assert (digests(store), store.bytes) == (before, held)

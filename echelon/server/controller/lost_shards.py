@@ -31,9 +31,8 @@ def roll_back_lost_shards(controller: ControllerState, now: float) -> None:
     shards = sorted(shard_map.lost_shards)
     controller.log("restored", shards=shards, checkpoint=checkpoint)
     controller.dead_servers.clear()
-    _place(
-        controller, shards, checkpoint, lost_shards={}, rolled_back_shards=shard_map.rolled_back_shards | set(shards)
-    )
+    rolled_back = shard_map.rolled_back_shards | set(shards)
+    _place(controller, shards, checkpoint, lost_shards={}, rolled_back_shards=rolled_back)
 
 
 def _place(controller: ControllerState, shards: Sequence[int], folder: str | None, **changes: Any) -> None:

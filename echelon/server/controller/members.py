@@ -24,11 +24,11 @@ def on_join(controller: ControllerState, now: float, peer: Hashable, frame: wire
     if role not in ("server", "worker") or not isinstance(name, str | None) or not isinstance(incarnation, int | None):
         raise wire.WireError(f"JOIN of {role!r} {name!r} {incarnation!r}")
     if role == "worker":
-        _join_worker(controller, now, peer, frame.request_id, name, incarnation)
+        _join_worker(controller, now, peer, frame)
     elif incarnation is None:
-        _add_server(controller, now, peer, frame, name)
+        _add_server(controller, now, peer, frame)
     else:
-        _rejoin_server(controller, now, peer, frame, name, incarnation)
+        _rejoin_server(controller, now, peer, frame)
 
 
 def _open_session(controller: ControllerState, session: MemberSession) -> None:
@@ -44,9 +44,8 @@ def _server_entry(meta: dict[str, Any], incarnation: int) -> ServerEntry:
     return ServerEntry(address=str(meta["address"]), host=str(meta["host"]), incarnation=incarnation)
 
 
-def _rejoin_server(
-    controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame, name: str | None, incarnation: int
-) -> None:
+def _rejoin_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    name, incarnation = frame.meta.get("id"), frame.meta["incarnation"]
     if name is not None and name not in controller.map.servers and controller.dead_servers.get(name) == incarnation:
         lost_shards.readmit_server(controller, name, _server_entry(frame.meta, incarnation))
         controller.rebalance_after = now + REBALANCE_DELAY
@@ -56,7 +55,8 @@ def _rejoin_server(
     controller.send(peer, wire.MAP, frame.request_id, controller.map_answer(id=name, incarnation=incarnation))
 
 
-def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame, name: str | None) -> None:
+def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    name = frame.meta.get("id")
     if name is not None and name in controller.map.servers:
         if controller.find_peer("server", name) is not None:
             raise Refusal("Taken", f"another server is called {name}; choose another name")
@@ -72,9 +72,8 @@ def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: 
     controller.send(peer, wire.MAP, frame.request_id, controller.map_answer(id=name, incarnation=incarnation))
 
 
-def _join_worker(
-    controller: ControllerState, now: float, peer: Hashable, request_id: int, name: str | None, incarnation: int | None
-) -> None:
+def _join_worker(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
+    name, incarnation = frame.meta.get("id"), frame.meta.get("incarnation")
     if incarnation is None:
         controller.last_incarnation += 1
         incarnation = controller.last_incarnation
@@ -93,7 +92,7 @@ def _join_worker(
         if known_incarnation:
             controller.departed_at[known_incarnation] = now
         controller.publish_map(workers={**controller.map.workers, name: incarnation})
-    controller.answer_once_installed((peer, request_id), wire.MAP, {"id": name, "incarnation": incarnation})
+    controller.answer_once_installed((peer, frame.request_id), wire.MAP, {"id": name, "incarnation": incarnation})
 
 
 def on_leave(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
@@ -138,17 +137,15 @@ def remove_dead(controller: ControllerState, now: float, dead: Sequence[tuple[st
     controller.send_due_answers()
 
 
-def _chains_without(
-    controller: ControllerState, servers: set[str]
-) -> tuple[list[Chain], list[Chain], dict[int, Chain]]:
-    """Chains and learners without these servers, and the shards that are lost by then."""
+def _chains_without(controller: ControllerState, dead: set[str]) -> tuple[list[Chain], list[Chain], dict[int, Chain]]:
+    """Chains and learners without dead servers, and the shards that are lost by then."""
     shard_map = controller.map
     chains, learners, lost = list(shard_map.chains), list(shard_map.learners), dict(shard_map.lost_shards)
     for shard, chain in enumerate(chains):
-        if not servers & {*chain, *learners[shard]}:
+        if not dead & {*chain, *learners[shard]}:
             continue
-        chains[shard] = tuple(name for name in chain if name not in servers)
-        learners[shard] = tuple(name for name in learners[shard] if name not in servers)
+        chains[shard] = tuple(name for name in chain if name not in dead)
+        learners[shard] = tuple(name for name in learners[shard] if name not in dead)
         if chain and not chains[shard]:
             # A learner of the last replica that caught up lacks nothing that was acknowledged.
             connected = (name for name in learners[shard] if controller.find_peer("server", name) is not None)

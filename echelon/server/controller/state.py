@@ -274,17 +274,15 @@ def open_controller(
         raise ServerError(f"lease: {lease} s; use {SHORTEST_LEASE} to {LONGEST_LEASE:g} s")
     if document is not None:
         return _load_document(document, now, lease)
-    controller = ControllerState(
-        map=empty_map(num_shards), replicas=replicas, expect=expect, started_at=now, lease=lease
-    )
-    controller.settings = dict(settings or {})
+    state = ControllerState(map=empty_map(num_shards), replicas=replicas, expect=expect, started_at=now, lease=lease)
+    state.settings = dict(settings or {})
     if restore is not None:
         # Incarnations continue where the old job's ended: the checkpoint's deduplication state is of those. None of its workers comes here.
-        folder, specs, controller.last_incarnation = restore
-        controller.restore_folder = controller.last_checkpoint = folder
-        controller.specs = list(specs)
-        controller.map = replace(controller.map, horizon=controller.last_incarnation)
-    return controller
+        folder, specs, state.last_incarnation = restore
+        state.restore_folder = state.last_checkpoint = folder
+        state.specs = list(specs)
+        state.map = replace(state.map, horizon=state.last_incarnation)
+    return state
 
 
 def _load_document(document: Mapping[str, Any], now: float, lease: float) -> ControllerState:

@@ -120,10 +120,8 @@ def _take_entry(replica: ReplicaState, head: str, outer: wire.Frame) -> np.ndarr
 def _apply_push(replica: ReplicaState, meta: dict[str, Any], frame: wire.Frame, shard_set: ShardSet) -> None:
     is_next, has_gap = replica.shards.check_sequence(frame, shard_set)
     if has_gap or (is_next is not None and not all_set(is_next)):
-        meta = frame.meta
-        raise ReplicaDiverged(
-            f"push {meta['seq']} of worker {meta['worker']} is out of order on {shard_set.wire_shards}"
-        )
+        push = f"push {frame.meta['seq']} of worker {frame.meta['worker']}"
+        raise ReplicaDiverged(f"{push} is out of order on {shard_set.wire_shards}")
     try:
         # The head enforces the memory limit; its replicas take what it took.
         with replica.shards.store.without_memory_limit():

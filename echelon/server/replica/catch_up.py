@@ -13,9 +13,9 @@ import numpy as np
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import LINK, Close
 from echelon.server.replica import push, replication
-from echelon.server.replica.replica_link import ReplicaLink, SnapshotTransfer
+from echelon.server.replica.replica_link import Meta, ReplicaLink, SnapshotTransfer
 from echelon.server.replica.shard_state import ReplicaDiverged
-from echelon.server.replica.state import Meta, ReplicaState
+from echelon.server.replica.state import ReplicaState
 
 #: A drained shard whose new head does not come (the controller died) is served again after this.
 DRAIN_TIMEOUT = 1.0
@@ -72,7 +72,7 @@ def on_acked(replica: ReplicaState, now: float, link: ReplicaLink, number: int, 
         if ack.awaited_numbers.pop(link.server, None) is not None and not ack.awaited_numbers:
             replication.send_ack(replica, ack)
     if link.transfer is not None:
-        _on_parts_acked(replica, now, link, link.transfer, number)
+        _parts_acked(replica, now, link, link.transfer, number)
     for shard, last_number in [entry for entry in link.catching_up if entry[1] <= number]:
         link.catching_up.remove((shard, last_number))
         if not link.has_refused[shard]:
@@ -154,9 +154,7 @@ def _send_parts(replica: ReplicaState, now: float, link: ReplicaLink, transfer: 
         transfer.deferred_entries = []
 
 
-def _on_parts_acked(
-    replica: ReplicaState, now: float, link: ReplicaLink, transfer: SnapshotTransfer, number: int
-) -> None:
+def _parts_acked(replica: ReplicaState, now: float, link: ReplicaLink, transfer: SnapshotTransfer, number: int) -> None:
     while transfer.unacked_parts and transfer.unacked_parts[0] <= number:
         transfer.unacked_parts.popleft()
     _send_parts(replica, now, link, transfer)

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 from echelon.server.store import SnapshotPart
+
+Meta = dict[str, Any]
+Arrays = Sequence[np.ndarray | wire.ChunkedArray]
 
 
 class UnackedMessage(NamedTuple):
@@ -18,8 +22,8 @@ class UnackedMessage(NamedTuple):
 
     number: int
     kind: int
-    meta: dict[str, Any]
-    arrays: Sequence[np.ndarray]
+    meta: Meta
+    arrays: Arrays
     sent_at: float
 
 

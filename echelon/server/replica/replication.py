@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
-from echelon.server.replica.replica_link import PendingAck, ReplicaLink, SnapshotTransfer, UnackedMessage
+from echelon.server.replica.replica_link import Arrays, Meta, PendingAck, ReplicaLink, SnapshotTransfer, UnackedMessage
 from echelon.server.replica.shard_state import covers_frame
-from echelon.server.replica.state import Meta, ReplicaState
+from echelon.server.replica.state import ReplicaState
 
 
 def forward(replica: ReplicaState, now: float, frame: wire.Frame, applied: ShardSet, *, is_noop: bool = False) -> None:
@@ -36,9 +34,7 @@ def defer_entry(transfer: SnapshotTransfer, frame: wire.Frame, applied: ShardSet
         transfer.deferred_entries.append((meta | {"only": [transfer.shard]}, [frame.raw]))
 
 
-def send_numbered(
-    replica: ReplicaState, now: float, link: ReplicaLink, kind: int, meta: Meta, arrays: Sequence[np.ndarray]
-) -> int:
+def send_numbered(replica: ReplicaState, now: float, link: ReplicaLink, kind: int, meta: Meta, arrays: Arrays) -> int:
     """Send a message that the replica acknowledges by its number; keep it until then."""
     link.last_number += 1
     meta["n"] = link.last_number
@@ -77,10 +73,9 @@ def retry_blocked_acks(replica: ReplicaState) -> None:
             send_ack(replica, ack)
 
 
-def append_entry(
-    replica: ReplicaState, now: float, kind: int, meta: Meta, shards: np.ndarray, *more: np.ndarray
-) -> None:
-    """Apply and forward an entry that the head itself creates, on these shards (if any)."""
+def append_entry(replica: ReplicaState, now: float, kind: int, meta: Meta, *arrays: np.ndarray) -> None:
+    """Apply and forward an entry that the head itself creates, on the shards of the first array (if any)."""
+    shards, *more = arrays
     if len(shards):
         frame = wire.parse(wire.join_buffers(wire.encode(kind, 0, meta, [shards.astype(np.uint16), *more])))
         shard_set = replica.shard_sets.get(frame.arrays[0])

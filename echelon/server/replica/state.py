@@ -12,7 +12,7 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, Close, LogEvent, Send
 from echelon.server.protocol.shard_map import ShardMap, empty_map
 from echelon.server.protocol.shard_sets import ShardSet, ShardSetCache
-from echelon.server.replica.replica_link import PendingAck, ReplicaLink
+from echelon.server.replica.replica_link import Arrays, Meta, PendingAck, ReplicaLink
 from echelon.server.replica.shard_state import ReplicaDiverged, ShardState
 from echelon.server.store import SnapshotPart
 
@@ -23,8 +23,6 @@ MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError,
 
 #: A worker's frame that cannot be answered yet: the connection, the frame, its shards.
 WaitingRequest = tuple[Hashable, wire.Frame, ShardSet]
-Meta = dict[str, Any]
-Arrays = Sequence[np.ndarray | wire.ChunkedArray]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -37,9 +37,8 @@ class AdmissionCounts(SparseTable):
         is_admitted = ~has_row & (counts + 1 >= self._admit)
         is_waiting = ~has_row & ~is_admitted
         shards = shard_of(ids, self.num_shards)
-        new_rows, new_counts = (
-            np.bincount(shards[is_new], minlength=self.num_shards) for is_new in (is_admitted, is_waiting & ~has_count)
-        )
+        new_rows = np.bincount(shards[is_admitted], minlength=self.num_shards)
+        new_counts = np.bincount(shards[is_waiting & ~has_count], minlength=self.num_shards)
         return AdmissionSplit(is_waiting, is_admitted, has_count, (new_rows, new_counts))
 
     def add(self, ids: np.ndarray, split: AdmissionSplit, lsn: np.ndarray) -> None:

@@ -133,9 +133,7 @@ class DenseParameter:
             stored, options = self.blocks[block], self._encode_rule_options(block, step)
             k.update_block(*rule_args, options, stored.values, grad, stored.state, self._scratch)
 
-    def _apply_lamb(
-        self, grads: Mapping[int, np.ndarray], rule_args: tuple[np.ndarray, np.ndarray], step: int | None
-    ) -> None:
+    def _apply_lamb(self, grads: Mapping[int, np.ndarray], rule_args: tuple[np.ndarray, ...], step: int | None) -> None:
         directions = {block: np.empty_like(grads[block]) for block in sorted(grads)}
         weight_square_sum = direction_square_sum = 0.0
         for block, direction in directions.items():

@@ -89,9 +89,8 @@ def required_step(rule: Rule, step: int | None, name: str) -> int:
     if rule.steps != "given" or rule.kind not in ("adam", "lamb"):
         return 0
     if step is None or step < 1:
-        raise StoreError(
-            f"{name}: step={step}: its rule corrects bias by the push's step; give one >= 1, or steps='row'"
-        )
+        problem = f"step={step}: its rule corrects bias by the push's step"
+        raise StoreError(f"{name}: {problem}; give a step of at least 1, or use steps='row'")
     return step
 
 

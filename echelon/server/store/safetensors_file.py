@@ -16,31 +16,26 @@ import numpy as np
 
 from echelon.errors import CheckpointError
 
+#: Dtype and shape by name.
+Tensors = Mapping[str, tuple[np.dtype, Sequence[int]]]
 #: What a damaged file raises.
 DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
 
 
-def encode_header(
-    tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int], int]:
+def encode_header(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
     """The first bytes of a file, where each tensor begins in it, and its length. Tensors follow in this order."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    offsets, offset = {}, 0
+    offset = 0
     for name, (dtype, shape) in tensors.items():
         if dtype.kind not in "fiu":
             raise CheckpointError(f"{name}: the format has no {dtype}")
-        end = offset + dtype.itemsize * math.prod(shape)
+        start, offset = offset, offset + dtype.itemsize * math.prod(shape)
         code = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        offsets[name], offset = offset, end
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, offset]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
-    start = 8 + len(text)
-    return (
-        len(text).to_bytes(8, "little") + text,
-        {name: start + offset for name, offset in offsets.items()},
-        start + offset,
-    )
+    offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}
+    return len(text).to_bytes(8, "little") + text, offsets, 8 + len(text) + offset
 
 
 class SafetensorsFile:

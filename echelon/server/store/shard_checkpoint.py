@@ -130,9 +130,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         data = read_regular(path)
         if read_unsealed_format(data) == 1:
             problem = "format 1, whose manifest has no hash"
-            raise CheckpointError(
-                f"{path}: {problem}; export its tables with the echelon that wrote it (`server export`)"
-            )
+            raise CheckpointError(f"{path}: {problem}; export its tables with the echelon that wrote it")
         manifest = unseal(data, str(path))
     except OSError as error:
         reason = f"{MANIFEST_NAME}: {error.strerror}"

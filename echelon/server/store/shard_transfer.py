@@ -40,17 +40,15 @@ class Contents(NamedTuple):
         return [*self.rows.values(), *self.waiting.values()]
 
 
-def _iterate_parts(
-    shard: int, contents: Contents, *, in_id_order: bool = False
-) -> Iterator[tuple[SnapshotPart, Table | Dense]]:
-    """Update histories, rows, admission counts, and blocks (whose values are copied on write)."""
+def _iterate_parts(shard: int, contents: Contents, sort: bool = False) -> Iterator[tuple[SnapshotPart, Table | Dense]]:
+    """Update histories, rows (by id if `sort`), admission counts, and blocks (whose values are copied on write)."""
     for name, table in sorted(contents.rows.items()):
         if isinstance(table, LazySparseTable) and table.get_history(shard).count:
             yield ({"kind": "course", "name": name}, list(table.get_history(shard).to_rate_runs())), table.spec
     for kind, tables in (("rows", contents.rows), ("waiting", contents.waiting)):
         for name, table in sorted(tables.items()):
             row_numbers = table.rows_of_shard(shard)
-            if in_id_order:
+            if sort:
                 row_numbers = row_numbers[np.argsort(table.read_column(row_numbers, 0))]
             rows_per_part = max(1, SNAPSHOT_PART_BYTES // table.layout.stride)
             for first in range(0, len(row_numbers), rows_per_part):
@@ -71,7 +69,7 @@ def snapshot(shard: int, contents: Contents) -> list[SnapshotPart]:
 def digest(shard: int, contents: Contents) -> bytes:
     """SHA-256 of specs and contents, with rows in the order of ids; empty tables do not count."""
     hasher = hashlib.sha256()
-    for (meta, arrays), spec in _iterate_parts(shard, contents, in_id_order=True):
+    for (meta, arrays), spec in _iterate_parts(shard, contents, sort=True):
         header = [meta, spec_to_plain(spec), [len(array) for array in arrays]]
         hasher.update(json.dumps(header, sort_keys=True).encode())
         for array in arrays:
@@ -127,9 +125,8 @@ def _parse_block(
     dtype, state_size = np.dtype(dense.spec.dtype), state_layout(dense.spec.rule, length)[0]
     actual = [(array.shape, array.dtype) for array in (values, state)]
     if actual != [((length,), dtype), ((state_size,), dtype)]:
-        raise StoreError(
-            f"{name}: block {block} is {actual}; expected {length} values and {state_size} of state, {dtype}"
-        )
+        expected = f"{length} values and {state_size} of state, {dtype}"
+        raise StoreError(f"{name}: block {block} is {actual}; expected {expected}")
     home = dense.shard_of_block[block]
     if home != shard:
         raise StoreError(f"{name}: block {block} belongs to shard {home}, not {shard}; was the data mixed up?")

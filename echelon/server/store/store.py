@@ -67,9 +67,7 @@ class ParameterStore:
         name, known = spec.name, self.specs.get(spec.name)
         if known is not None:
             if known != spec:
-                raise StoreError(
-                    f"{name}: declared as {known}, now as {spec}; use another name, or one spec in every worker"
-                )
+                raise StoreError(f"{name}: declared as {known}, now as {spec}; use another name, or the same spec")
             return
         self._limit.on_memory_taken()  # it takes memory, too
         if isinstance(spec, Dense):
@@ -227,16 +225,14 @@ class ParameterStore:
             counts = self._admission_counts[name]
             counts.remove(ids[counts.find(ids)[0] != 0])
 
-    def initialize_blocks(
-        self, name: str, blocks: np.ndarray, values: Sequence[np.ndarray], *, lsn: np.ndarray | None = None
-    ) -> None:
+    def initialize_blocks(self, name: str, blocks: np.ndarray, values: Any, *, lsn: np.ndarray) -> None:
         """Set the first values of blocks; blocks that have values keep them."""
         dense, blocks = self._dense_parameter(name), _as_ids(blocks)
         block_values = dense.as_values(blocks, values)
         self._limit.reserve([], dense.bytes_needed(blocks))
         for block, value in zip(blocks.tolist(), block_values, strict=True):
             if block not in dense.blocks:
-                dense.set_block(block, value, 0 if lsn is None else int(lsn[dense.shard_of_block[block]]))
+                dense.set_block(block, value, int(lsn[dense.shard_of_block[block]]))
 
     def check_operations(
         self, operations: Iterable[Operation], step: int | None = None, rates: Mapping[str, Any] | None = None

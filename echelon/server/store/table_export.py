@@ -25,6 +25,7 @@ from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile
 
 #: Ids, rows, and the scales of integers.
 RowBatch = tuple[np.ndarray, list[np.ndarray]]
+Batches = Iterable[RowBatch]
 #: Ids and rows.
 Rows = tuple[np.ndarray, np.ndarray]
 Metadata = dict[str, str]
@@ -57,7 +58,7 @@ def iterate_complete_rows(folder: Path, name: str, count: int, dtype: str = "f4"
 
 
 def write_table(
-    path: Path, spec: Table, batches: Iterable[RowBatch], wire: str, count: int, histories: Sequence[RateRuns] = ()
+    path: Path, spec: Table, batches: Batches, wire: str, count: int, histories: Sequence[RateRuns] = ()
 ) -> None:
     """Write `count` rows in batches of distinct ids, in the order of their hashes.
 
@@ -92,9 +93,8 @@ class ExportedTable:
             spec = spec_from_plain(json.loads(metadata["spec"]), str(path))
             self.wire_dtype = metadata["wire"]
             runs, history_of_shard = json.loads(metadata.get("courses", "[[], []]"))
-            self._histories = [
-                (np.array(ends, np.int64), np.array(rates, float)) for ends, rates in map(json.loads, runs)
-            ]
+            decoded = (json.loads(text) for text in runs)
+            self._histories = [(np.array(ends, np.int64), np.array(rates, float)) for ends, rates in decoded]
             self._history_of_shard = np.array(history_of_shard)
         except DAMAGE_ERRORS as error:
             raise DocumentError(f"{path}: cannot be read as an exported table ({error}); export it again") from error
@@ -144,7 +144,7 @@ class ExportedTable:
         return chunks, positions
 
 
-def _check_batches(batches: Iterable[RowBatch], count: int, path: Path) -> Iterator[RowBatch]:
+def _check_batches(batches: Batches, count: int, path: Path) -> Iterator[RowBatch]:
     """The batches that are not empty; StoreError if they are not in order, or not of `count` rows."""
     last_hash, row_count = np.empty(0, np.uint64), 0
     for ids, arrays in batches:
@@ -209,7 +209,7 @@ def _scan_shards(folder: Path, manifest: dict[str, Any], name: str) -> tuple[int
 # Formats
 
 
-def _write_arrow(file: Any, metadata: Metadata, batches: Iterable[RowBatch], wire: str, shape: tuple[int, int]) -> None:
+def _write_arrow(file: Any, metadata: Metadata, batches: Batches, wire: str, shape: Sequence[int]) -> None:
     import pyarrow as pa
 
     kind, dim = pa.from_numpy_dtype(np.dtype(wire)), shape[1]
@@ -237,9 +237,7 @@ def _open_arrow(path: Path) -> tuple[Metadata, list[RowBatch]]:
     return metadata, chunks
 
 
-def _write_safetensors(
-    file: Any, metadata: Metadata, batches: Iterable[RowBatch], wire: str, shape: tuple[int, int]
-) -> None:
+def _write_safetensors(file: Any, metadata: Metadata, batches: Batches, wire: str, shape: Sequence[int]) -> None:
     # Wider dtypes first, so that each tensor is aligned to its own.
     tensors: dict[str, tuple[np.dtype, Sequence[int]]] = {"id": (np.dtype("i8"), shape[:1])}
     if wire[0] == "i" and shape[0]:
