@@ -1,4 +1,4 @@
-"""Best-first search: plans in the order of a bound that their cost is not below, until nothing better can be left."""
+"""Best-first search: visits plans in order of a lower bound on their cost, until no better plan can remain."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from echelon.planner.plan_space import PlanFamily, PlanSpace
 def search_best_first(
     space: PlanSpace, objective: Objective, *, top: int, tolerance: float, exhaustive: bool = False
 ) -> list[Forecast]:
-    """The `top` plans that fit, and all others that cost at most `tolerance` more than the best; best first.
+    """The `top` plans that fit, and all others within `tolerance` of the best; best first.
 
     The queue holds numbers of ranks, families and plans, each with its bound. Numbers of ranks expand into families, and families into
-    plans. Once the lowest bound is above the cost of what was found, nothing better is left. `exhaustive`: forecast every plan all the same.
+    plans. The search ends when the lowest bound exceeds the cost of the plans found. `exhaustive`: forecast every plan.
     """
     results: list[tuple[tuple[float, float, str], Forecast]] = []
     queue: list[tuple[float, int, int | PlanFamily | Plan]] = []
@@ -53,7 +53,7 @@ def search_best_first(
 
 
 def _cost_bound(space: PlanSpace, objective: Objective, plan: Plan) -> float | None:
-    """What the plan costs at least; None: it does not fit, or not in time."""
+    """A lower bound on the plan's cost; None: it does not fit or misses the deadline."""
     simulator = space.simulator
     placed = simulator.place(plan)
     if not simulator.may_fit(placed):

@@ -1,4 +1,4 @@
-"""What a search finds: plans with their forecasts, and the order of those that are nearly as good as each other."""
+"""The result of a search: plans with their forecasts, and the order of plans that cost nearly the same."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.planner.goal import Objective
 
-#: A plan must be this much better to be preferred to one with fewer processes: forecasts are not finer than that.
+#: A plan must be better by this fraction to beat one with fewer processes: forecasts are not more precise.
 MIN_IMPROVEMENT = 0.02
 
-#: Fills in how a plan cuts the model; it looks into the model, which the planner cannot.
+#: Fills in how a plan cuts the model, which only code with access to the model can find out.
 CompletePlan = Callable[[Plan], Plan]
 
 
@@ -26,13 +26,12 @@ class Candidate:
 
 
 def simplest_first(candidates: Sequence[Candidate], objective: Objective, top: int) -> tuple[Candidate, ...]:
-    """The `top` of what was found, the best first; among those that cost nearly the same the simplest one is the best."""
+    """The best `top` candidates in order; among those that cost nearly the same, the simplest comes first."""
     if objective.goal.kind == "devices":
         return tuple(candidates[:top])
     limit = objective.cost_of(candidates[0].forecast) * (1 + MIN_IMPROVEMENT)
-    simplest = min(
-        (candidate for candidate in candidates if objective.cost_of(candidate.forecast) <= limit), key=_complexity_key
-    )
+    similar = [each for each in candidates if objective.cost_of(each.forecast) <= limit]
+    simplest = min(similar, key=_complexity_key)
     return (simplest, *[candidate for candidate in candidates if candidate is not simplest][: top - 1])
 
 

@@ -1,4 +1,4 @@
-"""Plans of the data axis that a search adds: shares of the batch that match unequal devices, and tables on a parameter server."""
+"""Data-parallel plans that a search adds: uneven batch shares for unequal devices, and tables on a parameter server."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from echelon.planner.goal import Objective
 from echelon.planner.plan_space import PlanSpace, micro_batch_sizes
 from echelon.simulator.device_kinds import distinct_devices, rank_devices
 
-#: Shares of the batch are multiples of this part of the smallest.
+#: Batch shares are multiples of the smallest share over this.
 _SHARE_RESOLUTION = 8
-#: Servers of one machine: more of them share its cores and its memory bandwidth without being faster.
+#: Servers per machine: more would share its cores and memory bandwidth without being faster.
 _MAX_SERVERS = 4
-#: Bounds that are offered: exact, and one that hides waiting and trains about the same (docs/server.md).
+#: Staleness bounds that are tried: exact, and one that hides waiting and converges about as well (docs/server.md).
 _STALENESS_OPTIONS = (0, 4)
 
 
 def uneven_share_forecasts(space: PlanSpace, objective: Objective) -> list[Forecast]:
-    """Plans over all devices of an unequal cluster, with shares of the batch in proportion to the devices' speed."""
+    """Plans over all devices of a heterogeneous cluster, with batch shares in proportion to the devices' speed."""
     profile, max_ranks = space.profile, space.max_ranks
     if space.simulator.is_measured or space.ranks not in (None, max_ranks) or profile.batch < max_ranks:
         return []
@@ -47,7 +47,7 @@ def uneven_share_forecasts(space: PlanSpace, objective: Objective) -> list[Forec
 
 
 def server_forecasts(space: PlanSpace, objective: Objective) -> list[Forecast]:
-    """Plans with the tables on servers."""
+    """Plans with embedding tables on servers."""
     profile, cluster = space.profile, space.cluster
     if space.simulator.is_measured:
         plans = list(space.data_parallel_plans())
@@ -64,7 +64,7 @@ def server_forecasts(space: PlanSpace, objective: Objective) -> list[Forecast]:
 
 
 def should_offer_servers(profile: Profile, cluster: Cluster) -> bool:
-    """Whether servers are worth a look beside plans without: devices are unequal, or the tables alone fill one."""
+    """Whether to try servers although other plans exist: devices are unequal, or the tables alone fill one."""
     paths = {table.path for table in choose_served_tables(Plan(exchange="server"), profile)}
     if not paths:
         return False
@@ -74,7 +74,7 @@ def should_offer_servers(profile: Profile, cluster: Cluster) -> bool:
 
 
 def served_plans(profile: Profile, cluster: Cluster, plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Those of `plans` that replicate the model, with its tables on servers."""
+    """The plans among `plans` that replicate the model, with its tables on servers."""
     tables = choose_served_tables(Plan(exchange="server"), profile)
     cores = max(node.cores for node in cluster.nodes)
     server_counts = [1, *(count for count in (2, _MAX_SERVERS) if count <= cores)]
@@ -85,7 +85,7 @@ def served_plans(profile: Profile, cluster: Cluster, plans: Iterable[Plan]) -> I
 
 
 def _integer_ratio(speeds: list[float]) -> tuple[int, ...]:
-    """Small integers in about the proportion of `speeds`."""
+    """Small integers in approximate proportion to `speeds`."""
     slowest = min(speeds)
     parts = [max(round(_SHARE_RESOLUTION * speed / slowest), 1) for speed in speeds]
     divisor = math.gcd(*parts)

@@ -1,4 +1,4 @@
-"""Why this plan, and why not another: the forecasts in words."""
+"""Explains why a plan is the best, and why another one is not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from echelon.simulator import simulate
 
 _CAUSES = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework")
-#: So many causes of a difference are told.
+#: Causes of a difference that are listed.
 _MAX_CAUSES = 4
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
-    """Why the first of what `search` found is the best: its time and memory by cause, and what the next one would cost."""
+    """Why the first candidate is the best: its time and memory by cause, and what the others would cost."""
     best = candidates[0].forecast
     lines = [f'"{best.plan}": {format_seconds(best.time.step)} a step, {best.samples_per_second:,.0f} samples/s']
     lines += [f"  {line}" for line in (_describe_time(best), _describe_memory(best))]
@@ -30,14 +30,12 @@ def explain(candidates: Sequence[Candidate]) -> str:
         if rivals:
             split_cost = rivals[0].time.exchange + rivals[0].time.optimizer - best.time.optimizer
             lines += [
-                f"  one process: splitting over {rivals[0].plan.ranks} would cost {format_seconds(split_cost)} of exchange and repeated work a step"
+                f"  one process: {rivals[0].plan.ranks} ranks would spend {format_seconds(split_cost)} a step on exchange and repeated work"
             ] * (split_cost > 0)
         else:
             lines.append("  one process: nothing is exchanged")
     if not any(_is_plain_data_parallel(each.forecast) for each in candidates):
-        lines.append(
-            "  no plan of the data axis alone is among the best: this one cuts the model, or computes blocks again"
-        )
+        lines.append("  no purely data-parallel plan is among the best: this one cuts the model or recomputes blocks")
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
         lines.append(f'"{candidate.plan}": {_compare_forecasts(best, candidate.forecast)}')
@@ -49,7 +47,7 @@ def _is_plain_data_parallel(forecast: Forecast) -> bool:
 
 
 def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:
-    """What `plan` would cost against `best`, and which rule forbids it."""
+    """What `plan` would cost compared with `best`, or which rule forbids it."""
     problems = [problem for problem in check(plan, profile, cluster) if problem.severity == "error"]
     refusal = f'"{plan}" cannot be executed: ' + "; ".join(map(str, problems)) if problems else ""
     if any(not problem.not_implemented for problem in problems):
@@ -63,7 +61,7 @@ def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:
 
 
 def _compare_forecasts(best: Forecast, other: Forecast) -> str:
-    """The difference in time and bytes, by cause, and what binds."""
+    """The difference in time and memory by cause; for a plan that does not fit, what it lacks."""
     if not other.fits:
         required = other.memory.required
         largest = max(_MEMORY_PARTS, key=lambda part: getattr(other.memory, part))
@@ -84,7 +82,7 @@ def _compare_forecasts(best: Forecast, other: Forecast) -> str:
 def _describe_changes(
     best: object, other: object, names: Sequence[str], format_value: Callable[[float], str], total: float
 ) -> str:
-    """Where the difference comes from, the largest first."""
+    """The causes of the difference, largest first."""
     changes = {name: getattr(other, name) - getattr(best, name) for name in names}
     changed_names = sorted(
         (name for name in names if abs(changes[name]) > total / 200), key=lambda name: -abs(changes[name])
@@ -101,7 +99,7 @@ def _describe_time(forecast: Forecast) -> str:
     causes = ", ".join(
         f"{name} {format_seconds(getattr(time, name))}" for name in _CAUSES if getattr(time, name) > time.step / 200
     )
-    hidden = f"; {format_seconds(time.hidden)} of exchange hide behind backward" if time.hidden else ""
+    hidden = f"; {format_seconds(time.hidden)} of exchange hidden behind backward" if time.hidden else ""
     return f"time: {causes}{hidden}"
 
 

@@ -1,4 +1,4 @@
-"""What the best plan is: the fastest, the smallest, the cheapest, or the one with the fewest devices that is fast enough."""
+"""What "best" means: the fastest plan, the smallest, the cheapest, or the one on the fewest devices that meets a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GoalKind = Literal["fastest", "memory", "cheapest", "devices"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """`devices` needs `within`: seconds in which `steps` steps must be done. `price`: of one device for an hour, whatever the cluster says."""
+    """`within`: a deadline in seconds for `steps` steps; `devices` needs it. `price`: per device-hour, overrides the cluster's prices."""
 
     kind: GoalKind = "fastest"
     within: float | None = None
@@ -27,47 +27,46 @@ class Goal:
         if self.kind not in get_args(GoalKind):
             raise PlanError(f"goal={self.kind!r}: not one of {', '.join(get_args(GoalKind))}")
         if self.kind == "devices" and self.within is None:
-            raise PlanError(
-                "goal=devices: the fewest devices for what? give the time that there is (--within) and the steps (--steps)"
-            )
+            raise PlanError("goal=devices needs a deadline (--within) and a number of steps (--steps)")
         if self.within is not None and not 0 < self.within < float("inf"):
-            raise PlanError(f"within={self.within}: a deadline is in the future; give seconds above 0")
+            raise PlanError(f"within={self.within}: the deadline must be above 0 seconds")
         if self.steps < 1:
-            raise PlanError(f"steps={self.steps}: a training has at least one step")
+            raise PlanError(f"steps={self.steps}: must be at least 1")
         if self.steps != 1 and self.within is None:
             raise PlanError(
-                f"steps={self.steps} without a deadline: nothing depends on it; give the time that there is (--within), or leave it out"
+                f"steps={self.steps} has no effect without a deadline; give one (--within), or leave it out"
             )
         if self.price is not None and not 0 < self.price < float("inf"):
-            raise PlanError(f"price={self.price}: what a device costs for an hour is above 0")
+            raise PlanError(f"price={self.price}: the price of a device-hour must be above 0")
         if self.price is not None and self.kind != "cheapest":
             raise PlanError(
-                f"price={self.price} with goal={self.kind}: nothing depends on it; use goal=cheapest, or leave it out"
+                f"price={self.price} has no effect with goal={self.kind}; use goal=cheapest, or leave it out"
             )
         if self.kind == "memory" and self.within is not None:
             raise PlanError(
-                "goal=memory with a deadline: the smallest plan is the slowest; use goal=devices, or leave one of them out"
+                "goal=memory takes no deadline: the smallest plan is the slowest; use goal=devices, or leave one out"
             )
 
     @property
     def step_limit(self) -> float:
-        """Seconds that a step may take."""
+        """The longest step that meets the deadline, in seconds."""
         return float("inf") if self.within is None else self.within / self.steps
 
 
 class Objective:
-    """What plans cost on a cluster by a goal: what is to be as small as can be."""
+    """The cost of plans on a cluster under a goal, to be minimized."""
 
     def __init__(self, goal: Goal, cluster: Cluster) -> None:
         self.goal = goal
-        # Ranks of a CPU that was measured are processes on one machine, which costs the same however many they are.
+        # Ranks on a measured CPU are processes of one machine: its price does not depend on their number.
         self._is_one_machine = cluster.device_kind == "cpu" and not uses_data_sheets(cluster)
-        self._cumulative_hourly_prices = (
-            list(accumulate(_hourly_prices(goal, cluster), initial=0.0)) if goal.kind == "cheapest" else []
-        )
+        #: Of the first 0, 1, 2 ... devices.
+        self._hourly_prices: list[float] = []
+        if goal.kind == "cheapest":
+            self._hourly_prices += accumulate(_device_hourly_prices(goal, cluster), initial=0.0)
 
     def cost(self, seconds: float, ranks: int, peak: float) -> float:
-        """Of a step of so many seconds; grows with each of the three."""
+        """The cost of a step; it grows with each argument."""
         if self.goal.kind == "memory":
             return peak
         if self.goal.kind == "devices":
@@ -75,35 +74,30 @@ class Objective:
         return seconds if self.goal.kind == "fastest" else self.price(seconds, ranks)
 
     def cost_of(self, forecast: Forecast) -> float:
-        """Of a plan."""
+        """The cost of a plan."""
         return self.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.required)
 
     def key(self, forecast: Forecast) -> tuple[float, float, str]:
-        """What plans are sorted by."""
+        """The sort key of plans."""
         return self.cost_of(forecast), forecast.time.step, str(forecast.plan)
 
     def accepts(self, forecast: Forecast) -> bool:
-        """Whether a plan fits and is fast enough."""
+        """Whether a plan fits and meets the deadline."""
         return forecast.fits and forecast.time.step <= self.goal.step_limit
 
     def price(self, seconds: float, ranks: int) -> float:
-        """Of a step: what the devices of its ranks cost meanwhile, which are the first of the cluster."""
-        return (
-            seconds
-            * self._cumulative_hourly_prices[
-                -1 if self._is_one_machine else min(ranks, len(self._cumulative_hourly_prices) - 1)
-            ]
-            / 3600
-        )
+        """The price of a step on the first `ranks` devices of the cluster."""
+        last = len(self._hourly_prices) - 1
+        return seconds * self._hourly_prices[last if self._is_one_machine else min(ranks, last)] / 3600
 
 
-def _hourly_prices(goal: Goal, cluster: Cluster) -> list[float]:
-    """Of each device for an hour; where none is known each is one, and what is cheap takes few device-hours."""
+def _device_hourly_prices(goal: Goal, cluster: Cluster) -> list[float]:
+    """The price of an hour of each device; 1 if no price is known, so that the cheapest plan takes the fewest device-hours."""
     devices = rank_devices(cluster)
     prices = [goal.price or (device.sheet.price if device.sheet else None) for device in devices]
     missing = [device.name for device, price in zip(devices, prices, strict=True) if price is None]
     if missing and len(missing) < len(devices):
         raise PlanError(
-            f"goal=cheapest: no price of {missing[0]} is known, and others have one; give it in the cluster's file (price), or one for all (--price)"
+            f"goal=cheapest: {missing[0]} has no price and other devices have; add it to the cluster file (price), or give one for all (--price)"
         )
     return [1.0 if price is None else price for price in prices]

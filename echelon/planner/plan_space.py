@@ -1,4 +1,4 @@
-"""The plans that a search looks at, by families, with bounds on their step time."""
+"""The space of plans that a search visits, in families with bounds on their step time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from echelon.planner.candidate import Candidate
 from echelon.simulator.device_kinds import stage_device_kinds
 from echelon.simulator.simulator import Simulator
 
-#: tp communicates in every block: beyond the devices that share a fast link it is not searched.
+#: tp communicates in every block: it is searched only within the devices that share a fast link.
 _MAX_TP = 16
-#: Sequences are not cut finer than this.
+#: The largest cp that is searched.
 _MAX_CP = 16
-#: Goals that ask for few devices also look at this many numbers of nodes between one and its double.
+#: Goals that minimize devices also try this many numbers of nodes between each power of two and the next.
 _STEPS_PER_DOUBLING = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFamily:
-    """Plans in which a rank computes the same. They differ in the ZeRO stage, the schedule and whether the sequence is sharded."""
+    """Plans with the same computation per rank. They differ in ZeRO stage, schedule and sequence sharding."""
 
     mesh: Mesh
     micro: int
@@ -44,7 +44,7 @@ class PlanFamily:
 
 
 class PlanSpace:
-    """Plans of one model on one cluster. `beyond`: also those that are forecast and not executed yet."""
+    """Plans of one model on one cluster. `beyond`: include those that are forecast and not executed yet."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PlanSpace:
             raise PlanError(f"ranks={ranks}: {cluster.name} has {self.max_ranks} devices; use 1 to {self.max_ranks}")
 
     def rank_counts(self, *, fine_grained: bool) -> list[int]:
-        """1, 2, 4 ... and all. `fine_grained`: whole nodes too, each number up to 16, then 16 per doubling."""
+        """1, 2, 4 ... and all. `fine_grained`: also whole nodes, each number up to 16, then 16 per doubling."""
         if self.ranks is not None:
             return [self.ranks]
         counts = {*powers_of_two(self.max_ranks), self.max_ranks}
@@ -83,7 +83,7 @@ class PlanSpace:
         return sorted(counts)
 
     def families(self, ranks: int) -> Iterator[PlanFamily]:
-        """The families of meshes over this many ranks."""
+        """The families of plans over this many ranks."""
         profile, model = self.profile, self.simulator.model
         recompute_options: list[Recompute] = ["none", "selective", "block"] if profile.fsdp_units else ["none"]
         for tp, pp, cp in product(
@@ -105,7 +105,7 @@ class PlanSpace:
     def plans(self, family: PlanFamily) -> Iterator[Plan]:
         """The plans of a family."""
         mesh, template = family.mesh, self.base_plan(family)
-        # gpipe is never faster than 1f1b nor smaller (tests/planner/test_space.py).
+        # gpipe is neither faster nor smaller than 1f1b (tests/planner/test_space.py).
         schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "interleaved", "zero-bubble"]
         for zero, schedule, sequence in product(
             (0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)
@@ -118,40 +118,40 @@ class PlanSpace:
                 zero=zero,
                 schedule=schedule,
                 sequence=sequence,
-                # Ranks that run different blocks would wait for each other if each block were sharded by itself.
+                # Ranks that run different blocks would deadlock if each block were sharded by itself.
                 shard_as_one=zero > 0 and bool(self.profile.varying_blocks_reason),
             )
             if mesh.pp == 1:
                 yield plan
                 continue
             slowdowns = self.stage_slowdowns(plan)
-            # Stages that match unequal devices may not fit where equal ones do.
+            # Stages balanced for unequal devices may not fit where equal stages do.
             for starts in {self._balanced_stage_starts(plan, each) for each in (slowdowns, ())}:
                 if starts is not None:
                     yield plan.replace(stages=starts)
 
     def base_plan(self, family: PlanFamily) -> Plan:
-        """A plan of the family, without stages."""
+        """A plan of the family without stages."""
         mesh = family.mesh
         return Plan(
             mesh=mesh,
             micro=family.micro if family.micro < -(-self.profile.batch // mesh.dp) else None,
             recompute=family.recompute,
             precision=family.precision,
-            # Machines are measured with all cores at work, a share of them for each rank.
+            # Measurements use all cores, divided evenly among the ranks.
             threads=max(self.cluster.cores // mesh.ranks, 1) if self._is_measured_cpu else None,
             model=self.profile.model,
         )
 
     def data_parallel_plans(self) -> Iterator[Plan]:
-        """The plans of the data axis that recompute nothing."""
+        """The purely data-parallel plans without recomputation."""
         for ranks in self.rank_counts(fine_grained=False):
             sizes = micro_batch_sizes(-(-self.profile.batch // ranks))
             for micro in sizes:
                 yield from self.plans(PlanFamily(mesh=Mesh(dp=ranks), micro=micro, recompute="none", precision=None))
 
     def data_parallel_candidates(self) -> list[Candidate]:
-        """Those of them that can be executed, whether they fit or not."""
+        """The executable ones among them, whether they fit or not."""
         return [
             Candidate(plan=plan, forecast=self.simulator.forecast(plan))
             for plan in self.data_parallel_plans()
@@ -159,9 +159,9 @@ class PlanSpace:
         ]
 
     def rank_count_bound(self, ranks: int) -> float:
-        """Seconds that no plan of this many ranks is faster than: all blocks, at the best rate of any micro-batch and tp."""
+        """A lower bound on the step time of all plans over this many ranks: all blocks at the best rate of any micro-batch and tp."""
         if self.simulator.is_measured:
-            return 0.0  # rates depend on the load, and there are few ranks
+            return 0.0  # rates depend on the load, and such clusters have few ranks
         if self._best_block_seconds is None:
             self._best_block_seconds = self._find_best_block_seconds()
         ranks_by_kind = Counter(self.simulator.kind_by_rank[:ranks])
@@ -169,14 +169,14 @@ class PlanSpace:
         return self.profile.batch * self.simulator.model.layers / samples_per_second
 
     def family_bound(self, family: PlanFamily) -> float:
-        """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
+        """A lower bound on the family's step time: the blocks of the fullest rank, one micro-batch after another."""
         block_seconds = self._block_seconds(family)
         micro_batches = self.base_plan(family).count_micro_batches(self.profile.batch)
         kind_by_rank, mesh = self.simulator.kind_by_rank, family.mesh
         if len(block_seconds) == 1 or mesh.pp == 1:
             slowest = max(block_seconds[kind] for kind in set(kind_by_rank[: mesh.ranks]) or {0})
             return micro_batches * self._most_blocks_per_rank(mesh.pp) * slowest
-        # Slow ranks may have few blocks: all end soonest where every rank takes equally long.
+        # Slow ranks may get fewer blocks; the best split takes equally long on every rank.
         seconds_per_rank = [
             max(block_seconds[kind] for kind in kinds)
             for kinds in stage_device_kinds(self.base_plan(family), kind_by_rank)
@@ -184,7 +184,7 @@ class PlanSpace:
         return micro_batches * self.simulator.model.layers / sum(1 / each for each in seconds_per_rank)
 
     def stage_slowdowns(self, plan: Plan) -> tuple[float, ...]:
-        """Seconds of a block on each stage over those on the fastest one; () where all devices are equal."""
+        """Seconds of a block on each stage relative to the fastest one; () if all devices are equal."""
         block_seconds = [block for _, block, _ in self.simulator.part_seconds(plan)]
         if len(block_seconds) == 1:
             return ()
@@ -195,25 +195,25 @@ class PlanSpace:
         return tuple(round(seconds / min(by_stage), 2) for seconds in by_stage) * _stages_per_rank(plan)
 
     def with_cuts(self, plan: Plan, template: Plan) -> Plan:
-        """`plan` with the cuts of `template`, whose stages do not begin between a column and its row."""
+        """`plan` with the cuts of `template`; stages that would begin between a column and its row move."""
         tensor, units = template.tensor, self.profile.pipeline_units
         plan = plan.replace(placements=tensor.placements, replicated=tensor.replicated, segments=tensor.segments)
         if set(plan.pipeline.stages) & forbidden_stage_starts(plan, units):
             starts = find_stages(plan, units, self.stage_slowdowns(plan))
             if starts is None:
-                raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
+                raise PlanError(f'"{plan}": the model has too few stage boundaries; use a smaller pp')
             plan = plan.replace(stages=starts)
         return plan
 
     def errors(self, plan: Plan) -> list[Problem]:
-        """Why the engine cannot execute a plan; with `beyond`, axes that it lacks are no reason."""
+        """Why the engine cannot execute a plan; `beyond` ignores axes that it does not support yet."""
         problems = check(plan, self.profile, self.first_cluster)
         if self.beyond:
             problems = tuple(each for each in problems if not each.not_implemented and each.path != "sequence")
         return [problem for problem in problems if problem.severity == "error"]
 
     def _find_best_block_seconds(self) -> list[float]:
-        """For each kind of device, the least seconds of one block per sample."""
+        """For each kind of device, the least seconds per sample of one block."""
         batch, options = self.profile.batch, []
         splits = product(powers_of_two(_MAX_TP), powers_of_two(_MAX_CP if self.beyond else 1))
         meshes = [Mesh(tp=tp, cp=cp) for tp, cp in splits if tp * cp <= self.max_ranks]
@@ -224,20 +224,20 @@ class PlanSpace:
         return [min(kind) for kind in zip(*options, strict=True)]
 
     def _block_seconds(self, family: PlanFamily) -> list[float]:
-        """For each kind of device, seconds of one block both ways; norms and residuals take least where the sequence is sharded."""
+        """For each kind of device, seconds of one block, forward and backward, with the sequence sharded, which is fastest."""
         plan = self.base_plan(family).replace(sequence=family.mesh.tp > 1)
         return [block for _, block, _ in self.simulator.part_seconds(plan)]
 
     def _most_blocks_per_rank(self, pp: int) -> float:
-        """Blocks that the fullest rank has at least: equal blocks are not cut in two."""
+        """The least number of blocks on the fullest rank: equal blocks are not split."""
         model = self.simulator.model
         has_equal_blocks = all(unit.blocks in (0.0, 1.0) for unit in model.pipeline_units)
         return -(-model.layers // pp) if has_equal_blocks else model.layers / pp
 
     def _balanced_stage_starts(self, plan: Plan, slowdowns: tuple[float, ...]) -> tuple[int, ...] | None:
-        """Where stages begin such that the slowest is as fast as possible."""
+        """Stage starts that make the slowest stage as fast as possible."""
         before, block, after = max(self.simulator.part_seconds(plan), key=sum)
-        # To a tenth of a block: finer differences would only repeat the same cuts.
+        # Round to a tenth of a block: finer differences lead to the same stages.
         before, after = round(10 * before / block) / 10, round(10 * after / block) / 10
         stages = plan.mesh.pp * _stages_per_rank(plan)
         key = (stages, before, after, slowdowns)
@@ -247,7 +247,7 @@ class PlanSpace:
         return self._stage_starts[key]
 
     def _unit_costs(self, before: float, after: float) -> list[float]:
-        """The computation of each pipeline unit, in blocks: units before the blocks share `before`, units after them `after`."""
+        """The computation of each pipeline unit in blocks: units before the blocks share `before`, units after them `after`."""
         costs = [unit.blocks for unit in self.simulator.model.pipeline_units]
         positions = [position for position, cost in enumerate(costs) if cost] or [0, len(costs) - 1]
         first, last = positions[0], positions[-1]
@@ -271,7 +271,7 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def divisors(size: int) -> list[int]:
-    """Everything that divides `size`."""
+    """All divisors of `size`."""
     return [divisor for divisor in range(1, size + 1) if size % divisor == 0]
 
 

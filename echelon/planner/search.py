@@ -1,4 +1,4 @@
-"""The best plans of a job on a cluster, forecast and sorted."""
+"""Searches for the best plans of a job on a cluster."""
 
 from __future__ import annotations
 
@@ -31,18 +31,16 @@ def search(
     beyond: bool = False,
     precisions: tuple[Precision | None, ...] = (None,),
 ) -> tuple[Candidate, ...]:
-    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for this number of ranks.
+    """The best `top` plans that fit and can be executed, best first. `ranks`: only plans over this many ranks.
 
-    `complete` finds how the model can be cut over tp; without it no plan of a measured machine has a tensor axis. `goal`: the fastest by
-    default. `exhaustive`: forecast every plan, also those that cannot be the best. `beyond`: include axes that are forecast and not executed
-    yet. `precisions`: None is the job's.
+    `complete` finds how tp can cut the model; without it, no plan for a measured machine uses tp. `goal`: by default the fastest.
+    `exhaustive`: forecast every plan, also those that cannot be the best. `beyond`: include axes that are forecast and not executed yet.
+    `precisions`: None stands for the job's.
     """
     _check_precisions(precisions, beyond=beyond)
     space = PlanSpace(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
     if set(precisions) != {None} and space.simulator.is_measured:
-        raise PlanError(
-            "precisions are searched on clusters that are known by their data sheets; here give the job's precision"
-        )
+        raise PlanError("precisions are searched only on clusters with data sheets; set the job's precision instead")
     search = _Search(space, Objective(goal or Goal(), cluster), complete, top, exhaustive=exhaustive)
     candidates = search.run()
     if not candidates:
@@ -55,11 +53,11 @@ def _check_precisions(precisions: tuple[Precision | None, ...], *, beyond: bool)
     if unknown is not None:
         raise PlanError(f"precision={unknown}: not one of {', '.join(get_args(Precision))}")
     if "fp8" in precisions and not beyond:
-        raise PlanError("precision=fp8: it is forecast and not executed yet; with beyond (--beyond) it is searched too")
+        raise PlanError("precision=fp8: it is forecast and not executed yet; --beyond includes it in the search")
 
 
 class _Search:
-    """One search, and what it found out about the cuts of the model."""
+    """One search, with the cuts of the model that it has found."""
 
     def __init__(
         self, space: PlanSpace, objective: Objective, complete: CompletePlan | None, top: int, *, exhaustive: bool
@@ -69,11 +67,11 @@ class _Search:
         self._templates: dict[tuple[object, ...], Plan | PlanError] = {}
 
     def run(self) -> list[Candidate]:
-        """What fits, best first."""
+        """The plans that fit, best first."""
         space, max_tp = self.space, self.space.max_tp
         if space.simulator.is_measured and (self._complete is None or space.cluster.device_kind == "cpu"):
-            # Ranks of tp on a CPU share the cores that one rank's threads use: where another plan fits, finding cuts, for which the model
-            # is run, is not worth its time.
+            # On a CPU, ranks of tp share the cores that one rank's threads would use: if another plan fits, running the model to find
+            # cuts is not worth the time.
             space.max_tp = 1
         candidates = self._run()
         if not candidates and self._complete is not None and space.max_tp < max_tp:
@@ -82,7 +80,7 @@ class _Search:
         return candidates
 
     def replicate_faster(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """With all modules replicated that are faster so. Bounds are of plans that cut everything, so this comes after the search."""
+        """Replicate modules that are faster so. The search's bounds hold for plans that cut everything, so this comes after it."""
         space, objective = self.space, self.objective
         if objective.goal.kind == "memory" or not any(each.plan.tensor.placements for each in candidates):
             return candidates
@@ -107,16 +105,16 @@ class _Search:
                 space, objective, top=requested, tolerance=tolerance, exhaustive=self._exhaustive
             )
             candidates = self._completed([*forecasts, *extra])
-            # What was not forecast costs no less than the last that was found. With the cuts that the model allows, plans may cost more.
+            # Plans that were not forecast cost no less than the last one found, but the model's actual cuts may raise the cost of these.
             if len(forecasts) < requested or (
                 candidates and objective.cost_of(candidates[0].forecast) <= objective.cost_of(forecasts[-1])
             ):
-                # Tables that fit no device may fit the hosts. Training by servers changes more than where tensors are: it comes last.
+                # Tables that fit no device may fit host memory. Servers change the training itself, so they come last.
                 return candidates or self._completed(server_forecasts(space, objective))
             requested *= 4
 
     def _completed(self, forecasts: list[Forecast]) -> list[Candidate]:
-        """Plans with their cuts and priced with them, best first."""
+        """Plans with the model's actual cuts, forecast again, best first."""
         candidates: list[Candidate] = []
         self.errors = []
         for forecast in forecasts:
@@ -131,7 +129,7 @@ class _Search:
         return sorted(candidates, key=lambda candidate: self.objective.key(candidate.forecast))
 
     def _with_cuts(self, plan: Plan, complete: CompletePlan) -> Plan:
-        """A plan with its cuts, that can be executed."""
+        """An executable plan with its cuts."""
         key = plan.mesh.tp, plan.tensor.sequence, plan.mesh.pp > 1
         if key not in self._templates:
             try:
@@ -143,7 +141,7 @@ class _Search:
             raise template
         plan = self.space.with_cuts(plan, template)
         if plan.incomplete:
-            raise PlanError(f'"{plan}": the model was not cut in this way')
+            raise PlanError(f'"{plan}": the model cannot be cut this way')
         if self.space.errors(plan):
             require_executable(plan, self.space.profile, self.space.first_cluster)
         return plan

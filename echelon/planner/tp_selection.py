@@ -1,7 +1,7 @@
-"""Which of the modules that tp can cut it does cut: an integer program.
+"""Selects the modules that tp cuts, by an integer program.
 
-To cut a module divides what it computes and holds, and makes the ranks talk. Alone, each would be cut where that is faster; but they meet
-in the memory of a device, and which of those that are faster whole must be cut all the same only all of them together tell.
+Cutting a module divides its computation and memory and adds communication. Each module has its own gain or loss of time, but all share a
+device's memory, so which of those that are faster replicated must be cut all the same is a joint decision.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from echelon.plan.stages import column_row_pairs
 
 
 def replicate_faster_modules(plan: Plan, profile: Profile, forecast_plan: Callable[[Plan], Forecast]) -> Forecast:
-    """The forecast of `plan` with what is faster whole left whole, as far as there is memory for it; as it is where nothing is gained.
+    """The forecast of `plan` with modules replicated that are faster so, as far as memory allows; unchanged if nothing is gained.
 
-    What each group saves is told by `forecast_plan` without it, and all that is left whole is priced once more together.
+    `forecast_plan` prices the plan without each group in turn, and once more with the selection.
     """
     baseline = forecast_plan(plan)
     groups = inseparable_modules(plan, profile)
-    # Where the sequence is cut, segments lie between modules that must be cut too.
+    # With a sharded sequence, segments end at modules that must be cut too.
     if len(groups) < 2 or plan.tensor.sequence or not baseline.fits:
         return baseline
     without_each_group = [forecast_plan(replicate_modules(plan, group)) for group in groups]
@@ -45,7 +45,7 @@ def replicate_faster_modules(plan: Plan, profile: Profile, forecast_plan: Callab
 def select_to_replicate(
     time_changes: Sequence[float], memory_changes: Sequence[float], free_memory: float
 ) -> list[int]:
-    """Places of what to leave whole such that the sum of `time_changes` is least and that of `memory_changes` is within `free_memory`; one at least is cut."""
+    """Indices of the groups to replicate: the least sum of `time_changes` whose `memory_changes` fit `free_memory`. At least one stays cut."""
     group_count = len(time_changes)
     solution = milp(
         numpy.array(time_changes),
@@ -59,7 +59,7 @@ def select_to_replicate(
 
 
 def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
-    """Folded paths of modules that are cut all or none: a row with its columns, what holds the same parameter, and blocks alike."""
+    """Folded paths of modules that are cut together: a row with its columns, and modules with the same parameter."""
     cut_paths = {fold_path(placement.path) for placement in plan.tensor.placements}
     module_groups = [{path} for path in sorted(cut_paths)]
     linked_sets = [
@@ -76,9 +76,9 @@ def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
 
 
 def replicate_modules(plan: Plan, paths: Collection[str]) -> Plan:
-    """`plan` with modules of these folded paths whole on every rank."""
+    """`plan` with the modules of these folded paths replicated."""
     replicated = [placement for placement in plan.tensor.placements if fold_path(placement.path) in paths]
-    reason = f"cut over tp={plan.mesh.tp} it would save less than the ranks would have to say"
+    reason = f"cutting it over tp={plan.mesh.tp} would cost more communication than it saves"
     return plan.replace(
         placements=tuple(placement for placement in plan.tensor.placements if placement not in replicated),
         replicated=(

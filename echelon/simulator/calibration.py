@@ -1,6 +1,6 @@
-"""The constants that no data sheet prints: each with a meaning, a unit and physical bounds, fitted to published runs.
+"""Constants that no data sheet gives, each with a meaning, a unit and physical bounds, fitted to published runs.
 
-All of them stand in `fitted.json`; `python -m bench.published --fit FILE` finds their values. None depends on a model, a device or a source.
+They are in `fitted.json`; `python -m bench.published --fit FILE` finds their values. None depends on a model, a device or a source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FILE = Path(__file__).with_name("fitted.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedConstants:
-    """What each means and its unit: `fitted.json`."""
+    """`fitted.json` gives the meaning and the unit of each."""
 
     product: float
     traffic: float
@@ -44,40 +44,35 @@ class FittedConstants:
 
 @cache
 def load_constants() -> FittedConstants:
-    """The constants as they stand in the file."""
-    return FittedConstants(
-        **{field.name: float(_read_entries()[field.name]["value"]) for field in fields(FittedConstants)}
-    )
+    """The constants in the file."""
+    entries = _read_entries()
+    return FittedConstants(**{each.name: float(entries[each.name]["value"]) for each in fields(FittedConstants)})
 
 
 def constant_bounds() -> dict[str, tuple[float, float]]:
     """The physical range of each constant."""
-    return {
-        field.name: (float(_read_entries()[field.name]["low"]), float(_read_entries()[field.name]["high"]))
-        for field in fields(FittedConstants)
-    }
+    entries = {each.name: _read_entries()[each.name] for each in fields(FittedConstants)}
+    return {name: (float(entry["low"]), float(entry["high"])) for name, entry in entries.items()}
 
 
 def fit_setting(name: str) -> float:
-    """A figure of the fit itself that was chosen by how well it did, and counts among the constants therefore."""
+    """A hyperparameter of the fit. It was tuned on the same runs, so it counts as one of the constants."""
     return float(_read_entries()[name]["value"])
 
 
 @cache
 def constants_digest() -> str:
-    """Tells one set of constants from another."""
+    """Identifies a set of constants."""
     return hashlib.sha256(repr(load_constants()).encode()).hexdigest()[:8]
 
 
 def round_constants(constants: FittedConstants) -> FittedConstants:
-    """With as many digits as the file has."""
-    return FittedConstants(
-        **{field.name: float(f"{getattr(constants, field.name):.4g}") for field in fields(FittedConstants)}
-    )
+    """Round to the precision of the file."""
+    return FittedConstants(**{name: float(f"{value:.4g}") for name, value in asdict(constants).items()})
 
 
 def format_constants_file(constants: FittedConstants) -> str:
-    """The file with other values."""
+    """The content of the file with these values."""
     values = asdict(round_constants(constants))
     lines = [
         f"  {json.dumps(name)}: {json.dumps(entry | {'value': values.get(name, entry['value'])})}"

@@ -1,4 +1,4 @@
-"""What one rank computes: seconds of a pass through a part of the model, and what of a block is computed again."""
+"""Seconds that one rank computes in a pass through a part of the model, recomputation included."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from echelon.simulator.cost.cost_model import CostModel
 from echelon.simulator.model_summary import LocalOperator, OperatorSummary, PartName
 from echelon.simulator.plan_layout import PlanLayout
 
-#: A pass through a part: forward, backward, or what backward recomputes of a block's forward.
+#: A pass through a part: forward, backward, or the part of a block's forward that backward recomputes.
 Pass = Literal["forward", "backward", "recompute"]
-#: Bytes of one element in precisions that matrix units compute in.
+#: Bytes of one element in the precisions of matrix units.
 PRECISION_BYTES = {"fp32": 4, "tf32": 4, "half": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 
 
@@ -21,10 +21,10 @@ PRECISION_BYTES = {"fp32": 4, "tf32": 4, "half": 2, "bf16": 2, "fp8": 1, "fp4": 
 class PassTime:
     """Seconds of one pass through a part of the model."""
 
-    products: float = 0.0  #: of weights, and convolutions
+    products: float = 0.0  #: matrix products with weights, and convolutions
     attention_core: float = 0.0
     elementwise: float = 0.0
-    calls: float = 0.0  #: of operators
+    calls: float = 0.0  #: operators
     matmul_calls: float = 0.0
     convolution_calls: float = 0.0
 
@@ -34,7 +34,7 @@ class PassTime:
         return self.products + self.attention_core + self.elementwise
 
 
-#: Passes that were priced before, of one model on one cost model.
+#: Passes of one model that were priced on one cost model.
 PassCache = dict[tuple[object, ...], PassTime]
 
 
@@ -60,7 +60,7 @@ def pass_time(placed: PlacedPlan, part: PartName, which: Pass, samples: float) -
 
 
 def recompute_seconds(placed: PlacedPlan, samples: float) -> float:
-    """Seconds in which one block computes again what it did not keep."""
+    """Seconds of recomputation in one block."""
     stack = placed.layout.stack
     forward = pass_time(placed, "block", "forward", samples)
     if stack.recompute == "attention":
@@ -73,7 +73,7 @@ def recompute_seconds(placed: PlacedPlan, samples: float) -> float:
 
 
 def part_seconds(placed: PlacedPlan) -> tuple[float, float, float]:
-    """Seconds in which a micro-batch is computed before the blocks, in one block and after them, both ways, in the mean of a step."""
+    """Seconds of one micro-batch, forward and backward, before the blocks, in one block and after them: the mean over a step."""
     layout = placed.layout
     before = block = after = 0.0
     for samples, share in layout.sample_shares.items():
@@ -102,7 +102,7 @@ def operators_of(layout: PlanLayout, part: PartName, which: Pass) -> Iterable[Op
 
 
 def compute_precision(dtype: str, requested: str) -> str:
-    """What matrix units compute a type in. `requested`: the plan's precision, or the model's own."""
+    """The precision in which matrix units compute a dtype. `requested`: the plan's precision, or the model's own."""
     if DTYPE_BYTES.get(dtype, 4) <= 2:
         return "bf16" if dtype == "bfloat16" and requested != "fp16" else "half"
     return "tf32" if requested == "tf32" else "fp32"
@@ -121,7 +121,7 @@ def _compute_pass_time(placed: PlacedPlan, part: PartName, which: Pass, samples:
             calls["convolution" if operator.kind == "convolution" else "matmul"] += count
         if narrow and operator.kind == "weight_matmul":
             local = replace(local, precision=narrow)
-            # Both factors are read as they are, and once more if that is where their scale comes from, and written narrow.
+            # Both operands are read at full width, once more if their scale is computed from them, and written narrow.
             width = DTYPE_BYTES.get(local.dtype, 4) * (2 if scans else 1) + PRECISION_BYTES[narrow]
             batch, rows, columns, inner = local.dims
             cast_bytes = batch * inner * (rows + columns) * width
@@ -141,7 +141,7 @@ def _compute_pass_time(placed: PlacedPlan, part: PartName, which: Pass, samples:
 
 
 def _block_precision(layout: PlanLayout, cost: CostModel) -> tuple[str | None, bool]:
-    """(precision of the products of blocks if it is not the model's, whether their factors are scanned for a scale)."""
+    """(precision of the products of blocks if it is not the model's, whether their operands are scanned for a scale)."""
     stack = layout.stack
     if layout.model.precision == "fp8" and cost.computes_fp8 and not stack.block_precision:
         return "fp8", True
@@ -151,13 +151,13 @@ def _block_precision(layout: PlanLayout, cost: CostModel) -> tuple[str | None, b
 def _localize(layout: PlanLayout, operator: OperatorSummary, samples: float) -> tuple[float, LocalOperator]:
     """(calls on one rank, one of them)."""
     shards, ep, count = layout.operator_shards(operator), layout.plan.mesh.ep, operator.count
-    if operator.is_expert:  # a rank has its part of the experts, and each of these the rows of all ranks of ep
+    if operator.is_expert:  # a rank has its share of the experts, and each expert gets the rows of all ranks of ep
         samples, count = samples * ep, count / ep
     dims = [dim.at(samples) for dim in operator.dims]
     if operator.kind == "activation_matmul":
         dims[0] /= shards
     elif operator.kind == "weight_matmul" and shards > 1:
-        # Of the two dims of the weight the longer one is sharded.
+        # The longer one of the weight's two dims is sharded.
         dims[max((index for index in (1, 2, 3) if not operator.dims[index].per_sample), key=dims.__getitem__)] /= shards
     return count, LocalOperator(
         name=operator.name,

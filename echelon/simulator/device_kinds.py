@@ -1,4 +1,4 @@
-"""Clusters of unequal devices, as one cluster per kind of device."""
+"""Heterogeneous clusters, split into one cluster per kind of device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from echelon.plan.plan import Plan
 
 
 def uses_data_sheets(cluster: Cluster) -> bool:
-    """Whether its devices were never measured and have data sheets instead."""
+    """Whether its devices have data sheets and were not measured."""
     device = cluster.nodes[0].devices[0]
     return device.sheet is not None and not device.curves
 
 
 def rank_devices(cluster: Cluster) -> list[Device]:
-    """The device of each rank: as many of each node as all nodes have."""
+    """The device of each rank: every node contributes as many as the smallest has."""
     per_node = min(len(node.devices) for node in cluster.nodes)
     return [device for node in cluster.nodes for device in node.devices[:per_node]]
 
 
 def distinct_devices(devices: Iterable[Device]) -> list[Device]:
-    """Each kind of device once."""
+    """One device of each kind."""
     distinct: list[Device] = []
     for device in {id(candidate): candidate for candidate in devices}.values():
         if device not in distinct:
@@ -33,7 +33,7 @@ def distinct_devices(devices: Iterable[Device]) -> list[Device]:
 
 
 def device_kinds_by_rank(cluster: Cluster) -> list[int]:
-    """The kind of device of each rank that the cluster can have."""
+    """The kind of device of each possible rank."""
     devices = rank_devices(cluster)
     kinds = distinct_devices(device for node in cluster.nodes for device in node.devices)
     kind_by_id = {id(device): kinds.index(device) for device in {id(each): each for each in devices}.values()}
@@ -41,14 +41,14 @@ def device_kinds_by_rank(cluster: Cluster) -> list[int]:
 
 
 def split_by_device_kind(cluster: Cluster, ranks: int | None = None) -> list[Cluster]:
-    """For each kind of device the cluster with that kind alone, over the slowest link of the nodes that the first `ranks` ranks are on."""
+    """For each kind of device, the cluster with that kind only and the slowest link of the nodes of the first `ranks` ranks."""
     devices = distinct_devices(device for node in cluster.nodes for device in node.devices)
     if len(devices) == 1:
         return [cluster]
     missing = next((device.name for device in devices if device.sheet is None), None)
     if missing is not None:
         raise PlanError(
-            f"{cluster.name}: {missing} has no data sheet and other devices have; describe it in the cluster's file too"
+            f"{cluster.name}: {missing} has no data sheet and other devices do; describe it in the cluster file"
         )
     per_node = min(len(node.devices) for node in cluster.nodes)
     nodes = cluster.nodes if ranks is None else cluster.nodes[: -(-ranks // per_node)]
@@ -70,10 +70,9 @@ def split_by_device_kind(cluster: Cluster, ranks: int | None = None) -> list[Clu
 def ranks_by_device_kind(
     batch: int, plan: Plan, kind_by_rank: Sequence[int], kinds: int
 ) -> list[tuple[int | None, tuple[int, ...]]]:
-    """For each of `kinds` kinds of device: the samples of its rank that has most (None: of any rank that has most), and the ranks of pp on
-    such devices.
+    """For each of `kinds` kinds of device: (largest local batch on it, None for the plan's largest; its ranks of pp).
 
-    Without a pipeline all ranks do the same on any device: what may be unequal are shares of the batch.
+    Without a pipeline, ranks differ only in their shares of the batch.
     """
     mesh, shares = plan.mesh, plan.data.batch_shares
     if kinds == 1:
@@ -90,6 +89,6 @@ def ranks_by_device_kind(
 
 
 def stage_device_kinds(plan: Plan, kind_by_rank: Sequence[int]) -> list[set[int]]:
-    """For each rank of pp the kinds of device that it is on: it has adjacent devices."""
+    """For each rank of pp, the kinds of device in its contiguous range."""
     size = plan.ranks // plan.mesh.pp
     return [set(kind_by_rank[rank * size : (rank + 1) * size]) for rank in range(plan.mesh.pp)]

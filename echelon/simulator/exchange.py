@@ -1,4 +1,4 @@
-"""What ranks communicate in a step: over tp, cp and ep in every pass, over dp by ZeRO, between stages, for tied weights and whole tensors."""
+"""Communication of a step: tp, cp and ep in every pass, ZeRO over dp, sends between stages, tied weights, and optimizers on full tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.simulator.whole_tensor_cost import TRANSFERS_PER_STEP
 
 
 def tp_seconds(placed: PlacedPlan, part: PartName, phase: Phase, samples: float) -> float:
-    """Collectives of tp in one pass of a part, those aside that recomputation repeats."""
+    """Collectives of tp in one pass of a part, without those that recomputation repeats."""
     return sum(
         _message_seconds(placed, message, samples)
         for message in placed.layout.part(part).tp_messages
@@ -26,12 +26,12 @@ def tp_seconds(placed: PlacedPlan, part: PartName, phase: Phase, samples: float)
 def block_pass_seconds(
     placed: PlacedPlan, forward: PassTime, backward: PassTime, samples: float
 ) -> tuple[float, float]:
-    """Exposed communication of one block over tp, cp and ep: in forward, and in backward with what is recomputed."""
+    """Exposed communication of one block over tp, cp and ep: (in forward, in backward with recomputation)."""
     layout, cost, stack = placed.layout, placed.cost, placed.layout.stack
     mesh = layout.plan.mesh
 
     def exposed_tp(seconds: float) -> float:
-        # Products run beside the collectives that they feed.
+        # Products overlap with the collectives that they feed.
         hidden = cost.overlap * min(seconds, forward.products) if stack.overlaps_tensor_parallel else 0.0
         return max(seconds - hidden, 0.0)
 
@@ -44,13 +44,13 @@ def block_pass_seconds(
             if _is_repeated(layout, message)
         )
     )
-    # Keys and values go round while attention runs.
+    # Keys and values circulate while attention runs.
     context = 0.0
     if mesh.cp > 1:
         size = layout.model.key_value_bytes * samples * mesh.cp / mesh.tp
         context = cost.message_seconds("all_gather", size, RankGroup(mesh.cp, mesh.tp))
         context -= cost.hidden_seconds(context, forward.attention_core)
-    # Tokens are sent to their experts and return.
+    # Tokens are sent to their experts and back.
     routed = layout.model.routed_bytes * samples / layout.sequence_shards
     experts = 2 * cost.message_seconds("all_to_all", routed, RankGroup(mesh.ep, mesh.tp)) if mesh.ep > 1 else 0.0
     experts_again = experts if layout.recompute == "block" else 0.0
@@ -73,8 +73,8 @@ def _is_repeated(layout: PlanLayout, message: TPMessage) -> bool:
 
 
 def _regather_seconds(placed: PlacedPlan, backward: PassTime, samples: float) -> float:
-    """Where the sequence is sharded backward gathers the input of columns again for the gradient of their weight, while it computes the
-    gradient of that input (Korthikanti et al. 2022, 4.2.2)."""
+    """With a sharded sequence, backward gathers the input of columns again for the gradient of their weight, while it computes the gradient
+    of that input (Korthikanti et al. 2022, 4.2.2)."""
     layout, cost = placed.layout, placed.cost
     if layout.sequence_shards == 1:
         return 0.0
@@ -87,29 +87,29 @@ def _regather_seconds(placed: PlacedPlan, backward: PassTime, samples: float) ->
 
 
 def send_seconds(placed: PlacedPlan, stage: int, block_forward_seconds: float, samples: float) -> float:
-    """Sending to a stage what the one before returns. `block_forward_seconds`: computation of one block."""
+    """Sending the previous stage's output to a stage. `block_forward_seconds`: computation of one block."""
     layout, cost, mesh = placed.layout, placed.cost, placed.layout.plan.mesh
     if mesh.pp == 1:
         return 0.0
-    # Ranks of tp hold the same between blocks, unless each has its part of the sequence.
+    # Between blocks, ranks of tp hold the same tensor unless each has a shard of the sequence.
     identical_ranks = 1 if layout.plan.tensor.sequence else mesh.tp
     size = layout.stage_input_bytes[stage] * samples / layout.sequence_shards
     seconds = cost.send_seconds(size, mesh.dp * mesh.cp * mesh.tp, mesh.pp, identical_ranks=identical_ranks)
-    if layout.chunks > 1:  # a rank computes another of its chunks meanwhile
+    if layout.chunks > 1:  # a rank computes another of its chunks in the meantime
         seconds -= cost.hidden_seconds(seconds, min(layout.stage_blocks) * block_forward_seconds)
     return seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
-    """Parameters that a group of data ranks holds alike."""
+    """Parameters that are replicated over a group of data ranks."""
 
     elements: float
     group: RankGroup
 
 
 def _replicas(layout: PlanLayout, elements: float, experts: float) -> Iterator[_Replicas]:
-    """`elements` parameters by who else holds them: of `experts` elements each rank of ep has its own."""
+    """`elements` parameters by the group that replicates them: of `experts` elements each rank of ep has its own."""
     mesh = layout.plan.mesh
     if elements > experts:
         yield _Replicas(elements - experts, RankGroup(layout.data_ranks, mesh.tp))
@@ -118,7 +118,7 @@ def _replicas(layout: PlanLayout, elements: float, experts: float) -> Iterator[_
 
 
 def _zero_exchange(placed: PlacedPlan, collective: Collective, replicas: _Replicas, width: float) -> Exchange:
-    """Gathering what ZeRO shards, or summing and scattering it. `width`: bytes per element."""
+    """All-gather or reduce-scatter of what ZeRO shards. `width`: bytes per element."""
     layout, group = placed.layout, replicas.group
     size = width * replicas.elements
     shards = RankGroup(min(layout.zero_shards, group.ranks), group.stride)
@@ -126,7 +126,7 @@ def _zero_exchange(placed: PlacedPlan, collective: Collective, replicas: _Replic
 
 
 def _unit_messages(layout: PlanLayout, size: float, width: float) -> Iterator[float]:
-    """`size` bytes as ZeRO sends them: a message per block, and one for the rest."""
+    """`size` bytes as ZeRO sends them: one message per block, and one for the rest."""
     block = 0.0 if layout.plan.data.shard_as_one else width * layout.block_elements
     while 0 < block < size:
         yield block
@@ -135,7 +135,7 @@ def _unit_messages(layout: PlanLayout, size: float, width: float) -> Iterator[fl
 
 
 def zero3_block_seconds(placed: PlacedPlan) -> tuple[float, float]:
-    """Under zero=3, gathering the parameters of one block for forward; and for backward, with scattering its gradients."""
+    """Under zero=3: (gathering the parameters of one block for forward, the same for backward with scattering its gradients)."""
     layout = placed.layout
     plan, width = layout.plan, layout.stack.gather_width or layout.model.parameter_width
     if plan.zero < 3 or layout.zero_shards < 2 or plan.data.shard_as_one:
@@ -145,8 +145,8 @@ def zero3_block_seconds(placed: PlacedPlan) -> tuple[float, float]:
 
 
 def zero3_root_seconds(placed: PlacedPlan, rank: int) -> tuple[float, float]:
-    """Under zero=3, the same for what is outside of blocks, or for a model that is one unit: gathered before anything is computed, and
-    held until its gradients are scattered."""
+    """Under zero=3, the same for parameters outside of blocks, or for a model that is one FSDP unit: gathered before forward, and held until
+    the gradients are scattered."""
     layout = placed.layout
     plan = layout.plan
     if plan.zero < 3 or layout.zero_shards < 2:
@@ -167,15 +167,15 @@ def _gather_and_scatter(placed: PlacedPlan, elements: float, experts: float, wid
 
 
 def data_parallel_seconds(placed: PlacedPlan, backward: float) -> tuple[float, float]:
-    """(exposed, hidden) seconds of what the data ranks exchange around the passes of a step. `backward`: computation of the last stage's
-    backward for one micro-batch.
+    """(exposed, hidden) seconds of the data ranks' exchange around the passes of a step. `backward`: computation of the last stage's backward
+    for one micro-batch.
 
     | zero | per step, unless stated otherwise |
     |---|---|
     | 0 | an all-reduce of the gradients, in buckets |
     | 1 | a reduce-scatter of the gradients, an all-gather of the parameters |
     | 2 | a reduce-scatter per micro-batch (per step if gradients are kept), an all-gather |
-    | 3 | a reduce-scatter if gradients are kept; the rest is exchanged in the passes |
+    | 3 | a reduce-scatter if gradients are kept; the rest happens in the passes |
 
     Where a sharding group is smaller than dp, the groups sum their shards.
     """
@@ -198,7 +198,7 @@ def data_parallel_seconds(placed: PlacedPlan, backward: float) -> tuple[float, f
         if plan.zero < 3:
             gather += _zero_exchange(placed, "all_gather", replicas, gather_width)
     exchanges = layout.micro_batches if plan.zero == 2 and not plan.data.keep_gradients else 1
-    # A model that is one unit has all its gradients when backward is done.
+    # A model that is one FSDP unit has no gradient before the end of backward.
     overlaps = (
         stack.overlaps_data_parallel
         and (plan.mesh.pp == 1 or stack.overlaps_in_pipeline)
@@ -206,7 +206,7 @@ def data_parallel_seconds(placed: PlacedPlan, backward: float) -> tuple[float, f
     )
     hidden = exchanges * cost.hidden_seconds(reduce.overlappable, backward) if overlaps else 0.0
     exposed = exchanges * reduce.seconds - hidden + gather.seconds
-    return exposed + _hook_seconds(placed, rank) + _tied_seconds(placed) + _whole_tensor_seconds(placed), hidden
+    return exposed + _hook_seconds(placed, rank) + _tied_seconds(placed) + _full_tensor_seconds(placed), hidden
 
 
 def bucket_messages(layout: PlanLayout, size: float) -> Iterator[float]:
@@ -235,8 +235,8 @@ def _tied_seconds(placed: PlacedPlan) -> float:
     return placed.cost.message_seconds("all_reduce", size, RankGroup(2, (mesh.pp - 1) * layout.data_ranks * mesh.tp))
 
 
-def _whole_tensor_seconds(placed: PlacedPlan) -> float:
-    """For optimizers that step on whole tensors: gradients and values go to their owners, values return."""
+def _full_tensor_seconds(placed: PlacedPlan) -> float:
+    """Optimizers on full tensors: gradients and values go to their owners, values return."""
     layout, model, seconds = placed.layout, placed.layout.model, 0.0
     for _, share, owned in layout.optimizers():
         if owned is not None:

@@ -1,20 +1,21 @@
-"""The experts of a mixture-of-experts model, found in its profile."""
+"""Finds the experts of a mixture-of-experts model in its profile."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from echelon.plan.profile import DTYPE_BYTES, Operator, ParameterProfile, Profile, fold_path
 from echelon.simulator.model_parts import ModelParts, is_within, is_within_any, operator_kind
 from echelon.simulator.tp_cuts import is_forward_product
 
-#: Equal layers in a row see all rows of a block; experts see fewer. Less than this share of them is fewer.
+#: Experts see fewer than this fraction of a block's rows; equal layers in sequence see all of them.
 _FEWER_ROWS = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a block: modules in a list, or weights of three dims that hold one matrix per expert."""
+    """The experts of a block: modules in a list, or 3-D weights with one matrix per expert."""
 
     module_paths: frozenset[str] = frozenset()  #: folded
     stacked_parameters: frozenset[str] = frozenset()  #: folded
@@ -33,7 +34,7 @@ class Experts:
 
 
 def find_experts(profile: Profile, parts: ModelParts) -> Experts:
-    """Equal modules in a list of a block that see fewer rows than the block, or weights of three dims whose first is the number of products."""
+    """Equal modules in a block's list that see fewer rows than the block, or 3-D weights whose first dim is the number of products."""
     listed = _listed_experts(profile, parts)
     if listed:
         return Experts(frozenset(listed), frozenset(), min(listed.values()))
@@ -48,25 +49,21 @@ def find_experts(profile: Profile, parts: ModelParts) -> Experts:
 
 
 def experts_per_token(profile: Profile, parts: ModelParts, experts: Experts) -> float:
-    """How many experts a token is routed to: the rows of all experts of a block, over the rows that its other products see; else 1."""
-    rows: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    """Experts per token: the rows of all experts of a block over the rows of its other products; 1 if unknown."""
+    rows = {True: defaultdict[str, float](float), False: defaultdict[str, float](float)}
     for operator in profile.operators:
         is_expert = experts.computes(operator)
         is_product = operator_kind(operator) == "weight_matmul" or (is_expert and operator.kind == "matmul")
         if operator.phase == "forward" and is_product and parts.block_of(operator.module):
-            layer, products = (
-                f"{operator.module} {operator.dims[2].fixed}",
-                operator.count * max(_stack_size(operator), 1.0),
-            )
-            rows[is_expert][layer] = (
-                rows[is_expert].get(layer, 0.0) + products * operator.dims[1].per_sample / parts.layers
-            )
+            layer = f"{operator.module} {operator.dims[2].fixed}"
+            products = operator.count * max(_stack_size(operator), 1.0)
+            rows[is_expert][layer] += products * operator.dims[1].per_sample / parts.layers
     expert_rows, other_rows = (max(rows[is_expert].values(), default=0.0) for is_expert in (True, False))
     return expert_rows / other_rows if expert_rows and other_rows else 1.0
 
 
 def _listed_experts(profile: Profile, parts: ModelParts) -> dict[str, int]:
-    """Folded path of the experts of each list, and their number."""
+    """Folded path of each list of experts, and their number."""
     shapes_by_member: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
     for parameter in profile.parameters:
         folded = fold_path(parameter.name)
@@ -88,7 +85,7 @@ def _listed_experts(profile: Profile, parts: ModelParts) -> dict[str, int]:
 
 
 def _sees_fewer_rows(profile: Profile, parts: ModelParts, path: str) -> bool:
-    """Whether the products of a module see fewer rows of a sample than the other products of its block, or than the block returns."""
+    """Whether the products of a module see fewer rows per sample than the other products of its block, or than its output has."""
     block = parts.block_of(path) or ""
     products = [each for each in profile.operators if is_forward_product(each) and is_within(each.module, block)]
     own = [product for product in products if is_within(product.module, path)]
@@ -104,6 +101,6 @@ def _sees_fewer_rows(profile: Profile, parts: ModelParts, path: str) -> bool:
 
 
 def _stack_size(operator: Operator) -> float:
-    """How many weights a product of stacked weights multiplies with; 0: it is none."""
+    """The number of matrices in a product of stacked weights; 0 for other operators."""
     stack = operator.dims[0] if operator.kind == "matmul" and operator.dims else None
     return stack.fixed if stack and not stack.per_sample and stack.fixed > 1 else 0.0

@@ -1,4 +1,4 @@
-"""The memory of a rank: what stays from step to step, and what a step adds where it may peak."""
+"""The memory of a rank: what persists between steps, and what a step adds at each moment where it may peak."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from echelon.simulator.cost.cost_model import CostModel
 from echelon.simulator.plan_layout import PlanLayout
 from echelon.simulator.rank_memory import RankMemory
 
-#: Blocks whose parameters are gathered at once under zero=3: the one at work and the one that is prefetched.
+#: Blocks whose parameters are gathered at once under zero=3: the running one and the prefetched one.
 _GATHERED_BLOCKS = 2
 
 
 def fullest_rank_memory(layout: PlanLayout, cost: CostModel) -> tuple[MemoryForecast, str]:
-    """(memory of the rank of pp that may need most, where it peaks)."""
+    """(memory of the rank of pp that needs most, where it peaks)."""
     forecasts = [(cost.memory_forecast(memory), memory.where) for memory in rank_memories(layout)]
     return max(forecasts, key=lambda forecast: forecast[0].required)
 
 
 def rank_memories(layout: PlanLayout, rank: int | None = None) -> list[RankMemory]:
-    """What the ranks of pp on such devices hold wherever the memory may peak, or one of them."""
+    """The memory of the ranks of pp on these devices, or of one `rank`, at each moment where it may peak."""
     return [memory for pp_rank in (layout.pp_ranks if rank is None else (rank,)) for memory in _peaks(layout, pp_rank)]
 
 
 def saved_bytes(layout: PlanLayout, rank: int, samples: float) -> float:
-    """What a rank of pp keeps of one micro-batch for its backward."""
+    """Bytes that a rank of pp keeps of one micro-batch for its backward."""
     model = layout.model
     if layout.runs_as_traced:
         return model.traced_saved_bytes(samples)
     before = model.before.saved_bytes * (rank == 0) / layout.sequence_shards
     saved = samples * (layout.computed_blocks(rank) * saved_per_block(layout)[0] + before)
-    if layout.trusts_trace:  # the loss is no part of the model: `loss_bytes` of others has what it keeps
+    if layout.trusts_trace:  # the loss is not part of the model; without a trace, `loss_bytes` covers it
         saved += samples * (model.after.saved_bytes + model.loss_saved_bytes) * layout.computes_loss(rank)
         saved *= model.saved_fraction
     return saved
 
 
 def saved_per_block(layout: PlanLayout) -> tuple[float, float]:
-    """(bytes per sample that one block keeps until its backward, bytes that it computes again then)."""
+    """(bytes per sample that one block keeps for its backward, bytes that it recomputes then)."""
     stack, model, tp = layout.stack, layout.model, layout.plan.mesh.tp
     everything = model.saved.tp_sharded / tp + model.saved.replicated / layout.sequence_shards
     block_input = model.block_output_bytes / layout.sequence_shards
     products = model.saved.products / tp + model.saved.replicated_products
     if layout.plan.compile:
-        # Fused kernels compute element-wise results again: from outputs of products, and from the inputs of the two norms.
+        # Fused kernels recompute element-wise results from outputs of products and from the inputs of the two norms.
         everything = min(everything, products + 2 * block_input)
     if stack.recompute == "attention":
         return everything - model.score_bytes / tp, model.score_bytes / tp
@@ -69,7 +69,7 @@ def _peaks(layout: PlanLayout, rank: int) -> Iterator[RankMemory]:
 
 
 def _activation_peaks(layout: PlanLayout, rank: int, resting: RankMemory) -> Iterator[tuple[RankMemory, float]]:
-    """(memory, gradients that backward has produced by then)."""
+    """(memory, bytes of gradients that backward has produced by then)."""
     if not layout.trusts_trace:
         yield _block_peak(layout, rank, resting), 0.0
         yield _first_block_peak(layout, rank, resting), _gradient_bytes(layout, rank)
@@ -88,14 +88,14 @@ def _gradient_bytes(layout: PlanLayout, rank: int) -> float:
 
 
 def _with_gradients(memory: RankMemory, gradients: float) -> RankMemory:
-    """With gradients that backward has produced. Below zero: it has freed more gathered parameters than that."""
+    """Add gradients that backward has produced. Below zero: it has freed more gathered parameters than that."""
     if gradients < 0:
         return replace(memory, parameters=memory.parameters + gradients, gathered=max(memory.gathered + gradients, 0.0))
     return replace(memory, gradients=memory.gradients + gradients)
 
 
 def _traced_peak(layout: PlanLayout, rank: int, resting: RankMemory, moment: MemorySnapshot) -> RankMemory:
-    """Where the trace peaked, with what this rank keeps instead of the whole model."""
+    """At the peak of the trace, scaled to what this rank keeps of the model."""
     samples = layout.largest_micro_batch
     alive, saved = moment.alive.at(samples), moment.saved.at(samples)
     share = saved_bytes(layout, rank, samples) / (layout.model.traced_saved_bytes(samples) or 1.0)
@@ -110,8 +110,8 @@ def _traced_peak(layout: PlanLayout, rank: int, resting: RankMemory, moment: Mem
 
 
 def _block_backward_peaks(layout: PlanLayout, rank: int, resting: RankMemory) -> Iterator[tuple[RankMemory, float]]:
-    """In the backward of the last block, and of the first: beside what is kept, what is computed again, the gradients of the block's output
-    and of its largest activation, and that of a weight."""
+    """In the backward of the last block and of the first: saved and recomputed activations, the gradients of the block's output and of its
+    largest activation, and that of a weight."""
     model, samples, tp = layout.model, layout.largest_micro_batch, layout.plan.mesh.tp
     kept, recomputed = saved_per_block(layout)
     again = samples * max(recomputed - kept, 0.0)
@@ -131,24 +131,19 @@ def _block_backward_peaks(layout: PlanLayout, rank: int, resting: RankMemory) ->
 
 
 def _with_waiting(layout: PlanLayout, rank: int, resting: RankMemory, saved: float, alive: float) -> RankMemory:
-    """With `alive` bytes, of which `saved` are kept for backward, and with the other micro-batches in flight."""
+    """Add `alive` bytes, of which `saved` are kept for backward, and the other micro-batches in flight."""
     samples, in_flight = layout.largest_micro_batch, layout.in_flight_micro_batches(rank)
     waiting = (in_flight - 1) * saved_bytes(layout, rank, samples)
-    waiting += (
-        in_flight * samples * sum(layout.stage_input_bytes[rank + 1 :: layout.plan.mesh.pp]) / layout.sequence_shards
-    )
+    input_bytes = sum(layout.stage_input_bytes[rank + 1 :: layout.plan.mesh.pp])
+    waiting += in_flight * samples * input_bytes / layout.sequence_shards
     saved, alive = min(saved + waiting, alive + waiting), alive + waiting
     return replace(resting, activations=saved, temporary=alive - saved, fragmenting=alive if in_flight > 1 else 0.0)
 
 
 def _block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
-    """At the loss, or where the backward of the last block begins."""
+    """At the loss, or at the start of the last block's backward."""
     plan, stack, model, tp = layout.plan, layout.stack, layout.model, layout.plan.mesh.tp
-    in_flight, samples, blocks = (
-        layout.in_flight_micro_batches(rank),
-        layout.largest_micro_batch,
-        layout.computed_blocks(rank),
-    )
+    in_flight, samples = layout.in_flight_micro_batches(rank), layout.largest_micro_batch
     recomputed = saved_per_block(layout)[1]
     is_last = layout.computes_loss(rank)
     activations = in_flight * saved_bytes(layout, rank, samples)
@@ -157,10 +152,10 @@ def _block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemor
     temporary = max(loss, block) + _message_bytes(layout, in_flight)
     scores = model.score_bytes * samples / tp
     if plan.recompute == "none" and stack.recompute == "plan":
-        scores *= in_flight * blocks
+        scores *= in_flight * layout.computed_blocks(rank)
     if model.score_bytes:
         scores = max(scores, block)
-    # One micro-batch frees in the reverse order of its allocations. Several in flight leave gaps, unless they keep equal tensors.
+    # One micro-batch frees in reverse order of allocation. Several in flight leave gaps, unless their tensors have equal sizes.
     keeps_equal_tensors = plan.recompute == "block" and stack.recompute == "plan"
     fragmenting = temporary + (0.0 if keeps_equal_tensors else activations) if in_flight > 1 else 0.0
     return replace(
@@ -174,7 +169,7 @@ def _block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemor
 
 
 def _first_block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
-    """Where the backward of the first block ends."""
+    """At the end of the first block's backward."""
     samples = layout.largest_micro_batch
     saved, recomputed = saved_per_block(layout)
     before = layout.model.before.saved_bytes * (rank == 0) / layout.sequence_shards
@@ -189,7 +184,7 @@ def _first_block_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> Ran
 
 
 def _optimizer_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankMemory:
-    """Unfused optimizers make temporary tensors."""
+    """Optimizers that are not fused allocate temporary tensors."""
     temporary = sum(
         share * layout.updated_elements(rank) * optimizer.temporary_bytes / max(optimizer.trainable_elements, 1)
         for optimizer, share, _ in layout.optimizers()
@@ -199,23 +194,23 @@ def _optimizer_peak(layout: PlanLayout, rank: int, resting: RankMemory) -> RankM
 
 
 def _message_bytes(layout: PlanLayout, in_flight: float) -> float:
-    """Inputs of a micro-batch, and what stages send of those in flight."""
+    """Inputs of a micro-batch, and what stages send for those in flight."""
     samples = layout.largest_micro_batch
     sent = samples * max(layout.stage_input_bytes) / layout.sequence_shards
     return in_flight * sent + samples * layout.model.input_bytes
 
 
 def _resting_memory(layout: PlanLayout, rank: int) -> tuple[RankMemory, float]:
-    """(what stays during forward and backward, bytes that each byte of finished gradient adds)."""
+    """(what persists during forward and backward, bytes that each byte of finished gradient adds)."""
     plan, model, stack, width = layout.plan, layout.model, layout.stack, layout.model.parameter_width
     elements, shard, outside = layout.rank_elements(rank), layout.shard_elements(rank), layout.outside_elements(rank)
     is_sharded = plan.zero > 0 and layout.zero_shards > 1
     if plan.zero == 3:
-        # At rest the master weights are all there is of a parameter.
+        # Between steps, only the master weights exist.
         parameters = shard * (4 if layout.has_master_weights else width)
     else:
         parameters = (elements - outside) * (stack.parameter_width or width) + outside * width
-        # Where shards are no master weights they lie beside what was gathered from them.
+        # Shards that are not master weights exist in addition to the parameters gathered from them.
         parameters += shard * width if is_sharded and stack.keeps_shards else 0.0
     shards_gradients = plan.zero >= 2 and not plan.data.keep_gradients
     gradients = layout.gradient_width * model.trained_fraction * (shard if shards_gradients else elements)
@@ -244,9 +239,9 @@ def _resting_memory(layout: PlanLayout, rank: int) -> tuple[RankMemory, float]:
 
 
 def _state_bytes(layout: PlanLayout, rank: int) -> float:
-    """The optimizers' state. An owner of whole tensors keeps a copy of them, their gradients, and their state."""
+    """The optimizers' state. The owner of full tensors keeps a copy of them, their gradients and their state."""
     plan, model, master = layout.plan, layout.model, layout.has_master_weights
-    # Gradients are widened to what the optimizer computes in.
+    # Gradients are cast to the precision of the optimizer.
     extra = (4.0 if master and layout.gradient_width < 4 else 0.0) if plan.zero < 3 else -4.0 * master
     updated, total = layout.updated_elements(rank), 0.0
     for optimizer, share, owned in layout.optimizers():
@@ -260,10 +255,10 @@ def _state_bytes(layout: PlanLayout, rank: int) -> float:
 
 
 def _bucket_bytes(layout: PlanLayout, rank: int) -> float:
-    """What ZeRO gathers, and the messages of one unit: its parameters', and its gradients' as often as they exist."""
+    """Parameters that ZeRO gathers, and the messages of one unit: its parameters, and each copy of its gradients."""
     plan, width = layout.plan, layout.model.parameter_width
     if plan.zero < 3 and not layout.stack.keeps_shards:
-        return 0.0  # such stacks exchange the gradients where they lie
+        return 0.0  # such stacks exchange the gradients in place
     whole = plan.data.shard_as_one or not layout.model.repeats_blocks
     unit = layout.rank_elements(rank) if whole else layout.held_block_elements
     gathered = 0.0

@@ -1,4 +1,4 @@
-"""Which part of a model a module belongs to: its repeated blocks, what runs before them, or what runs after them."""
+"""Divides a model into its repeated blocks, what runs before them and what runs after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from echelon.plan.profile import Operator, Profile, fold_path
 from echelon.simulator.model_summary import OperatorKind, PartName
 
-#: Matrix products with a weight; others (written-out attention) multiply activations.
+#: Matrix products with a weight; others multiply activations (attention without a fused kernel).
 _WEIGHT_MATMULS = (
     "mm",
     "addmm",
@@ -22,7 +22,7 @@ _ADDITIONS = ("add", "add_")
 
 
 class ModelParts:
-    """The repeated blocks of a model, and what surrounds them. A model without repeated blocks is one block."""
+    """The repeated blocks of a model and what surrounds them. A model without repeated blocks is one block."""
 
     def __init__(self, profile: Profile) -> None:
         self.blocks = tuple(dict.fromkeys(map(fold_path, profile.fsdp_units)))  #: folded paths
@@ -34,7 +34,7 @@ class ModelParts:
             for block in self.blocks
         }
         self._after = self._modules_after(profile)
-        #: Positions of forward operators at the end of a block whose outputs backward does not need: additions, and the product before.
+        #: Positions of forward operators at the end of a block whose outputs backward does not need: additions and the product before them.
         self.ending_operators = {position for block in self.blocks for position in self._ending(profile, block)}
         self.ending_modules = {
             profile.operators[position].module
@@ -43,11 +43,11 @@ class ModelParts:
         }
 
     def block_of(self, path: str) -> str | None:
-        """The block that a folded path lies in."""
+        """The block that contains a folded path."""
         return next((block for block in self.blocks if is_within(path, block)), None)
 
     def in_block(self, path: str) -> bool:
-        """Whether a folded path lies in a block."""
+        """Whether a block contains a folded path."""
         return not self.blocks or self.block_of(path) is not None
 
     def part_of(self, path: str) -> PartName:
@@ -67,7 +67,7 @@ class ModelParts:
                 return
 
     def _modules_after(self, profile: Profile) -> set[str]:
-        """Modules outside of blocks that first run after a block: the last norm, the head."""
+        """Modules outside of blocks that first run after a block, such as the final norm and the head."""
         reached_blocks, before, after = False, set(), set()
         for operator in profile.operators:
             if operator.phase == "backward":
@@ -82,17 +82,17 @@ class ModelParts:
 
 
 def is_within(path: str, outer: str) -> bool:
-    """Whether a module is `outer` or lies in it."""
+    """Whether a module is `outer` or inside it."""
     return path == outer or path.startswith(outer + ".")
 
 
 def is_within_any(path: str, outers: Iterable[str]) -> bool:
-    """Whether a module is one of `outers` or lies in one."""
+    """Whether a module is one of `outers` or inside one."""
     return any(is_within(path, outer) for outer in outers)
 
 
 def operator_kind(operator: Operator) -> OperatorKind:
-    """How an operator is priced."""
+    """The kind by which an operator is priced."""
     if operator.kind == "matmul":
         return "weight_matmul" if operator.name.partition(":")[0] in _WEIGHT_MATMULS else "activation_matmul"
     return operator.kind

@@ -8,12 +8,12 @@ from typing import Literal
 from echelon.plan.plan import Precision
 from echelon.plan.profile import DTYPE_BYTES, Amount, MemorySnapshot, OptimizerProfile, Phase
 
-#: Matrix products with a weight, those of activations alone (written-out attention), fused attention, convolutions, everything else.
+#: Matrix products with a weight, products of activations (attention without a fused kernel), fused attention, convolutions, the rest.
 OperatorKind = Literal["weight_matmul", "activation_matmul", "attention", "convolution", "stream"]
 PartName = Literal["before", "block", "after"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 PARTS: tuple[PartName, ...] = ("before", "block", "after")
-#: Precisions in which activations have 2 bytes.
+#: Precisions with activations of 2 bytes.
 _TWO_BYTE_PRECISIONS = ("bf16", "fp16", "fp8")
 
 
@@ -31,20 +31,20 @@ class OperatorSummary:
     moved: Amount
     in_attention_core: bool = False  #: between the projections of attention
     tp_sharded: bool = False
-    is_expert: bool = False  #: of experts: ep divides them, and each gets the rows of ep ranks
-    ends_block: bool = False  #: of forward: backward needs its inputs, not its output
+    is_expert: bool = False  #: ep divides experts, and each gets the rows of ep ranks
+    ends_block: bool = False  #: in forward: backward needs its inputs, not its output
     is_kept_by_selective: bool = False  #: recompute=selective keeps its output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOperator:
-    """One call of an operator, in the shape that it has on one rank."""
+    """One call of an operator with its shape on one rank."""
 
     name: str
     kind: OperatorKind
     phase: Phase
     dtype: str
-    precision: str  #: that matrix units compute in
+    precision: str  #: of the matrix units
     dims: tuple[float, ...]
     flops: float
     moved: float
@@ -52,33 +52,32 @@ class LocalOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TPMessage:
-    """A collective over tp in every pass of a part of the model."""
+    """A collective over tp in every pass through a part of the model."""
 
     phase: Phase
     collective: Collective
     size: Amount  #: bytes
     count: float = 1.0
-    #: It sums outputs of row-parallel products: nothing of them is kept, and where the sequence is sharded backward gathers the input of
-    #: their columns again.
+    #: Sums outputs of row-parallel products, which are not kept. With a sharded sequence, backward gathers their columns' input again.
     is_row_sum: bool = False
     ends_block: bool = False  #: backward does not need its result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """One block, or what runs before or after the blocks."""
+    """One block, or everything before or after the blocks."""
 
     operators: tuple[OperatorSummary, ...]
-    elements: float  #: of parameters
-    replicated_elements: float  #: of these, held in full by every rank of tp
+    elements: float  #: parameter elements
+    replicated_elements: float  #: those that every rank of tp holds in full
     tensors: float  #: number of parameters
-    large_tensors: float  #: of these, those of a megabyte or more
+    large_tensors: float  #: those of a megabyte or more
     saved_bytes: float  #: kept for backward, per sample
-    shared_elements: float = 0.0  #: of `elements`, those in no pipeline unit: every stage holds them
+    shared_elements: float = 0.0  #: those in no pipeline unit, which every stage holds
     tp_messages: tuple[TPMessage, ...] = ()
 
     def tp_elements(self, tp: int) -> float:
-        """Parameters on one rank of tp."""
+        """Parameter elements on one rank of tp."""
         return (self.elements - self.replicated_elements) / tp + self.replicated_elements
 
 
@@ -89,16 +88,16 @@ class SavedBytes:
     tp_sharded: float = 0.0
     replicated: float = 0.0
     attention_core: float = 0.0  #: between the projections of attention; part of `tp_sharded`
-    products: float = 0.0  #: outputs of products and attention, sharded by tp
-    replicated_products: float = 0.0  #: and those that are not
+    products: float = 0.0  #: outputs of products and attention that tp shards
+    replicated_products: float = 0.0  #: those that it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineUnitSummary:
-    """A place where a stage may begin. `blocks` and `elements` of all units add up to the number of blocks."""
+    """A module where a stage may begin. `blocks` and `elements` of all units each add up to the number of blocks."""
 
     blocks: float  #: computation, in blocks
-    elements: float  #: parameters of blocks, in blocks
+    elements: float  #: parameters, in blocks
     boundary_bytes: float  #: per sample, sent to a stage that begins here
 
 
@@ -107,11 +106,11 @@ class ModelSummary:
     """The work of a training step per part of the model; bytes are per sample unless stated otherwise."""
 
     layers: int  #: number of blocks
-    repeats_blocks: bool  #: else all of the model is one block
+    repeats_blocks: bool  #: otherwise the whole model is one block
     before: PartSummary
     block: PartSummary
     after: PartSummary
-    tied_elements: float  #: of `before`, parameters that are used after the blocks too
+    tied_elements: float  #: parameters of `before` that are used after the blocks too
     parameter_width: float  #: bytes of one parameter as traced
     precision: Precision  #: as traced
     optimizers: tuple[OptimizerProfile, ...]
@@ -121,21 +120,19 @@ class ModelSummary:
     block_output_bytes: float
     key_value_bytes: float  #: keys and values of one block
     loss_bytes: float  #: alive at the loss beyond what the model keeps for backward
-    loss_saved_bytes: float  #: kept for backward outside of all modules
-    saved_fraction: float  #: of what modules keep each by itself, what they kept together: some keep the same tensor
+    loss_saved_bytes: float  #: kept for backward outside of modules
+    saved_fraction: float  #: what all modules kept over the sum of what each keeps: some keep the same tensor
     loss_is_tp_sharded: bool
     largest_operator_bytes: float  #: read and written by the largest operator of a block
-    largest_outputs: tuple[
-        float, float
-    ]  #: of a module in a block: the largest that tp shards, and the largest that it does not
+    largest_outputs: tuple[float, float]  #: of modules in blocks: (sharded by tp, not sharded)
     largest_weight_bytes: float  #: of a parameter in a block on one rank; not per sample
-    #: Where memory peaked for some micro-batch, with the part of the model that ran then.
+    #: Where memory peaked for some micro-batch, with the part of the model that was running.
     moments: tuple[tuple[PartName, MemorySnapshot], ...]
     input_bytes: float
     buffer_bytes: float = 0.0  #: of the whole model
     expert_elements: float = 0.0  #: parameters of one block's experts
     expert_count: int = 0  #: experts in a block
-    routed_bytes: float = 0.0  #: sent to one block's experts, and returned
+    routed_bytes: float = 0.0  #: sent to one block's experts and back
     pipeline_units: tuple[PipelineUnitSummary, ...] = ()  #: empty: unknown
 
     @property
@@ -154,26 +151,26 @@ class ModelSummary:
         return min(sum(optimizer.trainable_elements for optimizer in self.optimizers) / max(self.elements, 1), 1.0)
 
     def traced_saved_bytes(self, samples: float) -> float:
-        """What the traced step kept for backward of a micro-batch of `samples`."""
+        """Bytes that the traced step kept for the backward of `samples` samples."""
         return max(moment.saved.at(samples) for _, moment in self.moments)
 
     @property
     def score_bytes(self) -> float:
-        """Bytes that one block keeps of written-out attention, beyond the outputs of its projections (about three times the block's)."""
+        """Bytes that unfused attention keeps in one block, beyond the outputs of its projections (about three times the block's)."""
         is_written_out = any(operator.kind == "activation_matmul" for operator in self.block.operators)
         return max(self.saved.attention_core - 3 * self.block_output_bytes, 0.0) if is_written_out else 0.0
 
 
 def convert_precision(model: ModelSummary, precision: Precision | None) -> ModelSummary:
-    """The model in another precision than it was traced in: activations get its width, and products their type.
+    """The model in another precision than the trace's: activations get its width, and products its dtype.
 
-    Under fp8 activations are as wide as under bf16; step.py prices the products.
+    Under fp8, activations are as wide as under bf16; compute.py prices the products.
     """
     is_two_byte = precision in _TWO_BYTE_PRECISIONS
     if precision is None or is_two_byte == (model.precision in _TWO_BYTE_PRECISIONS):
         return model if precision in (None, model.precision) else replace(model, precision=precision)
     products = [operator for operator in model.block.operators if operator.kind != "stream"]
-    # A model that casts to 2 bytes itself does so in any precision.
+    # A model that casts to 2 bytes by itself does so in any precision.
     if not products or _is_two_byte(products[0]) == is_two_byte:
         return replace(model, precision=precision)
     dtype, ratio = ("bfloat16", 0.5) if is_two_byte else ("float32", 2.0)

@@ -1,56 +1,52 @@
-"""A pipeline's step event by event: a fixed order on each rank, and the longest path through it.
+"""Walks a pipeline's step event by event: each rank has a fixed order of actions, and the critical path sets the time.
 
-The order never depends on how long things take, so that nothing gets slower when something gets faster.
+The order never depends on durations, so a faster stage never makes a step slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, product
 
-#: Kinds of work: forward, backward (all of it, or of what was read only), backward of the weights.
+#: Kinds of action: forward, backward (of inputs and weights, or of inputs only), backward of weights.
 FORWARD, BACKWARD, WEIGHT_BACKWARD = 0, 1, 2
-#: Rounds after which nothing of an interleaved order waits any more for what was done before them.
+#: Rounds of an interleaved order after which no action waits for one before them.
 _SETTLING_ROUNDS = 5
-#: Times that differ by less than this part of themselves are the same.
+#: Times within this relative difference are equal.
 _RELATIVE_TOLERANCE = 1e-9
+#: The part of backward that computes weight gradients, where a schedule splits it.
+_WEIGHT_FRACTION = 0.5
+#: (kind, stage, micro-batch).
+Action = tuple[int, int, int]
 #: (rank, kind, stage, micro-batch, begin, end).
 TimedAction = tuple[int, int, int, int, float, float]
 
 
-def effective_schedule(schedule: str, ranks: int, chunks: int, micro_batch_count: int) -> str:
-    """Micro-batches that do not fill all rounds of an interleaved order go forward all first, then back, as with gpipe."""
-    return "gpipe" if chunks > 1 and micro_batch_count % ranks else schedule
+def effective_schedule(schedule: str, ranks: int, chunks: int, micro_batches: int) -> str:
+    """Interleaved orders need rounds of `ranks` micro-batches; with others, all forwards run first, as in gpipe."""
+    return "gpipe" if chunks > 1 and micro_batches % ranks else schedule
 
 
 @lru_cache(maxsize=256)
-def schedule_actions(
-    schedule: str, ranks: int, chunks: int, micro_batch_count: int
-) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """For each rank its work in order: (kind, stage, micro-batch). Stage `n` is on rank `n % ranks`."""
-    schedule = effective_schedule(schedule, ranks, chunks, micro_batch_count)
+def schedule_actions(schedule: str, ranks: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Each rank's actions in order. Stage `n` is on rank `n % ranks`."""
+    schedule = effective_schedule(schedule, ranks, chunks, micro_batches)
     rank_actions = []
     for rank in range(ranks):
         if schedule == "gpipe":
-            forward = [
-                (FORWARD, chunk * ranks + rank, micro_batch)
-                for chunk in range(chunks)
-                for micro_batch in range(micro_batch_count)
-            ]
-            backward = [
-                (BACKWARD, chunk * ranks + rank, micro_batch)
-                for chunk in reversed(range(chunks))
-                for micro_batch in range(micro_batch_count)
-            ]
-            rank_actions.append(tuple(forward + backward))
+            stages = range(rank, chunks * ranks, ranks)
+            forward = [(FORWARD, *each) for each in product(stages, range(micro_batches))]
+            backward = [(BACKWARD, *each) for each in product(reversed(stages), range(micro_batches))]
+            rank_actions.append((*forward, *backward))
             continue
         if chunks > 1:
-            forward, backward = _interleaved_actions(rank, ranks, chunks, micro_batch_count)
+            forward, backward = _interleaved_actions(rank, ranks, chunks, micro_batches)
             warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, len(forward))
         else:
-            forward = [(FORWARD, rank, micro_batch) for micro_batch in range(micro_batch_count)]
-            backward = [(BACKWARD, rank, micro_batch) for micro_batch in range(micro_batch_count)]
-            warmup = min(ranks - rank - 1, micro_batch_count)
+            forward = [(FORWARD, rank, micro_batch) for micro_batch in range(micro_batches)]
+            backward = [(BACKWARD, rank, micro_batch) for micro_batch in range(micro_batches)]
+            warmup = min(ranks - rank - 1, micro_batches)
         actions = forward[:warmup]
         for index, action in enumerate(forward[warmup:]):
             actions += [action, backward[index]]
@@ -59,12 +55,10 @@ def schedule_actions(
     return tuple(rank_actions)
 
 
-def _interleaved_actions(
-    rank: int, ranks: int, chunks: int, micro_batch_count: int
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Groups of as many micro-batches as ranks go through one chunk after another (Narayanan et al. 2021)."""
+def _interleaved_actions(rank: int, ranks: int, chunks: int, micro_batches: int) -> tuple[list[Action], list[Action]]:
+    """Groups of `ranks` micro-batches go through one chunk after another (Narayanan et al. 2021)."""
     forward, backward = [], []
-    for first in range(0, micro_batch_count, ranks):
+    for first in range(0, micro_batches, ranks):
         for chunk in range(chunks):
             for micro_batch in range(first, first + ranks):
                 forward.append((FORWARD, chunk * ranks + rank, micro_batch))
@@ -72,10 +66,10 @@ def _interleaved_actions(
     return forward, backward
 
 
-def _insert_weight_backwards(actions: list[tuple[int, int, int]], delay: int) -> list[tuple[int, int, int]]:
-    """Backward of the weights comes `delay` backwards after that of what was read, so that others need not wait for it (Qi et al. 2023)."""
-    filled: list[tuple[int, int, int]] = []
-    pending: list[tuple[int, int, int]] = []
+def _insert_weight_backwards(actions: list[Action], delay: int) -> list[Action]:
+    """Compute weight gradients `delay` backwards after input gradients, so that other ranks need not wait for them (Qi et al. 2023)."""
+    filled: list[Action] = []
+    pending: list[Action] = []
     for action in actions:
         filled.append(action)
         if action[0] == BACKWARD:
@@ -86,42 +80,23 @@ def _insert_weight_backwards(actions: list[tuple[int, int, int]], delay: int) ->
 
 
 def makespan(
-    schedule: str,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    *,
-    ranks: int,
-    micro_batch_count: int,
-    weight_fraction: float = 0.5,
+    schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, micro_batches: int
 ) -> float:
-    """Seconds from the first forward to the last backward. `forward`, `backward`: of each stage for one micro-batch, what it sends
-    included. `weight_fraction`: the part of backward that is the weights', where the schedule parts them.
+    """Seconds from the first forward to the last backward. `forward`, `backward`: of each stage for one micro-batch, with its sends.
 
-    Further rounds of micro-batches need not be walked once it is certain what each of them takes (`_steady_round_seconds`).
+    Once it is certain what every further round of micro-batches takes, the rest is extrapolated (`_steady_round_seconds`).
     """
-    chunks, remainder = len(forward) // ranks, micro_batch_count % ranks
+    chunks, remainder = len(forward) // ranks, micro_batches % ranks
+    effective = effective_schedule(schedule, ranks, chunks, micro_batches)
     rounds = 1 if chunks == 1 else _SETTLING_ROUNDS + 1
-    while (rounds + 1) * ranks + remainder < micro_batch_count:
-        shorter, longer = (
-            _action_end_times(
-                schedule, forward, backward, ranks, chunks, round_count * ranks + remainder, weight_fraction
-            )
-            for round_count in (rounds, rounds + 1)
-        )
-        round_seconds = _steady_round_seconds(
-            effective_schedule(schedule, ranks, chunks, micro_batch_count), forward, backward, ranks, shorter, longer
-        )
+    while (rounds + 1) * ranks + remainder < micro_batches:
+        counts = rounds * ranks + remainder, (rounds + 1) * ranks + remainder
+        shorter, longer = (_action_end_times(schedule, forward, backward, ranks, count) for count in counts)
+        round_seconds = _steady_round_seconds(effective, forward, backward, ranks, shorter, longer)
         if round_seconds is not None:
-            return (
-                max(map(_end_time, longer))
-                + (micro_batch_count - (rounds + 1) * ranks - remainder) / ranks * round_seconds
-            )
+            return _last_end(longer) + (micro_batches - counts[1]) / ranks * round_seconds
         rounds *= 2
-    return max(
-        map(
-            _end_time, _action_end_times(schedule, forward, backward, ranks, chunks, micro_batch_count, weight_fraction)
-        )
-    )
+    return _last_end(_action_end_times(schedule, forward, backward, ranks, micro_batches))
 
 
 def _steady_round_seconds(
@@ -132,86 +107,71 @@ def _steady_round_seconds(
     shorter: list[list[float]],
     longer: list[list[float]],
 ) -> float | None:
-    """Seconds that every further round takes; None: not known yet. `shorter` and `longer` have one round more of each other.
+    """Seconds of every further round; None: not certain yet. `longer` has one round more than `shorter`.
 
-    With one stage on each rank, and where all go forward first, no round takes longer than `_micro_batch_seconds_limit` says. Once one takes as long, the
-    longest path goes through the slowest rank, and every further round puts the same on it. With several stages on each rank: where all
-    that is done in the last rounds is done later by the same time on all ranks, the next round starts as this one did.
+    With one stage per rank, and in gpipe, no round takes longer than `_max_seconds_per_micro_batch` allows. Once one takes as long, the
+    critical path goes through the slowest rank, and every further round adds the same to it. With several stages per rank: once the last
+    rounds' actions are all delayed by the same time on all ranks, the next round starts as this one did.
     """
-    difference = max(map(_end_time, longer)) - max(map(_end_time, shorter))
+    difference = _last_end(longer) - _last_end(shorter)
     if schedule == "gpipe" or len(forward) == ranks:
-        round_limit = ranks * _micro_batch_seconds_limit(schedule, forward, backward, ranks)
-        return round_limit if difference >= round_limit * (1 - _RELATIVE_TOLERANCE) else None
-    tolerance = _RELATIVE_TOLERANCE * max(map(_end_time, longer))
-    for shorter_times, longer_times in zip(shorter, longer, strict=True):
-        tail = _SETTLING_ROUNDS * (len(longer_times) - len(shorter_times))
+        limit = ranks * _max_seconds_per_micro_batch(schedule, forward, backward, ranks)
+        return limit if difference >= limit * (1 - _RELATIVE_TOLERANCE) else None
+    tolerance = _RELATIVE_TOLERANCE * _last_end(longer)
+    for short, long in zip(shorter, longer, strict=True):
+        tail = _SETTLING_ROUNDS * (len(long) - len(short))
         if any(
-            abs(longer_time - shorter_time - difference) > tolerance
-            for shorter_time, longer_time in zip(shorter_times[-tail:], longer_times[-tail:], strict=True)
+            abs(late - early - difference) > tolerance for early, late in zip(short[-tail:], long[-tail:], strict=True)
         ):
             return None
     return difference
 
 
-def _micro_batch_seconds_limit(schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int) -> float:
-    """Seconds that each further micro-batch takes at most: all work of the slowest rank; where all go forward first each chunk has a
-    slowest rank of its own, there and back."""
+def _max_seconds_per_micro_batch(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int
+) -> float:
+    """The most that a further micro-batch adds: all work of the slowest rank. In gpipe, the slowest rank of each chunk, there and back."""
     if schedule != "gpipe":
         return max(sum(forward[rank::ranks]) + sum(backward[rank::ranks]) for rank in range(ranks))
     chunks = range(0, len(forward), ranks)
     return sum(max(stage_seconds[first : first + ranks]) for stage_seconds in (forward, backward) for first in chunks)
 
 
+def makespan_lower_bound(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, micro_batches: int
+) -> float:
+    """A lower bound on `makespan`: each rank does all its work after the first micro-batch reaches it and before the last one returns to
+    rank 0. Nothing waits for weight gradients that are computed last."""
+    bound = warmup = 0.0
+    for rank in range(ranks):
+        bound = max(bound, micro_batches * (sum(forward[rank::ranks]) + sum(backward[rank::ranks])) + warmup)
+        warmup += forward[rank] + (0.0 if schedule == "zero-bubble" else backward[rank])
+    return bound
+
+
 def timed_actions(
-    schedule: str,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    *,
-    ranks: int,
-    micro_batch_count: int,
-    weight_fraction: float = 0.5,
+    schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, micro_batches: int
 ) -> list[TimedAction]:
-    """Every step of every rank, with when it begins and ends."""
+    """Every action of every rank with its begin and end."""
     actions: list[TimedAction] = []
-    _action_end_times(
-        schedule, forward, backward, ranks, len(forward) // ranks, micro_batch_count, weight_fraction, actions
-    )
+    _action_end_times(schedule, forward, backward, ranks, micro_batches, actions)
     return actions
 
 
 @lru_cache(maxsize=4096)
-def in_flight_micro_batches(schedule: str, ranks: int, chunks: int, micro_batch_count: int, rank: int) -> float:
-    """How many micro-batches a rank keeps at once for their backward, in all that its stages keep of one. What the weights' part of
-    backward reads is kept until that is done."""
-    if effective_schedule(schedule, ranks, chunks, micro_batch_count) == "gpipe":
-        return float(micro_batch_count)
-    # Once the pipe is full nothing more comes in than goes out.
-    simulated_count = min(micro_batch_count, 4 * ranks + micro_batch_count % ranks)
-    actions = schedule_actions(schedule, ranks, chunks, simulated_count)[rank]
+def in_flight_micro_batches(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> float:
+    """Micro-batches whose activations a rank holds at once, counted in activations of all its stages. Weight gradients need them too."""
+    if effective_schedule(schedule, ranks, chunks, micro_batches) == "gpipe":
+        return float(micro_batches)
+    # Once the pipeline is full, as many micro-batches leave as enter.
+    actions = schedule_actions(schedule, ranks, chunks, min(micro_batches, 4 * ranks + micro_batches % ranks))[rank]
     releasing_kind = WEIGHT_BACKWARD if any(kind == WEIGHT_BACKWARD for kind, _, _ in actions) else BACKWARD
-    in_flight_stages = peak = 0
-    for kind, _, _ in actions:
-        in_flight_stages += (kind == FORWARD) - (kind == releasing_kind)
-        peak = max(peak, in_flight_stages)
-    return peak / chunks
+    changes = ((kind == FORWARD) - (kind == releasing_kind) for kind, _, _ in actions)
+    return max(accumulate(changes)) / chunks
 
 
-def makespan_lower_bound(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, micro_batch_count: int
-) -> float:
-    """What `makespan` never falls below: a rank does all its work, after the first micro-batch came to it and before the last went back.
-    Where the weights' part of backward is done last, nothing waits for it."""
-    bound = warmup_seconds = 0.0
-    for rank in range(ranks):
-        bound = max(
-            bound, micro_batch_count * (sum(forward[rank::ranks]) + sum(backward[rank::ranks])) + warmup_seconds
-        )
-        warmup_seconds += forward[rank] + (0.0 if schedule == "zero-bubble" else backward[rank])
-    return bound
-
-
-def _end_time(end_times: list[float]) -> float:
-    return end_times[-1]
+def _last_end(end_times: list[list[float]]) -> float:
+    return max(ends[-1] for ends in end_times)
 
 
 def _action_end_times(
@@ -219,19 +179,17 @@ def _action_end_times(
     forward: Sequence[float],
     backward: Sequence[float],
     ranks: int,
-    chunks: int,
-    micro_batch_count: int,
-    weight_fraction: float,
+    micro_batches: int,
     timed: list[TimedAction] | None = None,
 ) -> list[list[float]]:
-    """For each rank when it has done each of its steps."""
-    actions_by_rank = schedule_actions(schedule, ranks, chunks, micro_batch_count)
-    last_stage = ranks * chunks - 1
-    splits_backward = effective_schedule(schedule, ranks, chunks, micro_batch_count) == "zero-bubble"
+    """For each rank, when each of its actions ends."""
+    chunks, last_stage = len(forward) // ranks, len(forward) - 1
+    actions_by_rank = schedule_actions(schedule, ranks, chunks, micro_batches)
+    splits_backward = effective_schedule(schedule, ranks, chunks, micro_batches) == "zero-bubble"
     durations = (
         forward,
-        [seconds * (1 - weight_fraction) for seconds in backward] if splits_backward else backward,
-        [seconds * weight_fraction for seconds in backward],
+        [seconds * (1 - _WEIGHT_FRACTION) for seconds in backward] if splits_backward else backward,
+        [seconds * _WEIGHT_FRACTION for seconds in backward],
     )
     finished: tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]] = ({}, {})
     end_times_by_rank: list[list[float]] = [[0.0] for _ in range(ranks)]
@@ -244,16 +202,12 @@ def _action_end_times(
             now = end_times[-1]
             while position < len(actions):
                 kind, stage, micro_batch = actions[position]
-                if kind == FORWARD:
-                    ready = finished[FORWARD].get((stage - 1, micro_batch)) if stage else 0.0
+                ready: float | None = 0.0
+                if kind == FORWARD and stage:
+                    ready = finished[FORWARD].get((stage - 1, micro_batch))
                 elif kind == BACKWARD:
-                    ready = (
-                        finished[BACKWARD].get((stage + 1, micro_batch))
-                        if stage < last_stage
-                        else finished[FORWARD].get((stage, micro_batch))
-                    )
-                else:
-                    ready = 0.0
+                    previous = (BACKWARD, stage + 1) if stage < last_stage else (FORWARD, stage)
+                    ready = finished[previous[0]].get((previous[1], micro_batch))
                 if ready is None:
                     break
                 begin = max(now, ready)
@@ -266,7 +220,5 @@ def _action_end_times(
                 position += 1
                 progressed = True
             positions[rank] = position
-    assert all(position == len(actions) for position, actions in zip(positions, actions_by_rank, strict=True)), (
-        "an order in which ranks wait for each other"
-    )
+    assert positions == [len(actions) for actions in actions_by_rank], "the order of actions deadlocks"
     return end_times_by_rank

@@ -1,4 +1,4 @@
-"""A plan laid out: what each rank of the pipeline computes, holds and receives, before anything is priced."""
+"""What each rank of the pipeline computes, holds and receives under a plan, before pricing."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from echelon.simulator.whole_tensor_cost import OwnedTensors, find_owned_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLayout:
-    """Figures of one rank per stage of the pipeline; of tp, the rank that holds most."""
+    """Figures of one rank per pipeline stage: over tp, the rank that holds most."""
 
     model: ModelSummary
     plan: Plan
     stack: TrainingStack
     batch: int
     micro_batch_sizes: tuple[int, ...]  #: samples
-    schedule: str  #: as this number of micro-batches runs it
+    schedule: str  #: as it runs with this number of micro-batches
     stage_blocks: tuple[float, ...]  #: computation of each stage, in blocks; stage `n` is on rank `n % pp`
-    stage_held_blocks: tuple[float, ...]  #: parameters of blocks that each stage holds, in blocks
-    stage_input_bytes: tuple[float, ...]  #: bytes per sample that each stage receives from the one before
+    stage_held_blocks: tuple[float, ...]  #: block parameters of each stage, in blocks
+    stage_input_bytes: tuple[float, ...]  #: bytes per sample that each stage receives from the previous one
     pp_ranks: tuple[int, ...]  #: ranks of pp on devices of this kind
     is_converted: bool  #: the plan's precision is not the profile's
-    #: Whether memory peaks where the trace peaked, as far as the plan runs the model as it was traced.
+    #: Whether memory peaks where the trace peaked, as far as the plan runs the model as traced.
     trusts_trace: bool = False
 
     @property
@@ -42,18 +42,18 @@ class PlanLayout:
 
     @property
     def largest_micro_batch(self) -> float:
-        """Samples of the largest micro-batch, as one rank of cp computes them."""
+        """Samples of the largest micro-batch on one rank of cp."""
         return max(self.micro_batch_sizes) / self.plan.mesh.cp
 
     @property
     def sample_shares(self) -> dict[float, float]:
-        """Samples of a micro-batch, as one rank of cp computes them, and the share of micro-batches of that size."""
+        """Samples of a micro-batch on one rank of cp -> the fraction of micro-batches of that size."""
         counts = Counter(self.micro_batch_sizes)
         return {size / self.plan.mesh.cp: count / self.micro_batches for size, count in counts.items()}
 
     @property
     def chunks(self) -> int:
-        """Stages of one rank of pp."""
+        """Stages per rank of pp."""
         return len(self.stage_blocks) // self.plan.mesh.pp
 
     @property
@@ -63,18 +63,18 @@ class PlanLayout:
 
     @property
     def recompute(self) -> Recompute:
-        """What repeated blocks recompute by the plan; the stack may have a way of its own."""
+        """What repeated blocks recompute by the plan; the stack may have its own way."""
         return self.plan.recompute if self.stack.recompute == "plan" and self.model.repeats_blocks else "none"
 
     @property
     def runs_as_traced(self) -> bool:
-        """Whether a rank computes and keeps what the trace did."""
+        """Whether a rank computes and keeps exactly what the trace did."""
         mesh = self.plan.mesh
         return self.trusts_trace and mesh.tp == mesh.pp == 1 and self.recompute == "none"
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same parameters and compute other samples, or other parts of them."""
+        """Ranks with the same parameters and different samples, or parts of samples."""
         return self.plan.mesh.dp * self.plan.mesh.cp
 
     @property
@@ -89,17 +89,17 @@ class PlanLayout:
 
     @property
     def gradient_width(self) -> float:
-        """Bytes of one element of the gradients that are accumulated."""
+        """Bytes of one element of accumulated gradients."""
         return self.stack.gradient_width or self.model.parameter_width
 
     @property
     def message_width(self) -> float:
-        """Bytes of one element of the gradients in messages, averaged over parameters that are not trained."""
+        """Bytes of one element of gradients in messages, averaged over all parameters: frozen ones have none."""
         return (self.stack.message_width or self.model.parameter_width) * self.model.trained_fraction
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the optimizer holds a copy of the parameters in 4 bytes."""
+        """Whether the optimizer holds a 4-byte copy of the parameters."""
         return self.stack.master_weights and self.model.parameter_width < 4
 
     def state_width(self, optimizer: OptimizerProfile) -> float:
@@ -117,26 +117,26 @@ class PlanLayout:
         return rank == self.last_stage % self.plan.mesh.pp
 
     def held_blocks(self, rank: int) -> float:
-        """Parameters of blocks on a rank of pp, in blocks."""
+        """Block parameters on a rank of pp, in blocks."""
         return sum(self.stage_held_blocks[rank :: self.plan.mesh.pp])
 
     def computed_blocks(self, rank: int) -> float:
-        """Computation of blocks on a rank of pp, in blocks."""
+        """Block computation on a rank of pp, in blocks."""
         return sum(self.stage_blocks[rank :: self.plan.mesh.pp])
 
     @property
     def block_elements(self) -> float:
-        """Parameters of one block on one rank, experts included that ep moves to other ranks."""
+        """Parameters of one block on one rank before ep divides the experts."""
         return self.model.block.tp_elements(self.plan.mesh.tp)
 
     @property
     def held_block_elements(self) -> float:
-        """Of these, what the rank holds: experts divided over ep."""
+        """Parameters of one block on one rank, with experts divided over ep."""
         return self.block_elements - self.block_expert_elements * (1 - 1 / self.plan.mesh.ep)
 
     @property
     def block_expert_elements(self) -> float:
-        """Parameters of the experts of one block on one rank, those included that ep moves to other ranks."""
+        """Expert parameters of one block on one rank before ep divides them."""
         return self.model.expert_elements / self.plan.mesh.tp
 
     def outside_elements(self, rank: int) -> float:
@@ -149,16 +149,16 @@ class PlanLayout:
         return before + (after if self.computes_loss(rank) else model.after.shared_elements)
 
     def expert_elements(self, rank: int) -> float:
-        """Parameters of experts on a rank of pp, before ep divides them."""
+        """Expert parameters on a rank of pp before ep divides them."""
         return self.block_expert_elements * self.held_blocks(rank)
 
     def rank_elements(self, rank: int, *, shard_experts: bool = True) -> float:
-        """Parameters on a rank of pp. `shard_experts`: with the experts divided over ep."""
+        """Parameters on a rank of pp. `shard_experts`: with experts divided over ep."""
         block = self.held_block_elements if shard_experts else self.block_elements
         return block * self.held_blocks(rank) + self.outside_elements(rank)
 
     def shard_elements(self, rank: int) -> float:
-        """Parameters of a rank of pp on one rank of ZeRO, which shards experts over the ranks that hold the same ones."""
+        """Parameters of a rank of pp on one rank of ZeRO, which shards experts over the ranks that replicate them."""
         mesh, experts = self.plan.mesh, self.expert_elements(rank)
         others = self.rank_elements(rank, shard_experts=False) - experts
         return others / self.zero_shards + experts / mesh.ep / min(self.zero_shards, max(self.data_ranks // mesh.ep, 1))
@@ -169,32 +169,28 @@ class PlanLayout:
         return elements * self.model.trained_fraction
 
     def optimizers(self) -> Iterator[tuple[OptimizerProfile, float, OwnedTensors | None]]:
-        """(optimizer, its share of the trained elements, what a rank owns of its tensors if it steps on whole ones)."""
+        """(optimizer, its fraction of the trained elements, what a rank owns of its tensors if it steps on full ones)."""
         total = max(sum(optimizer.trainable_elements for optimizer in self.model.optimizers), 1)
         for optimizer in self.model.optimizers:
             owned = find_owned_tensors(self.plan, optimizer.update_scope, optimizer.uses_rng)
             yield optimizer, optimizer.trainable_elements / total, owned
 
     def tensors(self, rank: int, *, large: bool = False) -> float:
-        """Number of parameters on a rank of pp; `large`: of those of a megabyte or more."""
-        before, block, after = (
-            part.large_tensors if large else part.tensors
-            for part in (self.model.before, self.model.block, self.model.after)
-        )
+        """Number of parameters on a rank of pp. `large`: only those of a megabyte or more."""
+        parts = self.model.before, self.model.block, self.model.after
+        before, block, after = (part.large_tensors if large else part.tensors for part in parts)
         return before * (rank == 0) + block * self.held_blocks(rank) + after * self.computes_loss(rank)
 
     def operator_shards(self, operator: OperatorSummary) -> int:
-        """Ranks that divide an operator's work: those of tp, or of the sequence where tp cuts nothing."""
+        """Ranks that divide an operator's work: tp, or the sequence shards where tp cuts nothing."""
         return self.plan.mesh.tp if operator.tp_sharded else self.sequence_shards
 
     def in_flight_micro_batches(self, rank: int) -> float:
-        """Micro-batches that wait for their backward on a rank of pp, in activations of all its stages."""
+        """Micro-batches whose activations a rank of pp holds, counted in activations of all its stages."""
         pp = self.plan.mesh.pp
-        return (
-            1.0
-            if pp == 1
-            else pipeline_schedule.in_flight_micro_batches(self.schedule, pp, self.chunks, self.micro_batches, rank)
-        )
+        if pp == 1:
+            return 1.0
+        return pipeline_schedule.in_flight_micro_batches(self.schedule, pp, self.chunks, self.micro_batches, rank)
 
 
 def lay_out_plan(
@@ -207,13 +203,15 @@ def lay_out_plan(
     pp_ranks: tuple[int, ...] | None = None,
     trusts_trace: bool = False,
 ) -> PlanLayout:
-    """Lay out `plan`, or refuse it. `local_batch`: samples of the data rank that counts; the largest by default. `pp_ranks`: ranks of pp
-    on devices of the kind that counts; all by default. `trusts_trace`: see `PlanLayout`."""
+    """Lay out `plan`; raises PlanError if that is impossible. `local_batch`: samples per data rank, by default the largest. `pp_ranks`: the
+    ranks of pp on this kind of device, by default all."""
     mesh, stack = plan.mesh, stack or TrainingStack()
     if batch < mesh.dp:
-        raise PlanError(f"dp={mesh.dp}: a batch of {batch} cannot feed so many ranks; use dp={batch} or less")
+        raise PlanError(f"dp={mesh.dp}: a batch of {batch} has fewer samples than ranks; use dp={batch} or less")
     if mesh.ep > 1 and not model.expert_elements:
-        raise PlanError(f"ep={mesh.ep}: no block of the model has experts in a list or in one weight; use ep=1")
+        raise PlanError(
+            f"ep={mesh.ep}: the model has no experts (a list of equal modules, or one 3-D weight) in its blocks; use ep=1"
+        )
     if mesh.ep > 1 and model.expert_count % mesh.ep:
         raise PlanError(
             f"ep={mesh.ep}: does not divide the {model.expert_count} experts of a block; use an ep that divides them"
@@ -234,7 +232,7 @@ def lay_out_plan(
         stage_input_bytes=stage_input_bytes,
         pp_ranks=tuple(range(mesh.pp)) if pp_ranks is None else pp_ranks,
         is_converted=plan.precision not in (None, model.precision),
-        # A model of another width keeps other activations.
+        # In another width the model keeps other activations.
         trusts_trace=trusts_trace and converted.saved is model.saved,
     )
 
@@ -242,33 +240,28 @@ def lay_out_plan(
 def _schedule(plan: Plan, stack: TrainingStack, micro_batches: int) -> str:
     schedule, pp, stages = plan.pipeline.schedule, plan.mesh.pp, stage_count(plan)
     if stack.chunks is not None:
-        # Others interleave few micro-batches too.
+        # Other systems interleave few micro-batches too.
         schedule = "interleaved" if stack.chunks > 1 else schedule
         return pipeline_schedule.effective_schedule(schedule, pp, stack.chunks, micro_batches)
-    # Fewer micro-batches than stages run all forwards first, then all backwards.
-    return (
-        "gpipe"
-        if micro_batches < stages
-        else pipeline_schedule.effective_schedule(schedule, pp, stages // pp, micro_batches)
-    )
+    # With fewer micro-batches than stages, all forwards run first, then all backwards.
+    if micro_batches < stages:
+        return "gpipe"
+    return pipeline_schedule.effective_schedule(schedule, pp, stages // pp, micro_batches)
 
 
 StageSplit = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 def _split_stages(model: ModelSummary, plan: Plan, stack: TrainingStack) -> StageSplit:
-    """(blocks that each stage computes, blocks that it holds, bytes per sample that it receives)."""
+    """Per stage: (blocks that it computes, blocks that it holds, bytes per sample that it receives)."""
     stages = plan.mesh.pp * stack.chunks if stack.chunks else stage_count(plan)
     if model.pipeline_units and plan.pipeline.stages:
         return _split_at_starts(model, plan)
     if stages <= model.layers:
         blocks = _spread_blocks(model.layers, stages)
         return blocks, blocks, (0.0, *[model.block_output_bytes] * (stages - 1))
-    starts = (
-        balance_stages([unit.blocks for unit in model.pipeline_units], stages)
-        if len(model.pipeline_units) >= stages
-        else None
-    )
+    costs = [unit.blocks for unit in model.pipeline_units]
+    starts = balance_stages(costs, stages) if len(costs) >= stages else None
     if starts is None:
         raise PlanError(f"{model.layers} blocks cannot make {stages} stages; use a smaller pp")
     return _split_at_starts(model, plan.replace(stages=starts))
@@ -285,7 +278,7 @@ def _split_at_starts(model: ModelSummary, plan: Plan) -> StageSplit:
 
 
 def _spread_blocks(layers: int, stages: int) -> tuple[float, ...]:
-    """Blocks of each stage: as evenly as can be, more in the middle, where nothing else runs."""
+    """Blocks of each stage: as even as possible, with more in the middle, where nothing else runs."""
     base, remainder = divmod(layers, stages)
     first_larger = (stages - remainder) // 2
     return tuple(float(base + (first_larger <= stage < first_larger + remainder)) for stage in range(stages))

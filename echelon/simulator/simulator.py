@@ -34,12 +34,12 @@ from echelon.simulator.step import step_time
 from echelon.simulator.summarize_profile import summarize_profile
 from echelon.simulator.training_stack import TrainingStack
 
-#: Of a step, what a device may wait for its host before a note says so.
+#: A note is added when the device waits for its host for more than this fraction of a step.
 _HOST_BOUND_FRACTION = 0.05
 
 
 def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: TrainingStack | None = None) -> Forecast:
-    """Predict the step time and the memory of `plan` on `cluster`. `stack`: of a training system other than echelon's engine.
+    """Predict the step time and the memory of `plan` on `cluster`. `stack`: a training system other than echelon's engine.
 
     Devices that were measured are priced by their curves, others by their data sheets.
     """
@@ -47,15 +47,15 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: TrainingS
 
 
 class Simulator:
-    """Computes what plans share only once. Its bounds are cheap and never above the forecast, for searches."""
+    """Forecasts many plans and shares the work that they have in common. Its bounds are cheap and never exceed the forecast."""
 
     def __init__(self, profile: Profile, cluster: Cluster, stack: TrainingStack | None = None) -> None:
         self.profile, self.cluster, self.batch = profile, cluster, profile.batch
         self.is_measured = not uses_data_sheets(cluster)
         self.model = summarize_profile(profile)
-        #: The cluster with devices of each kind alone.
+        #: One cluster per kind of device.
         self.uniform_clusters = [cluster] if self.is_measured else split_by_device_kind(cluster)
-        #: The kind of device of each rank that there may be.
+        #: The kind of device that each possible rank runs on.
         self.kind_by_rank = [0] * cluster.max_ranks if self.is_measured else device_kinds_by_rank(cluster)
         self._stack, self._constants = stack or TrainingStack(), load_constants()
         self._models: dict[object, ModelSummary] = {}
@@ -63,13 +63,13 @@ class Simulator:
         self._part_seconds: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Step time by cause and memory by component of a plan, or a refusal."""
+        """Step time by cause and memory by component; raises PlanError for a plan that cannot be priced."""
         if plan.uses_servers:
             return self._forecast_with_servers(fill_served_tables(plan, self.profile))
         return self.forecast_placed(self.place(plan))
 
     def place(self, plan: Plan) -> list[PlacedPlan]:
-        """The plan on each kind of device that its ranks are on."""
+        """The plan on each kind of device that its ranks use."""
         placed = []
         kinds = ranks_by_device_kind(self.batch, plan, self.kind_by_rank, len(self.uniform_clusters))
         for (cost, cache), (local_batch, pp_ranks) in zip(self._costs_of(plan), kinds, strict=True):
@@ -80,7 +80,7 @@ class Simulator:
         return placed
 
     def forecast_placed(self, placed: Sequence[PlacedPlan]) -> Forecast:
-        """The forecast of a plan that was placed."""
+        """The forecast of a placed plan."""
         if placed[0].layout.plan.mesh.pp > 1:
             # Each stage is on its own devices.
             time = step_time(placed)
@@ -88,7 +88,7 @@ class Simulator:
         return _worst_forecast([self._forecast_of_kind(each, step_time([each])) for each in placed])
 
     def part_seconds(self, plan: Plan) -> list[tuple[float, float, float]]:
-        """For each kind of device, seconds in which a micro-batch is computed before the blocks, in one block and after them."""
+        """For each kind of device, seconds of one micro-batch before the blocks, in one block and after them."""
         mesh = plan.mesh
         samples = -(-self.batch // mesh.dp), plan.count_micro_batches(self.batch)
         load = (plan.ranks, plan.threads) if self.is_measured else ()
@@ -102,13 +102,13 @@ class Simulator:
         return self._part_seconds[key]
 
     def step_seconds_bound(self, placed: Sequence[PlacedPlan]) -> float:
-        """Seconds that the step is not below."""
+        """A lower bound on the step time, in seconds."""
         if placed[0].layout.plan.mesh.pp > 1:
             return step_time(placed, event_by_event=False).step
         return max(step_time([each], event_by_event=False).step for each in placed)
 
     def may_fit(self, placed: Sequence[PlacedPlan]) -> bool:
-        """Whether the ends of the pipeline fit; if not, the plan does not."""
+        """Whether the first and the last rank of the pipeline fit: a necessary condition."""
         return all(self._fits(each, {each.layout.pp_ranks[0], each.layout.pp_ranks[-1]}) for each in placed)
 
     def fits(self, placed: Sequence[PlacedPlan]) -> bool:
@@ -116,7 +116,7 @@ class Simulator:
         return all(self._fits(each, each.layout.pp_ranks) for each in placed)
 
     def peak_memory(self, placed: Sequence[PlacedPlan]) -> float:
-        """Bytes that the fullest rank needs, on the kind of device that it fills most."""
+        """Bytes on the fullest rank, on the kind of device that it fills most."""
         peaks = [(fullest_rank_memory(each.layout, each.cost)[0].required, each.cost.capacity) for each in placed]
         return max(peaks, key=lambda peak: peak[0] / peak[1])[0]
 
@@ -131,14 +131,11 @@ class Simulator:
         layout, cost = placed.layout, placed.cost
         memory, where = fullest_rank_memory(layout, cost)
         notes = [*cost.notes(self.profile, layout.plan)]
-        if (
-            self.is_measured
-            and self.cluster.device_kind == "cuda"
-            and time.overhead >= _HOST_BOUND_FRACTION * time.step
-        ):
+        is_host_bound = time.overhead >= _HOST_BOUND_FRACTION * time.step
+        if self.is_measured and self.cluster.device_kind == "cuda" and is_host_bound:
             notes.append(
-                f"the device waits {time.overhead / time.step:.0%} of the step for its host, which issues operators more slowly than they run: "
-                "larger micro-batches help, and how long it takes depends on what else the host does"
+                f"the device waits {time.overhead / time.step:.0%} of the step for its host, which launches operators more slowly than they run: "
+                "larger micro-batches help, and the wait depends on what else the host does"
             )
         return Forecast(
             plan=layout.plan,
@@ -159,7 +156,7 @@ class Simulator:
             (cost, _), *_ = self._costs_of(ranks_plan)
 
             def loopback(size: float) -> float:
-                # To gather over two ranks is to send each other half of it.
+                # In an all-gather over two ranks, each sends the other half of it.
                 return cost.message_seconds("all_gather", 2 * size, RankGroup(2))
 
         return add_server_costs(base, self.profile, self.cluster, plan, loopback)
@@ -178,7 +175,7 @@ class Simulator:
         )
 
     def _model_of(self, plan: Plan) -> ModelSummary:
-        """The model, cut as the plan says."""
+        """The model, cut as the plan cuts it."""
         key = plan.mesh.tp, plan.tensor.placements, plan.tensor.replicated
         if not any(key[1:]):
             return self.model
@@ -187,16 +184,15 @@ class Simulator:
         return self._models[key]
 
     def _costs_of(self, plan: Plan) -> list[tuple[CostModel, PassCache]]:
-        """For each kind of device its prices as the ranks of a plan see them, and what was priced with them."""
+        """For each kind of device, its cost model under the load of a plan, and the cache of passes that it priced."""
         if self.is_measured:
             load = plan.ranks, plan.threads
             if load not in self._costs:
                 self._costs[load] = [(CurveCosts(self.cluster, *load), {})]
             return self._costs[load]
-        # Links of nodes that no rank is on do not count.
-        nodes = (
-            -(-plan.ranks // len(self.uniform_clusters[0].nodes[0].devices)) if len(self.uniform_clusters) > 1 else 0
-        )
+        # Links of unused nodes do not count.
+        per_node, is_mixed = len(self.uniform_clusters[0].nodes[0].devices), len(self.uniform_clusters) > 1
+        nodes = -(-plan.ranks // per_node) if is_mixed else 0
         if nodes not in self._costs:
             clusters = split_by_device_kind(self.cluster, plan.ranks) if nodes else self.uniform_clusters
             known = next(iter(self._costs.values()), [])
@@ -209,7 +205,7 @@ class Simulator:
 
 
 def _worst_forecast(forecasts: Sequence[Forecast]) -> Forecast:
-    """The kind of device that takes longest decides the time, the one with the least room left the memory."""
+    """The slowest kind of device sets the time, the one with the least free memory sets the memory."""
     longest = max(forecasts, key=lambda forecast: forecast.time.step)
     tightest = max(forecasts, key=lambda forecast: forecast.memory.required / forecast.capacity)
     return replace(

@@ -1,4 +1,4 @@
-"""The time of a step by cause: what each stage computes and communicates, and the longest path through the pipeline."""
+"""The time of a step by cause: what each stage computes and communicates, and the critical path through the pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.simulator.model_summary import PartName
 from echelon.simulator.pipeline_schedule import makespan, makespan_lower_bound
 from echelon.simulator.plan_layout import PlanLayout
 
-#: How far a step may lie from the forecast (the limit of bench/forecast).
+#: The relative error that a forecast admits (the limit of bench/forecast).
 RELATIVE_ERROR = 0.25
 _OUTSIDE: tuple[PartName, ...] = ("before", "after")
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -26,8 +26,8 @@ class StageTimes:
     """Seconds of each stage for one micro-batch, forward and backward."""
 
     compute: tuple[list[float], list[float]]
-    communication: tuple[list[float], list[float]]  #: exposed
-    hidden: float  #: communication of one block behind computation
+    communication: tuple[list[float], list[float]]  #: the exposed part
+    hidden: float  #: communication of one block that computation hides
 
     def stage_parts(self, stage: int) -> list[float]:
         """One stage: computation forward and backward, communication forward and backward."""
@@ -40,12 +40,11 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a step is put together from."""
+    """The components of a step."""
 
     stages: StageTimes
-    forward: list[
-        float
-    ]  #: seconds of each stage for one micro-batch, with all that it communicates and waits for its host
+    #: Seconds of each stage for one micro-batch, exposed communication and host stalls included.
+    forward: list[float]
     backward: list[float]
     host: HostSeconds
     optimizer: float
@@ -54,12 +53,12 @@ class StepParts:
 
 
 def step_time(placed: Sequence[PlacedPlan], *, event_by_event: bool = True) -> TimeForecast:
-    """Seconds of a step by cause, each stage on the slowest devices that it is on. `event_by_event`: walk the pipeline's schedule; else a
-    bound that no schedule beats."""
+    """Seconds of a step by cause, each stage on its slowest devices. `event_by_event`: walk the pipeline's schedule; otherwise use a lower
+    bound for any schedule."""
     layout, parts = placed[0].layout, step_parts(placed)
     pp, micro_batches = layout.plan.mesh.pp, layout.micro_batches
     pipeline_time = makespan if event_by_event else makespan_lower_bound
-    pipeline = pipeline_time(layout.schedule, parts.forward, parts.backward, ranks=pp, micro_batch_count=micro_batches)
+    pipeline = pipeline_time(layout.schedule, parts.forward, parts.backward, ranks=pp, micro_batches=micro_batches)
     slowest_rank = max((parts.stages.rank_parts(rank, pp) for rank in range(pp)), key=sum)
     forward, backward, *communication = (micro_batches * seconds for seconds in slowest_rank)
     host = micro_batches * parts.host.per_micro_batch
@@ -83,7 +82,7 @@ def step_time(placed: Sequence[PlacedPlan], *, event_by_event: bool = True) -> T
 
 
 def step_parts(placed: Sequence[PlacedPlan]) -> StepParts:
-    """What a step is put together from."""
+    """The components of a step."""
     layout = placed[0].layout
     pp, chunks = layout.plan.mesh.pp, layout.chunks
     by_size = {samples: _slowest_stage_times(placed, samples) for samples in layout.sample_shares}
@@ -103,12 +102,12 @@ def step_parts(placed: Sequence[PlacedPlan]) -> StepParts:
 
 
 def _on_rank(placed: Sequence[PlacedPlan], rank: int) -> PlacedPlan:
-    """The plan on devices that a rank of pp is on."""
+    """The plan on the devices of a rank of pp."""
     return next(each for each in placed if rank in each.layout.pp_ranks)
 
 
 def _slowest_stage_times(placed: Sequence[PlacedPlan], samples: float) -> StageTimes:
-    """Each stage on the devices that it is on and that take longest."""
+    """Each stage on its slowest devices."""
     by_kind = [_stage_times(each, samples) for each in placed]
     if len(by_kind) == 1:
         return by_kind[0]
@@ -124,12 +123,12 @@ def _slowest_stage_times(placed: Sequence[PlacedPlan], samples: float) -> StageT
         )
         for stage in stages
     ]
-    forward, backward, forward_talk, backward_talk = (list(parts) for parts in zip(*slowest, strict=True))
-    return StageTimes((forward, backward), (forward_talk, backward_talk), max(times.hidden for times in by_kind))
+    forward, backward, forward_comm, backward_comm = (list(parts) for parts in zip(*slowest, strict=True))
+    return StageTimes((forward, backward), (forward_comm, backward_comm), max(times.hidden for times in by_kind))
 
 
 def _mean_stage_times(by_size: dict[float, StageTimes], layout: PlanLayout) -> StageTimes:
-    """Of the micro-batches of a step."""
+    """The mean over the micro-batches of a step."""
     if len(by_size) == 1:
         return next(iter(by_size.values()))
     shares = layout.sample_shares
@@ -152,39 +151,39 @@ def _stage_times(placed: PlacedPlan, samples: float) -> StageTimes:
     forward, backward = (pass_time(placed, "block", phase, samples) for phase in _PHASES)
     accumulate = _accumulate_seconds(placed, layout.held_block_elements)
     block_compute = [forward.total, backward.total + recompute_seconds(placed, samples) + accumulate]
-    block_talk = list(exchange.block_pass_seconds(placed, forward, backward, samples))
+    block_comm = list(exchange.block_pass_seconds(placed, forward, backward, samples))
     hidden = 0.0
     for direction, seconds in enumerate(exchange.zero3_block_seconds(placed)):
         behind = cost.hidden_seconds(seconds, block_compute[direction]) if layout.stack.overlaps_data_parallel else 0.0
-        block_talk[direction] += seconds - behind
+        block_comm[direction] += seconds - behind
         hidden += behind
-    compute, talk = (
+    compute, comm = (
         tuple([blocks * seconds for blocks in layout.stage_blocks] for seconds in both)
-        for both in (block_compute, block_talk)
+        for both in (block_compute, block_comm)
     )
     for part, stage in zip(_OUTSIDE, (0, last), strict=True):
         for direction, phase in enumerate(_PHASES):
             compute[direction][stage] += pass_time(placed, part, phase, samples).total
-            talk[direction][stage] += exchange.tp_seconds(placed, part, phase, samples)
+            comm[direction][stage] += exchange.tp_seconds(placed, part, phase, samples)
     for stage in range(pp) if layout.plan.data.shard_as_one else {0, last}:
         for direction, seconds in enumerate(exchange.zero3_root_seconds(placed, stage % pp)):
-            talk[direction][stage] += seconds
+            comm[direction][stage] += seconds
     for stage in stages[1:]:
         seconds = exchange.send_seconds(placed, stage, block_compute[0], samples)
-        # Forward the stage before sends, backward this one.
-        talk[0][stage - 1] += seconds
-        talk[1][stage] += seconds
+        # In forward the previous stage sends, in backward this one.
+        comm[0][stage - 1] += seconds
+        comm[1][stage] += seconds
     for stage in stages:
         rank = stage % pp
         gradient_bytes = layout.rank_elements(rank) * layout.message_width if layout.data_ranks == 1 else 0.0
         compute[0][stage] += cost.fresh_memory_seconds(saved_bytes(layout, rank, samples) / layout.chunks)
         compute[1][stage] += cost.fresh_memory_seconds(gradient_bytes / layout.chunks)
         compute[1][stage] += _accumulate_seconds(placed, layout.outside_elements(rank)) / layout.chunks
-    return StageTimes((compute[0], compute[1]), (talk[0], talk[1]), hidden)
+    return StageTimes((compute[0], compute[1]), (comm[0], comm[1]), hidden)
 
 
 def _accumulate_seconds(placed: PlacedPlan, elements: float) -> float:
-    """Adding the gradients of parameters to those of earlier micro-batches, in the mean of all micro-batches."""
+    """Accumulating gradients over micro-batches, averaged over all of them: the first adds nothing."""
     layout, plan = placed.layout, placed.layout.plan
     shards = layout.zero_shards if plan.zero >= 2 and not plan.data.keep_gradients else 1
     width = 2 * layout.gradient_width + layout.model.parameter_width
@@ -193,7 +192,8 @@ def _accumulate_seconds(placed: PlacedPlan, elements: float) -> float:
 
 
 def _optimizer_seconds(placed: PlacedPlan) -> float:
-    """The update on the rank that updates most: gradients, states both ways, parameters (master weights are a state); and clipping."""
+    """The update on the rank that updates most, and gradient clipping. Moves gradients, states both ways, and parameters (master weights
+    are a state)."""
     layout, cost, model, plan = placed.layout, placed.cost, placed.layout.model, placed.layout.plan
     updated = max(map(layout.updated_elements, layout.pp_ranks))
     seconds = 0.0
@@ -209,7 +209,7 @@ def _optimizer_seconds(placed: PlacedPlan) -> float:
 
 
 def _host_seconds(placed: PlacedPlan, rank: int, by_size: dict[float, StageTimes], optimizer: float) -> HostSeconds:
-    """How much longer the host of a rank makes a step."""
+    """How much the host of a rank lengthens a step."""
     layout, plan, blocks = placed.layout, placed.layout.plan, placed.layout.computed_blocks(rank)
     samples, micro_batches = layout.largest_micro_batch, layout.micro_batches
     forward, backward, again = (

@@ -20,13 +20,13 @@ from echelon.simulator.model_summary import (
 )
 from echelon.simulator.tp_cuts import TPCuts, cut_model, is_forward_product
 
-#: Samples at which an amount per sample is read off.
+#: Samples at which per-sample amounts are evaluated.
 _MANY_SAMPLES = 1 << 20
 _LARGE_TENSOR_BYTES = 2**20
 
 
 def summarize_profile(profile: Profile, plan: Plan | None = None) -> ModelSummary:
-    """The work of a profile, cut over tp as `plan` says, or by the ideal rule."""
+    """The work of a profile, cut over tp by `plan` or by the ideal rule."""
     parts = ModelParts(profile)
     cuts, experts = cut_model(profile, parts, plan), find_experts(profile, parts)
     attention_modules = {
@@ -90,7 +90,7 @@ def summarize_profile(profile: Profile, plan: Plan | None = None) -> ModelSummar
 
 
 def own_saved_bytes(profile: Profile, samples: int) -> dict[str, float]:
-    """Bytes that all modules of a folded path keep for backward, without those of the modules in them."""
+    """Bytes that the modules of each folded path keep for backward, without those of their submodules."""
     totals: dict[str, float] = {}
     for module in profile.modules:
         path = fold_path(module.path)
@@ -152,7 +152,7 @@ def _summarize_part(
 
 
 def _is_shared(profile: Profile, parameter: ParameterProfile) -> bool:
-    """Whether a parameter lies in no pipeline unit."""
+    """Whether no pipeline unit contains a parameter."""
     names = (parameter.name, *parameter.aliases)
     return not any(is_within(name, unit.path) for name in names for unit in profile.pipeline_units)
 
@@ -173,8 +173,8 @@ def _moment_part(parts: ModelParts, moment: MemorySnapshot) -> PartName:
 
 
 def _key_value_bytes(profile: Profile, attention_modules: set[str], layers: int, block_output: float) -> float:
-    """Keys and values of one block: the outputs of the products around attention, without the queries, which are as large as attention's
-    output, and without the output of the last product. Where that is unknown, twice the block's output."""
+    """Bytes of keys and values of one block: the outputs of the products around attention, without the queries (as large as attention's
+    output) and the last product's output. If unknown, twice the block's output."""
     attention = next(
         (each for each in profile.operators if each.phase == "forward" and each.kind == "attention"),
         None,
@@ -196,7 +196,7 @@ def _key_value_bytes(profile: Profile, attention_modules: set[str], layers: int,
 
 
 def _summarize_pipeline_units(profile: Profile, layers: int) -> tuple[PipelineUnitSummary, ...]:
-    """Each unit in blocks, as far as it is a block or lies in one; without repeated blocks, in parts of the whole model."""
+    """Each unit measured in blocks; without repeated blocks, in fractions of the model."""
     in_block = {
         unit.path: not profile.fsdp_units or any(is_within(unit.path, block) for block in profile.fsdp_units)
         for unit in profile.pipeline_units
@@ -212,7 +212,7 @@ def _summarize_pipeline_units(profile: Profile, layers: int) -> tuple[PipelineUn
     return tuple(
         PipelineUnitSummary(
             blocks=layers * unit.cost / total_cost if in_block[unit.path] and total_cost else 0.0,
-            # A module that is called several times is held once: each call counts as its part.
+            # A module that is called several times exists once: each call counts for its part.
             elements=layers * own_elements[unit.path] / calls[unit.path] / total_elements
             if in_block[unit.path] and total_elements
             else 0.0,
@@ -223,14 +223,14 @@ def _summarize_pipeline_units(profile: Profile, layers: int) -> tuple[PipelineUn
 
 
 def _enclosing_modules(name: str) -> Iterator[str]:
-    """The modules that a module or a parameter lies in, the innermost first, the model itself last."""
+    """The modules that contain a module or a parameter, innermost first, the model itself last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _product_output_bytes(profile: Profile, parts: ModelParts, cuts: TPCuts) -> tuple[float, float]:
-    """Outputs in blocks that recompute=selective keeps: those that tp shards, and others."""
+    """Outputs in blocks that recompute=selective keeps: (sharded by tp, not sharded)."""
     sizes = [0.0, 0.0]
     for operator in profile.operators:
         if operator.phase == "forward" and cuts.keeps_output(operator) and parts.in_block(operator.module):
@@ -240,7 +240,7 @@ def _product_output_bytes(profile: Profile, parts: ModelParts, cuts: TPCuts) -> 
 
 
 def _output_bytes(operator: Operator, samples: int) -> float:
-    """What one call of a product or an attention returns."""
+    """Output bytes of one call of a product or an attention."""
     dims = [amount.at(samples) for amount in operator.dims]
     width = DTYPE_BYTES.get(operator.dtype, 4)
     if operator.kind == "convolution":
@@ -248,5 +248,5 @@ def _output_bytes(operator: Operator, samples: int) -> float:
         return images * out_channels * output_elements * width
     batch, rows, columns, head_dim = dims
     if operator.kind == "attention":
-        return batch * rows * (head_dim * width + 4)  # and of each query the logarithm of its scores' sum, in float32
+        return batch * rows * (head_dim * width + 4)  # with the log-sum-exp of each query in float32
     return batch * rows * columns * width

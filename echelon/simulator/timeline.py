@@ -1,4 +1,4 @@
-"""A step of a plan as events on the ranks of its pipeline, and the memory of each, for pictures and traces."""
+"""A step as events on the ranks of its pipeline, with the memory of each, for figures and traces."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from echelon.simulator.step import step_parts, step_time
 from echelon.simulator.training_stack import TrainingStack
 
 EventKind = Literal["forward", "backward", "weights", "exchange", "optimizer"]
-#: Micro-batches that are shown: a longer step repeats itself.
+#: Micro-batches that are shown: a longer step repeats the pattern.
 MAX_MICRO_BATCHES = 24
 _ACTION_KINDS: tuple[EventKind, ...] = ("forward", "backward", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One thing that a rank of pp does."""
+    """One action of a rank of pp."""
 
     rank: int
     kind: EventKind
@@ -35,7 +35,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step as it is forecast, with the first `shown_micro_batches` of its `micro_batch_count` micro-batches."""
+    """A forecast step, with the first `shown_micro_batches` of its `micro_batch_count` micro-batches."""
 
     plan: Plan
     events: tuple[TimelineEvent, ...]
@@ -48,7 +48,7 @@ class Timeline:
 
 
 def build_timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: TrainingStack | None = None) -> Timeline:
-    """What every rank of pp does in a step; all data ranks do the same."""
+    """The actions of every rank of pp in a step; all data ranks do the same."""
     pp, simulator = plan.mesh.pp, Simulator(profile, cluster, stack)
     placed = simulator.place(plan)
     if pp == 1:
@@ -57,7 +57,7 @@ def build_timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Tra
     shown = min(layout.micro_batches, max(MAX_MICRO_BATCHES, 2 * pp))
     if layout.chunks > 1:
         shown -= shown % pp
-    actions = timed_actions(layout.schedule, parts.forward, parts.backward, ranks=pp, micro_batch_count=shown)
+    actions = timed_actions(layout.schedule, parts.forward, parts.backward, ranks=pp, micro_batches=shown)
     events = [
         TimelineEvent(rank, _ACTION_KINDS[kind], stage, micro_batch, begin, end)
         for rank, kind, stage, micro_batch, begin, end in actions

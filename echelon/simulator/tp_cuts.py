@@ -1,8 +1,8 @@
-"""What tp shards of a model, and what its ranks communicate: as a plan's placements say, or by the ideal rule.
+"""What tp shards of a model and what its ranks communicate: by a plan's placements, or by the ideal rule.
 
-The ideal rule prices plans that leave the cuts open. It shards products in blocks, products of the vocabulary, and everything else in
-modules that hold products. Norms, residuals and the inputs of columns stay whole. A block sums twice per pass: after attention and after
-the feed-forward part.
+The ideal rule prices plans without placements. It shards products in blocks, products with the vocabulary, and everything else in modules
+that contain products. Norms, residuals and the inputs of columns stay replicated. A block has two all-reduces per pass: after attention
+and after the MLP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 def cut_model(profile: Profile, parts: ModelParts, plan: Plan | None) -> TPCuts:
-    """The cuts of a plan, or the ideal ones where it has none."""
+    """The cuts of a plan, or the ideal ones if it has none."""
     if plan is not None and plan.mesh.tp > 1 and (plan.tensor.placements or plan.tensor.replicated):
         return PlacedCuts(profile, parts, plan)
     return TPCuts(profile, parts)
@@ -37,19 +37,19 @@ class TPCuts:
         self._product_holders = set(_product_holders(profile, parts))
         self._columns = _column_modules(profile, parts)
 
-    #: Whether each rank computes the loss of its part of the logits.
+    #: Whether each rank computes the loss on its shard of the logits.
     shards_loss = True
 
     def shards_compute(self, path: str, part: PartName, kind: OperatorKind) -> bool:
-        """Whether tp divides what a module computes."""
+        """Whether tp divides a module's computation."""
         return part == "after" or (part == "block" and (kind != "stream" or self._holds_products(path)))
 
     def shards_saved(self, path: str) -> bool:
-        """Whether tp divides what a module of a block keeps for backward. Columns keep their input, which is whole."""
+        """Whether tp divides what a module in a block keeps for backward. Columns keep their replicated input."""
         return self._holds_products(path) and path not in self._columns
 
     def shards_output(self, path: str) -> bool:
-        """Whether each rank has its part of what a module of a block returns, or keeps of it."""
+        """Whether tp shards the output of a module in a block."""
         return True
 
     def keeps_output(self, operator: Operator) -> bool:
@@ -57,7 +57,7 @@ class TPCuts:
         return saves_output(operator.name)
 
     def replicated_elements(self, parameter: ParameterProfile) -> float:
-        """Elements of a parameter that every rank holds."""
+        """Elements of a parameter that tp replicates."""
         return 0.0
 
     def local_bytes(self, parameter: ParameterProfile) -> float:
@@ -65,7 +65,7 @@ class TPCuts:
         return float(parameter.bytes)
 
     def messages(self, part: PartName) -> tuple[TPMessage, ...]:
-        """What the ranks communicate in every pass of a part, of one block."""
+        """The collectives in every pass through a part, for one block."""
         size = Amount(0.0, max(self._parts.block_output_bytes.values(), default=0.0))
         forward, backward = (TPMessage(phase=phase, collective="all_reduce", size=size) for phase in PHASES)
         if part != "block":
@@ -78,7 +78,7 @@ class TPCuts:
 
 
 class PlacedCuts(TPCuts):
-    """The cuts of a plan's placements."""
+    """The cuts by a plan's placements."""
 
     def __init__(self, profile: Profile, parts: ModelParts, plan: Plan) -> None:
         super().__init__(profile, parts)
@@ -104,7 +104,7 @@ class PlacedCuts(TPCuts):
         return saves_output(operator.name) and self._cut_by_module.get(operator.module) != "row"
 
     def replicated_elements(self, parameter: ParameterProfile) -> float:
-        # Such that replicated + (all - replicated) / tp is the shard of the rank that holds most.
+        # Chosen so that replicated + (all - replicated) / tp is the largest shard.
         return (self._largest_shard(parameter) * self._tp - parameter.elements) / (self._tp - 1)
 
     def local_bytes(self, parameter: ParameterProfile) -> float:
@@ -129,7 +129,7 @@ class PlacedCuts(TPCuts):
     def _placement_messages(self, placement: Placement, count: float) -> Iterator[TPMessage]:
         module = self._modules.get(placement.path) or self._modules.get(fold_path(placement.path))
         if placement.cut == "stored":
-            # The ranks compute the same on the gathered weight, so that each has the gradient of its shard already.
+            # The ranks compute the same on the gathered weight, so each has the gradient of its shard already.
             names = (f"{placement.path}.{piece.name}".lstrip(".") for piece in placement.slices)
             size = sum(self._parameters[name].bytes for name in names if name in self._parameters)
             yield TPMessage(phase="forward", collective="all_gather", size=Amount(float(size)), count=count)
@@ -160,7 +160,7 @@ class PlacedCuts(TPCuts):
             yield TPMessage(phase="backward", collective="all_reduce", size=input_gradient, count=count)
 
     def _paths_between(self, plan: Plan) -> Iterator[str]:
-        """Folded paths of what computes on columns: the module that holds a pair, and modules in it without parameters."""
+        """Folded paths of modules that compute on column outputs: the parent of a pair, and its submodules without parameters."""
         for columns, row in column_row_pairs(plan):
             split_paths = [placement.path.split(".") for placement in (*columns, row)]
             prefix = [names[0] for names in zip(*split_paths, strict=False) if len(set(names)) == 1]
@@ -173,7 +173,7 @@ class PlacedCuts(TPCuts):
 
 
 def _product_holders(profile: Profile, parts: ModelParts) -> Iterator[str]:
-    """Modules within blocks, the blocks themselves aside, that hold products."""
+    """Modules inside blocks that contain products."""
     for operator in profile.operators:
         path = operator.module if operator.kind != "stream" else ""
         while path and path not in parts.blocks and parts.block_of(path) is not None:
@@ -182,8 +182,8 @@ def _product_holders(profile: Profile, parts: ModelParts) -> Iterator[str]:
 
 
 def _column_modules(profile: Profile, parts: ModelParts) -> set[str]:
-    """Modules of products whose inputs pass from block to block and whose outputs tp shards. The last product of each child of a block is
-    a row. A child that is a product itself is a row if its output is as wide as the block's."""
+    """Column-parallel modules: in each child of a block, all products but the last, which is a row. A child that is a product itself is a row
+    if its output is as wide as the block's."""
     products_by_child: dict[str, list[Operator]] = {}
     for operator in profile.operators:
         block = parts.block_of(operator.module)
@@ -203,5 +203,5 @@ def _column_modules(profile: Profile, parts: ModelParts) -> set[str]:
 
 
 def is_forward_product(operator: Operator) -> bool:
-    """Whether an operator multiplies activations with a weight in forward."""
+    """Whether an operator is a forward product with a weight."""
     return operator.phase == "forward" and operator_kind(operator) == "weight_matmul"

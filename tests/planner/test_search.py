@@ -103,7 +103,7 @@ def test_when_all_plans_are_refused_each_reason_is_told_once() -> None:
 
 def test_a_model_too_large_says_how_much_is_missing_and_what_would_hold_it() -> None:
     profile = make_profile(blocks=12, width=4096, length=1)
-    with pytest.raises(PlanError, match=r"GB are missing .* a machine with \d+\.\d GB would hold it") as caught:
+    with pytest.raises(PlanError, match=r"GB too much .* a machine with \d+\.\d GB would hold it") as caught:
         search(profile, make_cluster(memory=2e9))
     assert caught.value.exit_code == 1
     enough = float(str(caught.value).split("a machine with ")[1].split()[0]) + 0.1

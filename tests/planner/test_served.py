@@ -90,18 +90,18 @@ def test_a_bound_hides_what_being_in_step_waits_for() -> None:
     in_step, bounded = (simulate(profile, cluster, served(f"dp=2 staleness={s}", profile)) for s in (0, 4))
     assert bounded.time.exchange < in_step.time.exchange
     assert bounded.time.hidden > in_step.time.hidden
-    assert "other numbers than one device gives" in bounded.notes[-1]
+    assert "results differ from those of one device" in bounded.notes[-1]
 
 
 def test_more_rows_and_more_replicas_never_cost_less() -> None:
     profile = make_clicks()
     before = server_traffic(profile, served("dp=2", profile), 64)
-    assert server_traffic(profile, served("dp=2", profile), 128).bytes_read > before.bytes_read
+    assert server_traffic(profile, served("dp=2", profile), 128).transfer_bytes > before.transfer_bytes
     assert (
-        server_traffic(profile, served("dp=2 servers=2 replicas=2", profile), 64).server_write_seconds
-        > before.server_write_seconds
+        server_traffic(profile, served("dp=2 servers=2 replicas=2", profile), 64).server_seconds
+        > before.server_seconds
     )
-    assert server_traffic(profile, served("dp=2 dense=server", profile), 64).bytes_written > before.bytes_written
+    assert server_traffic(profile, served("dp=2 dense=server", profile), 64).transfer_bytes > before.transfer_bytes
 
 
 def test_servers_are_offered_where_the_table_fits_no_device() -> None:
@@ -112,7 +112,7 @@ def test_servers_are_offered_where_the_table_fits_no_device() -> None:
     assert not [each for each in check(best[0].plan, profile) if each.severity == "error"]
     told = explain(best)
     assert "1 table of 2.56 GB" in told
-    assert "hide" in told
+    assert "hidden" in told
     # Where it fits it is not asked for.
     assert not any(each.plan.uses_servers for each in search(make_clicks(), make_gpus(2, 64e9)))
 
@@ -131,7 +131,7 @@ def test_tables_beyond_the_hosts_memory_do_not_fit() -> None:
     profile = make_clicks(2_000_000_000)  # half a terabyte, twice with Adagrad's
     forecast = simulate(profile, make_gpus(2, 64e9), served("dp=2", profile))
     assert not forecast.fits
-    assert forecast.peak_at == "the servers' tables, in the hosts' memory"
+    assert forecast.peak_at == "the servers' tables, in host memory"
     # Rows that begin on servers are made when they are first pushed to: few samples read few of them.
     few = replace(profile, samples=10_000)
     assert served("dp=2", few).server.tables[0].initialized_by == "server"

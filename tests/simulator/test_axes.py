@@ -116,7 +116,7 @@ def test_bubbles_and_what_is_in_flight(pp: int, count: int, schedule: str) -> No
         made = found(count)
         seconds = 1 / count / made.chunks
         forward, backward = ([seconds * share] * len(made.stage_blocks) for share in (1 / 3, 2 / 3))
-        return makespan(made.schedule, forward, backward, ranks=pp, micro_batch_count=count) - 1
+        return makespan(made.schedule, forward, backward, ranks=pp, micro_batches=count) - 1
 
     assert 0 < bubble(count) <= (pp - 1) / count * (1 + 1e-9)
     assert bubble(2 * count * pp) < bubble(count * pp)

@@ -1,4 +1,4 @@
-"""A GPU waits for its host where that issues operators more slowly than they run; norms are priced by how they lie."""
+"""A GPU waits for a host that launches operators more slowly than they run; norms are priced by their layout."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_experts_see_few_rows_each_and_layers_in_a_row_see_all() -> None:
     work = summarize_profile(stacked(8))
     assert (work.expert_count, work.expert_elements) == (8, 8 * 2 * 4 * 1024 * 1024)
     cluster = catalogue.parse_cluster("2x8xH100-80GB")
-    with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
+    with pytest.raises(PlanError, match="ep=2: the model has no experts"):
         simulate(in_a_row(16), cluster, from_text("dp=16 ep=2"))
     with pytest.raises(PlanError, match="ep=16: does not divide the 8 experts of a block"):
         simulate(stacked(8), cluster, from_text("dp=16 ep=16"))

@@ -163,7 +163,7 @@ def test_other_axes_are_refused() -> None:
 def test_what_no_link_or_device_describes_is_refused() -> None:
     cluster = make_gpus(2, 8e9)
     node = cluster.nodes[0]
-    with pytest.raises(PlanError, match="2 nodes cannot be forecast, because no link between nodes is described"):
+    with pytest.raises(PlanError, match="2 nodes cannot be forecast, because no link between nodes is measured"):
         simulate(make_profile(), replace(cluster, nodes=(node, node)), plan(dp=2))
     with pytest.raises(PlanError, match="2 nodes cannot be forecast"):
         search(make_profile(), replace(cluster, nodes=(node, node)))

@@ -1,4 +1,4 @@
-"""Prices by what was measured on this machine: rates of operators and timings of messages, under the load that a plan puts on it."""
+"""Costs measured on this machine: rates of operators and timings of messages, under the load of a plan."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from echelon.simulator.cost.launch_bound import host_stall_seconds, launch_segme
 from echelon.simulator.model_summary import Collective, LocalOperator, OperatorSummary
 from echelon.simulator.rank_memory import RankMemory
 
-#: Rate of what was never measured, nor anything like it, in bytes or FLOPs per second: slow enough not to flatter.
+#: Bytes or FLOPs per second of an operator when neither it nor anything like it was measured: pessimistic.
 _UNMEASURED_RATE = 1e9
-#: Threads of one rank wait for each other: where another rank has their core the whole rank waits (a judgement, not measured).
+#: Threads of a rank wait for each other: when another rank has the core of one, all of them wait (a judgement, not measured).
 _OVERSUBSCRIPTION_PENALTY = 1.15
-#: How far a peak may lie from the forecast: of replicated plans, of sharded ones, of those in another precision than was profiled.
+#: Relative error of peak memory: of replicated plans, of sharded ones, and of those in another precision than the profile's.
 _REPLICATED_ERROR, _SHARDED_ERROR, _CONVERTED_ERROR = 0.08, 0.12, 0.5
-#: Operators' worth of host work per unit of FSDP and pass (hooks, streams, views): a judgement, not measured.
+#: Host work per FSDP unit and pass (hooks, streams, views), in operators: a judgement, not measured.
 _HOOK_OPERATORS = 60
-#: Operators' worth of host work to read and collate one sample.
+#: Host work to read and collate one sample, in operators.
 _SAMPLE_OPERATORS = 1
-#: Share of a CPU node's memory that ranks may use: the system and the launcher need some too.
+#: Fraction of a CPU node's memory that ranks may use: the system and the launcher need some too.
 _USABLE_MEMORY = 0.95
 
 
 class CurveCosts:
-    """A node that was measured, while `ranks` ranks of `threads` threads each compute on it."""
+    """A measured node on which `ranks` ranks of `threads` threads each compute."""
 
     trusts_trace = True
     compiled_fraction = 1.0
@@ -42,7 +42,7 @@ class CurveCosts:
         self._device, self._ranks = self._node.devices[0], ranks
         self._is_cpu = cluster.device_kind == "cpu"
         self._threads = threads or max(self._node.cores // ranks, 1)
-        #: How much longer everything takes because there are more threads than cores.
+        #: The factor by which everything slows down because there are more threads than cores.
         self.oversubscription = 1.0
         if self._is_cpu and ranks * self._threads > self._node.cores:
             penalty = _OVERSUBSCRIPTION_PENALTY if self._threads > 1 else 1.0
@@ -98,7 +98,7 @@ class CurveCosts:
         timing = self._node.nearest_timing(collective, group.ranks)
         if timing is None:  # through memory, twice
             return 2 * self.stream_seconds("copy_", 2 * size)
-        # A ring moves (n - 1) / n of the data per rank: carried over from the number of ranks that was measured.
+        # A ring moves (n - 1) / n of the data per rank: scale from the measured number of ranks.
         scale = ((group.ranks - 1) / group.ranks) / ((timing.ranks - 1) / timing.ranks)
         return timing.seconds(size) * max(scale, 1.0) * self.oversubscription
 
@@ -106,12 +106,12 @@ class CurveCosts:
         if group.ranks < 2 or not size:
             return Exchange()
         seconds = [self.message_seconds(collective, message, group) for message in messages]
-        # The last bucket holds the gradients of the first layers: nothing is left to compute behind it.
+        # The last bucket holds the gradients of the first layers: no computation is left to hide it.
         exposed = seconds[-1] if collective == "all_reduce" else 0.0
         return Exchange(sum(seconds) + self.stream_seconds("copy_", 2 * size), sum(seconds) - exposed)
 
     def send_seconds(self, size: float, stride: int, ranks: int, *, identical_ranks: int = 1) -> float:
-        # Sends are not measured: to gather over two ranks is to send each other half of it.
+        # Sends are not measured; in an all-gather over two ranks, each sends the other half of it.
         return self.message_seconds("all_gather", 2 * size, RankGroup(2))
 
     def hidden_seconds(self, exchange: float, compute: float) -> float:
@@ -124,7 +124,7 @@ class CurveCosts:
         if self._is_cpu:
             calls = work.forward_calls + work.backward_calls + work.recomputed_calls
             return HostSeconds(calls * self._device.overhead * self.oversubscription)
-        # The host runs ahead of the device: it costs time only where the device waits for it.
+        # The host runs ahead of the device and costs time only where the device waits for it.
         sample_seconds = _SAMPLE_OPERATORS * self._device.overhead
         stall = host_stall_seconds(launch_segments(work, self._device, self._ranks, sample_seconds))
         return HostSeconds(stall / len(work.micro_batches))
@@ -150,7 +150,7 @@ class CurveCosts:
         activations = allocated(memory.activations, memory.blocks)
         transient = allocated(memory.temporary + self._workspace_bytes(memory), memory.blocks)
         buckets = allocated(memory.buckets, memory.tensors)
-        # What comes and goes leaves gaps between blocks. Activations leave almost none unless several micro-batches are in flight.
+        # Allocations that come and go leave gaps. Activations leave almost none unless several micro-batches are in flight.
         gaps = max(transient, memory.fragmenting) + buckets + gradients + memory.gathered + memory.released
         temporary = transient + device.retained * gaps + device.workspace
         peak = parameters + gradients + optimizer + activations + temporary + buckets
@@ -171,13 +171,11 @@ class CurveCosts:
     def notes(self, profile: Profile, plan: Plan) -> tuple[str, ...]:
         notes = [*profile.notes, *self._cluster.notes]
         if plan.compile:
-            notes.append(
-                "torch.compile is not forecast: the time is that of the uncompiled model, the compiled one is faster"
-            )
+            notes.append("torch.compile is not forecast: the time is that of the uncompiled model, an upper bound")
         if self.oversubscription > 1:
             notes.append(
                 f"{self._ranks} ranks x {self._threads} threads on {self._node.cores} cores: everything takes "
-                f"{self.oversubscription:.1f} x as long"
+                f"{self.oversubscription:.1f} times as long"
             )
         if plan.precision not in (None, profile.precision):
             notes.append(f"profiled in {profile.precision}, planned in {plan.precision}: the memory is a rough guess")
@@ -186,39 +184,37 @@ class CurveCosts:
         return tuple(notes)
 
     def _rate(self, names: tuple[str, ...], dtype: str, *dims_options: tuple[float, ...]) -> float:
-        """The rate of the first of `names` that was measured under this load, in the nearest type. `dims_options`: what it may have been
-        measured by, in different numbers of dims."""
+        """The rate of the first of `names` that was measured under this load, in the nearest dtype. `dims_options`: the dims that the curve may
+        have been measured over."""
         for candidate in dict.fromkeys((dtype, *(("bfloat16",) if dtype == "float16" else ()), "float32")):
             for name in names:
                 curve = self._nearest_curve(name, candidate)
                 dims = next((each for each in dims_options if curve and len(curve.points[0].dims) == len(each)), None)
                 if curve is not None and dims is not None:
-                    # Measured with more threads than the plan has: a share of the rate.
+                    # Measured with more threads than the plan has: scale the rate.
                     threads = min(self._threads / curve.threads, 1.0) if self._is_cpu else 1.0
                     return curve.rate_at(dims) * threads / self.oversubscription
         return _UNMEASURED_RATE
 
     def _nearest_curve(self, name: str, dtype: str) -> RateCurve | None:
         if (name, dtype) not in self._curves:
-            self._curves[name, dtype] = self._device.nearest_curve(
-                name, dtype, ranks=self._ranks, threads=self._threads
-            )
+            load = {"ranks": self._ranks, "threads": self._threads}
+            self._curves[name, dtype] = self._device.nearest_curve(name, dtype, **load)
         return self._curves[name, dtype]
 
     def _workspace_bytes(self, memory: RankMemory) -> float:
-        """What the library of the running operator takes meanwhile."""
+        """The workspace of the running operator's library."""
         name, moved = f"workspace {memory.operator}", memory.operator_bytes
         curve = self._device.nearest_curve(name, "float32") or self._device.nearest_curve(name, "bfloat16")
         return moved * curve.rate_at((moved,)) if curve is not None and moved else 0.0
 
 
 def require_uniform_node(cluster: Cluster) -> None:
-    """Refuse machines that cannot be priced by the curves of one device: no link between nodes is measured, and unequal devices wait for
-    the slowest."""
+    """Raise PlanError for machines that the curves of one device cannot price: several nodes, or unequal devices."""
     if len(cluster.nodes) > 1:
         raise PlanError(
             f"{cluster.name}: a cluster of {len(cluster.nodes)} nodes cannot be forecast, because no link between nodes is "
-            "described; give a cluster of one node"
+            "measured; use a cluster of one node"
         )
     first, *others = (replace(device, memory=0) for device in cluster.nodes[0].devices)
     for index, device in enumerate(others, 1):

@@ -1,4 +1,4 @@
-"""The host of a GPU issues operators ahead of the device; where it is slower than the device, the device waits for it."""
+"""The host of a GPU launches operators ahead of the device; where it is slower, the device waits for it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Iterable, Iterator
 from echelon.plan.cluster import Device
 from echelon.simulator.cost.cost_model import HostWork
 
-#: Seconds in which the host issues a segment of the step, and in which the device executes it.
+#: A segment of the step: seconds in which the host launches it, seconds in which the device executes it.
 LaunchSegment = tuple[float, float]
 
 
 def host_stall_seconds(segments: Iterable[LaunchSegment]) -> float:
-    """How much longer a step takes than the device computes: no operator starts before it was issued, nor before the last one has ended.
+    """Seconds that the device waits for its host: no operator starts before its launch, nor before the previous one has ended.
 
-    The longest path: the host up to some segment, the device from there on.
+    The critical path follows the host up to some segment and the device from there on.
     """
     segments = list(segments)
     critical_path = device_seconds = sum(device for _, device in segments)
-    issued, device_left = 0.0, device_seconds
+    launched, device_left = 0.0, device_seconds
     for host, device in segments:
-        issued, device_left = issued + host, device_left - device
-        critical_path = max(critical_path, issued + device_left)
+        launched, device_left = launched + host, device_left - device
+        critical_path = max(critical_path, launched + device_left)
     return critical_path - device_seconds
 
 
 def launch_segments(work: HostWork, device: Device, ranks: int, sample_seconds: float) -> Iterator[LaunchSegment]:
-    """A step as its host issues it. `sample_seconds`: of the host, to read one sample."""
+    """A step as its host launches it. `sample_seconds`: host time to read one sample."""
 
     def host_seconds(operation: str) -> float:
         curve = device.nearest_curve(f"host {operation}", "float32", ranks=ranks)
         return 1 / curve.rate_at((1.0,)) if curve else device.overhead
 
     def seconds_per_call(operation: str) -> float:
-        """Matmuls and convolutions come with operators of their own around them."""
+        """Models of matmuls and of convolutions have different operators around them."""
         counts = {"matmul": work.matmul_calls, "convolution": work.convolution_calls}
         total = sum(counts.values())
         if not total:

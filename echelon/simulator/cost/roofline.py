@@ -1,6 +1,6 @@
-"""Prices by data sheets, with constants that were fitted to published runs.
+"""Costs by data sheets, with constants that were fitted to published runs.
 
-A matrix product takes what the peak promises, a factor more, and what it fetches again from far caches, in whole waves of tiles: small
+A matrix product takes its FLOPs at a fitted fraction of the peak, plus its traffic to distant caches, in whole waves of tiles: small
 products are slow, and so are those whose rows are not aligned to 16 bytes. Everything else takes the time of the bytes that it moves.
 """
 
@@ -22,30 +22,30 @@ from echelon.simulator.cost.network import cluster_network, require_links
 from echelon.simulator.model_summary import Collective, LocalOperator, OperatorSummary
 from echelon.simulator.rank_memory import RankMemory
 
-#: Bytes/s at which samples come from the host while the device computes: PCIe 3.0 x16, the slowest of the catalogue's machines.
+#: Bytes/s of samples from the host while the device computes: PCIe 3.0 x16, the slowest link of the catalogue.
 _HOST_BYTES_PER_SECOND = 12e9
 
-#: Rows and columns of the tiles that one multiprocessor computes at a time, the largest first: libraries have kernels of all these sizes
-#: and take what is fastest (cuBLAS and CUTLASS name them so).
+#: Rows and columns of the tiles that one multiprocessor computes at a time, largest first: libraries have kernels of all these sizes
+#: and pick the fastest (the names are those of cuBLAS and CUTLASS).
 _TILE_SHAPES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-#: What a number of the result costs in operands with the largest tiles.
+#: Operand elements fetched per element of the result with the largest tiles.
 _LARGEST_TILE_COST = 1 / 256 + 1 / 128
-#: Lines of factors and results that lie on so many bytes are moved as a whole (cuBLAS: "Tensor Core usage", 16-byte alignment).
+#: Alignment of operand and result lines that Tensor Cores need (cuBLAS: "Tensor Core usage").
 _ALIGNMENT_BYTES = 16
-#: Otherwise kernels of earlier matrix instructions are used. Of what these promise, what is left, by the bytes of a number and those that
-#: lines lie on: measured on an H200 (8192 x 4096 x 4096 with one side a little more or less: 790 TFLOP/s on 16 bytes, 260 to 282 on 4,
+#: Otherwise libraries use kernels of earlier matrix instructions, at a fraction of their peak, by the bytes of an element and the alignment
+#: of lines: measured on an H200 (8192 x 4096 x 4096 with one side a little more or less: 790 TFLOP/s on 16 bytes, 260 to 282 on 4,
 #: 95 to 153 on 2; TF32 340 to 380 and 114 to 136).
 _MISALIGNED_FRACTIONS = {(2, 4): 0.45, (2, 2): 0.22, (4, 4): 0.42}
-#: Of rows, columns and depth those that lie side by side in memory, in the two factors or in the result, by which factor is transposed.
+#: The contiguous dims (1 rows, 2 columns, 3 depth) of the operands and the result, by which operand is transposed.
 _CONTIGUOUS_DIMS = {"nn": (3, 2), "nt": (3, 2), "tn": (1, 2), "tt": (1, 3, 2)}
-#: Power goes by the clock and the square of the voltage, and the voltage by the clock: the clock falls with the third root of the power.
+#: Power grows with the clock and the square of the voltage, and the voltage with the clock: the clock falls with the cube root of power.
 _CLOCK_PER_POWER_EXPONENT = 1 / 3
-#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's uses the newest instructions.
+#: Time of fused attention relative to FlashAttention-2: version 1 from Dao 2023 (A100, about 1.9 x); cuDNN uses the newest instructions.
 ATTENTION_KERNEL_FACTORS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 1.0}
 
 
 def operand_line_sizes(operand_layout: str, dims: tuple[float, float, float, float]) -> tuple[float, ...]:
-    """How many numbers of a product's factors and result lie side by side; `operand_layout`: which factors are transposed (`nt`)."""
+    """The lengths of contiguous lines of a product's operands and result. `operand_layout`: which operands are transposed (`nt`)."""
     return tuple(dims[dim] for dim in _CONTIGUOUS_DIMS.get(operand_layout, _CONTIGUOUS_DIMS["nn"]))
 
 
@@ -58,7 +58,7 @@ def product_seconds(
     moved: float,
     line_sizes: tuple[float, ...],
 ) -> float:
-    """`dims`: how many products, rows, columns, depth of each; `line_sizes`: how many numbers lie side by side."""
+    """`dims`: number of products, rows, columns and depth of each; `line_sizes`: elements per contiguous line."""
     batch_size, rows, columns, _ = dims
     width = PRECISION_BYTES[precision]
     clock: float = sheet.power**_CLOCK_PER_POWER_EXPONENT
@@ -83,28 +83,26 @@ def product_seconds(
 
 
 def _peak_for_alignment(sheet: DataSheet, precision: str, line_sizes: tuple[float, ...], *, is_batched: bool) -> float:
-    """FLOP/s that products of such lines are promised; `is_batched`: in one call."""
+    """Peak FLOP/s of products with lines of these sizes. `is_batched`: several in one call."""
     peak = sheet.peak_flops(precision)
     width = PRECISION_BYTES[precision]
-    # What a cut leaves is whole, the largest part counts.
+    # Shards have integer sizes, and the largest one counts.
     sizes = [math.ceil(line) for line in line_sizes]
     if precision == "fp32" or not any(size * width % _ALIGNMENT_BYTES for size in sizes):
         return peak
-    if width < 2:  # such factors must lie on lines: what does not is computed in 2 bytes
+    if width < 2:  # narrower operands must be aligned: others are computed in 2 bytes
         return _peak_for_alignment(sheet, "half", line_sizes, is_batched=is_batched)
-    if (
-        is_batched
-    ):  # kernels for many products have no such forms: 33 to 77 TFLOP/s on an H200, whose vector units promise 67
+    if is_batched:  # batched kernels have no such variants: 33 to 77 TFLOP/s on an H200, whose vector units peak at 67
         return min(sheet.vector, peak)
     alignment = min(math.gcd(round(size * width), 4) for size in sizes)
-    # Units for vectors need no lines.
+    # Vector units need no alignment.
     return max(peak * sheet.legacy * _MISALIGNED_FRACTIONS[round(width), alignment], min(sheet.vector, peak))
 
 
 def attention_seconds(
     sheet: DataSheet, constants: FittedConstants, precision: str, kernel: str, scores: float, flops: float
 ) -> float:
-    """A fused attention kernel; `scores`: how many of them it computes, `flops`: of its products."""
+    """A fused attention kernel. `scores`: number of attention scores; `flops`: those of its products."""
     clock: float = sheet.power**_CLOCK_PER_POWER_EXPONENT
     peak = sheet.peak_flops(precision) * clock * (1.0 if kernel == "cudnn" else sheet.legacy)
     products = flops * constants.flash / peak
@@ -112,14 +110,14 @@ def attention_seconds(
 
 
 class RooflineCosts:
-    """Devices of one kind by their data sheet, and the links between them."""
+    """Devices of one kind and their links by data sheet."""
 
     trusts_trace = False
 
     def __init__(self, cluster: Cluster, constants: FittedConstants, attention_kernel: str = "flash2") -> None:
         device = cluster.nodes[0].devices[0]
         if device.sheet is None:
-            raise PlanError(f"{cluster.name}: {device.name} has no data sheet; give its rates in the cluster's file")
+            raise PlanError(f"{cluster.name}: {device.name} has no data sheet; give its rates in the cluster file")
         self._cluster, self._device, self._sheet = cluster, device, device.sheet
         self._constants, self._kernel = constants, attention_kernel
         self._network = cluster_network(cluster, constants)
@@ -135,7 +133,7 @@ class RooflineCosts:
         require_links(self._cluster, plan.ranks)
 
     def simplify(self, operators: Iterable[OperatorSummary]) -> tuple[OperatorSummary, ...]:
-        """Element-wise operators take the time of their bytes and their number, whatever each moves: they are merged."""
+        """Merge element-wise operators: their cost depends only on their total bytes and their number."""
         others, groups = [], dict[tuple[bool, ...], list[OperatorSummary]]()
         for operator in operators:
             if operator.kind == "stream":
@@ -155,7 +153,7 @@ class RooflineCosts:
         if operator.kind == "stream":
             return self.stream_seconds(operator.name, operator.moved) + launch
         if operator.kind == "attention":
-            # Forward computes 4 FLOPs per score and element of a head. Backward computes 10, and the scores twice: again, and their gradients.
+            # Forward computes 4 FLOPs per score and head element. Backward computes 10, and the scores twice: recomputed, and their gradients.
             scores = operator.flops / operator.dims[3] / (4 if operator.phase == "forward" else 5)
             return launch + attention_seconds(
                 self._sheet, self._constants, operator.precision, self._kernel, scores, operator.flops
@@ -163,7 +161,7 @@ class RooflineCosts:
         if operator.kind == "convolution":
             images, in_channels, out_channels, kernel_elements, output_elements, groups = operator.dims
             shape = (1.0, images * output_elements, out_channels, in_channels / groups * kernel_elements)
-            # Channels of an image lie side by side where matrix units are used.
+            # Channels are contiguous where matrix units are used.
             line_sizes: tuple[float, ...] = (in_channels / groups, out_channels)
         else:
             batch, rows, columns, inner = operator.dims
@@ -190,7 +188,7 @@ class RooflineCosts:
         return self._network.gather_seconds(size, group)
 
     def exchange(self, collective: Collective, size: float, group: RankGroup, messages: Iterable[float]) -> Exchange:
-        # As one stream: the latency of each message hides behind the one before it.
+        # As one stream: the previous message hides the latency of the next.
         seconds = self.message_seconds(collective, size, group)
         return Exchange(seconds, seconds)
 
@@ -223,9 +221,9 @@ class RooflineCosts:
 
 
 def with_overheads(memory: RankMemory, constants: FittedConstants) -> MemoryForecast:
-    """With gaps, buffers of communicators and the driver. Parameters and states are exact; what a step allocates may lie off.
+    """Add allocator gaps, communicator buffers and the driver. Parameters and states are exact; a step's allocations have an error margin.
 
-    Of many at once where the figures are arrays: fits compute as forecasts do.
+    Works on arrays too: fits use it for many runs at once.
     """
     temporary = memory.temporary + constants.slack * memory.fragmenting
     peak = memory.parameters + memory.gradients + memory.optimizer + memory.activations + temporary + memory.buckets
@@ -244,9 +242,9 @@ def with_overheads(memory: RankMemory, constants: FittedConstants) -> MemoryFore
 
 
 def reserved_bytes(memory: MemoryForecast, capacity: float, constants: FittedConstants) -> float:
-    """What the allocator reports as its own: it keeps what was freed as long as there is room, so that this never decides what fits.
+    """What the allocator reports as reserved. It caches freed memory while there is room, so this never decides what fits.
 
-    Without comparisons, for arrays too: max(min(peak and what is cached, capacity), peak).
+    max(min(peak with cache, capacity), peak), written without comparisons so that it works on arrays.
     """
     cached, free = memory.peak * (1 + constants.cached), capacity - memory.framework
     reserved = (cached + free - abs(cached - free)) / 2
