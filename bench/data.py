@@ -34,7 +34,7 @@ from bench.cold_readers import State, forget, together, warm
 from bench.common import Row, among, machine, median, publish, take_turns, tell
 from bench.loaders import BARE, MAKERS, OURS, READERS, SAMPLES, Bare, Echelon, Material, Reader, Taken
 from echelon.data import Loader, Order, open_source
-from echelon.data.packed.block_layout import fold_crc
+from echelon.data.packed.shard_file import fold_crc
 from echelon.data.shuffle import FeistelPermutation, random_permutation
 
 #: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.

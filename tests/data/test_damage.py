@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from bench.damage import mutated
 from bench.sample_dataset import WAYS, make, outcome
 from echelon.data import Packed, open_source
-from echelon.data.packed.block_layout import fold_crc
 from echelon.data.packed.from_samples import SamplePackingSource
 from echelon.data.packed.inspect import find_damage
 from echelon.data.packed.manifest import hash_document
 from echelon.data.packed.pack import pack
-from echelon.data.packed.shard_file import ShardFile
+from echelon.data.packed.shard_file import ShardFile, fold_crc
 from echelon.errors import DataError
 from tests.data.test_packed import images
 
@@ -48,7 +47,8 @@ def test_a_missing_file_is_named(whole: Path) -> None:
 def test_a_file_that_is_cut_off_is_named(whole: Path) -> None:
     os.truncate(whole / "shard-00001.arrow", 5000)
     with pytest.raises(
-        DataError, match=r"shard-00001.arrow \(samples 100 to 199\) is cut off: it has 5,000 bytes of [0-9,]+; restore"
+        DataError,
+        match=r"shard-00001.arrow \(samples 100 to 199\) is truncated: it has 5,000 bytes of [0-9,]+; restore",
     ):
         Packed(whole)
 
@@ -212,7 +212,7 @@ def test_damage_outside_of_the_samples_is_found_by_verify(whole: Path) -> None:
         file.seek(-3, os.SEEK_END)
         file.write(b"?")
     assert [problem.rpartition("/")[2] for problem in find_damage(whole)] == [
-        "shard-00001.arrow: Arrow's metadata in it is damaged (its samples are not): other programs may fail to read it"
+        "shard-00001.arrow: its Arrow metadata is damaged (its samples are not): other programs may fail to read it"
     ]
     assert Packed(whole)[150][1].item() == 150
 

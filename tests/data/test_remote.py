@@ -427,7 +427,7 @@ def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
     os.truncate(tmp_path / "far/shard-00005.arrow", 700)
     told = said("verify", store, code=1)
     assert "shard-00003.arrow cannot be read" in told
-    assert "shard-00005.arrow (samples 250 to 299) is cut off" in told
+    assert "shard-00005.arrow (samples 250 to 299) is truncated" in told
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "far"), "s3://bucket/set"])
     assert "DST must be a local folder" in done.output
 

@@ -39,10 +39,9 @@ def _find_remote_damage(url: str, progress: ProgressCallback) -> Iterator[str]:
         cache = FileCache(Path(folder), 2 * max(shard.bytes for shard in manifest.shards))
         rows = open_remote_rows([RemoteStore(url, _TIMEOUT_SECONDS)], [manifest], cache, _TIMEOUT_SECONDS)
         done_bytes = 0
-        for shard_index, shard in enumerate(manifest.shards):
-            problem = rows.find_problem(shard_index)
-            if problem:
-                yield problem
+        for shard, damage in zip(manifest.shards, rows.find_damage(), strict=True):
+            if damage:
+                yield damage[-1]
             done_bytes += shard.bytes
             progress(done_bytes, manifest.bytes)
 
@@ -51,7 +50,7 @@ def _find_local_damage(folder: Path, progress: ProgressCallback) -> Iterator[str
     manifest = documents.load_manifest(folder)
     done_bytes = 0
     for file in list_shard_files([folder], [manifest]):
-        yield from file.verify(manifest.columns)
+        yield from file.verify()
         done_bytes += file.shard.bytes
         progress(done_bytes, manifest.bytes)
 

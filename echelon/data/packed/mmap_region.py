@@ -29,14 +29,16 @@ class MappedRegion:
     """Maps `files` one after the other; `starts` are their first bytes in `bytes`."""
 
     def __init__(
-        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None, *, page_bytes: int = mmap.PAGESIZE
+        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] = (), *, page_bytes: int = mmap.PAGESIZE
     ) -> None:
         """`files`: path and size of each. `gaps`: bytes left free before each, in whole pages. `page_bytes`: HUGE_PAGE_BYTES asks the
         kernel to read and map that much at a time, which is faster where the file system supports it."""
-        sizes = [-(-size // page_bytes) * page_bytes for _, size in files]
-        gap_bytes = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(gap_bytes)
-        self._length = max(sum(sizes) + int(gap_bytes.sum()), page_bytes)
+        self.has_gaps = any(gaps)
+        self._sizes = [size for _, size in files]
+        padded_sizes = [-(-size // page_bytes) * page_bytes for size in self._sizes]
+        gap_bytes = np.array(gaps or [0] * len(files), np.int64)
+        self.starts = np.cumsum([0, *padded_sizes[:-1]]) + np.cumsum(gap_bytes)
+        self._length = max(sum(padded_sizes) + int(gap_bytes.sum()), page_bytes)
         self._reserved_bytes = self._length + page_bytes - mmap.PAGESIZE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._first = _mmap(None, self._reserved_bytes, _PROT_NONE, flags, -1)
@@ -61,6 +63,10 @@ class MappedRegion:
     def bytes(self) -> np.ndarray:
         """The whole range; the region lives as long as this array or a view of it."""
         return np.asarray(self)
+
+    def file_bytes(self, index: int) -> np.ndarray:
+        start = int(self.starts[index])
+        return self.bytes[start : start + self._sizes[index]]
 
     def __del__(self) -> None:
         address = getattr(self, "_first", None)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.packed import manifest as documents
-from echelon.data.packed.block_layout import rows_per_block
 from echelon.data.packed.file_locks import lock_file
 from echelon.data.packed.locked_tasks import Task, run_tasks
 from echelon.data.packed.manifest import SHARD_FILE_NAME, Manifest, Shard
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback
 from echelon.data.packed.shard import ShardWriter
+from echelon.data.packed.shard_file import rows_per_block
 from echelon.errors import DataError
 from echelon.files import atomic_write, describe_holders, release_lock, try_lock
 from echelon.plan.document_cache import installed_versions

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,17 +30,10 @@ from echelon.errors import DataError
 _PREFETCH_STEPS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenOptions:
-    """How the data set was opened: another process opens it in the same way."""
-
-    folders: tuple[str | Path, ...]
-    damaged: str
-    check: bool
-    lanes: int | None
-    cache: str | Path | None
-    cache_bytes: int
-    timeout: float
+#: What `Packed` was created with: another process opens it in the same way.
+_SETTINGS = (
+    "transform", "pad", "window", "bucket", "_folders", "_damaged", "_check", "_lanes", "_cache", "_cache_bytes", "_timeout",
+)  # fmt: skip
 
 
 class Packed:
@@ -65,99 +57,85 @@ class Packed:
         if not folders:
             raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
         if damaged not in ("stop", "skip"):
-            raise DataError(f"damaged={damaged!r}: stop or skip")
+            raise DataError(f"damaged={damaged!r}: expected stop or skip")
         if window is not None and (type(window) is not int or window < 1):
-            raise DataError(f"window={window!r}: give a whole number of files, at least 1")
+            raise DataError(f"window={window!r}: expected an integer of at least 1 (files)")
         for name, value, unit in (("cache_bytes", cache_bytes, "bytes"), ("timeout", timeout, "seconds")):
             if not isinstance(value, int | float) or not value > 0:
-                raise DataError(f"{name}={value!r}: give a number of {unit} above 0")
+                raise DataError(f"{name}={value!r}: expected a number of {unit} above 0")
         remote = [folder for folder in folders if is_url(folder)]
         if remote and len(remote) < len(folders):
-            raise DataError(
-                f"{redact_credentials(remote[0])} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
-            )
+            others = f"{len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
+            raise DataError(f"{redact_credentials(remote[0])} is remote and {others}")
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
-        self._options = _OpenOptions(
-            folders=folders, damaged=damaged, check=check, lanes=lanes, cache=cache, cache_bytes=cache_bytes, timeout=timeout
-        )  # fmt: skip
+        self._folders, self._damaged, self._check, self._lanes = folders, damaged, check, lanes
+        self._cache, self._cache_bytes, self._timeout = cache, cache_bytes, timeout
         self._open()
 
     def _open(self) -> None:
-        options, folders = self._options, self._options.folders
-        stores = [RemoteStore(str(folder), options.timeout) for folder in folders if is_url(folder)]
+        folders = self._folders
+        names = [redact_credentials(folder) for folder in folders]
+        stores = [RemoteStore(str(folder), self._timeout) for folder in folders if is_url(folder)]
         local = [] if stores else [documents.load_manifest(Path(folder)) for folder in folders]
         self.manifests = [*(store.read_manifest() for store in stores), *local]
         first_manifest = self.manifests[0]
-        for folder, manifest in zip(folders, self.manifests, strict=True):
+        for name, manifest in zip(names, self.manifests, strict=True):
             if (manifest.columns, manifest.sample) != (first_manifest.columns, first_manifest.sample):
-                raise DataError(
-                    f"{redact_credentials(folder)} holds {describe_columns(manifest)} and {redact_credentials(folders[0])} "
-                    f"{describe_columns(first_manifest)}: pack them alike"
-                )
+                layouts = f"{describe_columns(manifest)} and {names[0]} {describe_columns(first_manifest)}"
+                raise DataError(f"{name} holds {layouts}: pack them alike")
         self.columns: tuple[Column, ...] = first_manifest.columns
-        self._structure, self._column_names = first_manifest.sample, [column.name for column in first_manifest.columns]
-        files = list_shard_files([Path(redact_credentials(folder)) for folder in folders], self.manifests)
+        self._structure, self._column_names = first_manifest.sample, [column.name for column in self.columns]
+        files = list_shard_files([Path(name) for name in names], self.manifests)
         self.identity = documents.content_identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].end_sample, 0, len(files)
-        self.lanes = len(files) if options.lanes is None else options.lanes
+        self.lanes = len(files) if self._lanes is None else self._lanes
         if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
-            raise DataError(f"lanes={options.lanes!r}: lanes are equal numbers of the {len(files)} files")
-        if self.window is not None and (not _are_equal_parts(files) or options.damaged == "skip"):
-            raise DataError(
-                f"window={self.window} needs files of equally many samples: pack the data in one go, and leave damaged= at stop"
-            )
-        if stores:
-            folder = default_cache_folder() if options.cache is None else Path(options.cache)
-            cache = FileCache(folder, options.cache_bytes)
-            remote_rows = open_remote_rows(stores, self.manifests, cache, options.timeout)
-            skips_damaged = options.damaged == "skip"
-            self._rows: RowReader = self._select_undamaged(files, remote_rows) if skips_damaged else remote_rows
-        elif options.damaged == "stop":
-            self._rows = LocalRowReader(files, self.columns, check=options.check)
-        else:
-            self._rows = self._open_undamaged(files)
+            raise DataError(f"lanes={self._lanes!r}: expected a divisor of the number of files, {len(files)}")
+        if self.window is not None and (not _are_equal_parts(files) or self._damaged == "skip"):
+            problem = f"window={self.window} needs files of equally many samples"
+            raise DataError(f"{problem}: pack the data in one go, and leave damaged= at stop")
+        self._rows = self._open_remote(stores, files) if stores else self._open_local(files)
         self.build_batch = sample_schema.make_batch_builder(self._structure, self._column_names)
 
-    def _open_undamaged(self, files: list[ShardFile]) -> RowReader:
-        """Open the rows that can be read; count the others and warn of them."""
-        damage = [part for file in files for part in file.find_damage(self.columns)]
-        if not damage:
-            return LocalRowReader(files, self.columns, check=False)
-        spans = [(start, stop) for start, stop, _ in damage]
-        self._skip_damaged(spans, [problem for *_, problem in damage])
-        remaining_files, excluded, skipped, whole_files = [], [], 0, set(spans)
-        for file in files:
-            if (file.first_sample, file.end_sample) in whole_files:
-                skipped += file.shard.samples
-                continue
-            remaining_files.append(file)
-            inside = [span for span in spans if file.first_sample <= span[0] < file.end_sample]
-            excluded += [(start - skipped, stop - skipped) for start, stop in inside]
-        total = sum(file.shard.samples for file in remaining_files)
-        return RowSubset(LocalRowReader(remaining_files, self.columns, check=False), total, excluded)
+    def _open_local(self, files: list[ShardFile]) -> RowReader:
+        if self._damaged == "stop":
+            return LocalRowReader(files, check=self._check)
+        kept, excluded = self._skip_damage(files, [part for file in files for part in file.find_damage()])
+        rows = LocalRowReader([files[index] for index in kept], check=False)
+        return RowSubset(rows, sum(files[index].shard.samples for index in kept), excluded) if excluded else rows
 
-    def _select_undamaged(self, files: Sequence[ShardFile], rows: RemoteRowReader) -> RemoteRowReader:
-        """Leave out remote files with any damage; finding it copies every file to the cache."""
-        problems = [rows.find_problem(file_index) for file_index in range(len(files))]
-        damaged_files = [file for file, problem in zip(files, problems, strict=True) if problem]
-        if not damaged_files:
+    def _open_remote(self, stores: list[RemoteStore], files: list[ShardFile]) -> RowReader:
+        folder = default_cache_folder() if self._cache is None else Path(self._cache)
+        rows = open_remote_rows(stores, self.manifests, FileCache(folder, self._cache_bytes), self._timeout)
+        if self._damaged == "stop":
             return rows
-        spans = [(file.first_sample, file.end_sample) for file in damaged_files]
-        self._skip_damaged(spans, [problem for problem in problems if problem])
-        return rows.select([file_index for file_index, problem in enumerate(problems) if not problem])
+        kept, _ = self._skip_damage(files, [damage for damage in rows.find_damage() if damage])
+        return rows if len(kept) == len(files) else rows.select(kept)
 
-    def _skip_damaged(self, damaged_spans: Sequence[tuple[int, int]], problems: Sequence[str]) -> None:
-        """Count what is left out, and warn."""
-        self.skipped = sum(stop - start for start, stop in damaged_spans)
-        self.identity += f" without {damaged_spans}"
+    def _skip_damage(
+        self, files: list[ShardFile], damage: list[tuple[int, int, str]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Count the samples in damaged parts, and warn of them; returns the files to keep and the spans to leave out of their samples."""
+        if not damage:
+            return list(range(len(files))), []
+        spans, first_problem = [(start, stop) for start, stop, _ in damage], damage[0][2]
+        self.skipped = sum(stop - start for start, stop in spans)
+        self.identity += f" without {spans}"
         if self.skipped == self._length:
-            raise DataError(f"no sample is left: {problems[0]}")
-        warnings.warn(
-            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged part{'s' * (len(problems) > 1)}, the first: {problems[0]}",
-            stacklevel=5,
-        )
+            raise DataError(f"no sample is left: {first_problem}")
+        parts = f"{len(damage)} damaged part{'s' * (len(damage) > 1)}, the first: {first_problem}"
+        warnings.warn(f"{self.skipped:,} of {self._length:,} samples are skipped in {parts}", stacklevel=5)
         self._length -= self.skipped
         self.lanes = self.files = 1
+        kept, excluded, removed, whole_files = [], [], 0, set(spans)
+        for index, file in enumerate(files):
+            if (file.first_sample, file.end_sample) in whole_files:
+                removed += file.shard.samples
+                continue
+            kept.append(index)
+            inside = [span for span in spans if file.first_sample <= span[0] < file.end_sample]
+            excluded += [(start - removed, stop - removed) for start, stop in inside]
+        return kept, excluded
 
     def __len__(self) -> int:
         return self._length
@@ -197,9 +175,8 @@ class Packed:
             return self._rows.take_padded(ids, self.pad, pin=pin)
         ragged = next((column.name for column in self.columns if column.ragged and column.kind == "array"), None)
         if ragged is not None:
-            raise DataError(
-                f"{ragged!r} differs in length from sample to sample: give Packed(..., pad=0), a transform=, or the job's collate="
-            )
+            remedy = "give Packed(..., pad=0), a transform=, or the job's collate="
+            raise DataError(f"{ragged!r} differs in length from sample to sample: {remedy}")
         return self._rows.take(ids, pin=pin)
 
     @property
@@ -248,15 +225,14 @@ class Packed:
 
     def __getstate__(self) -> Any:
         # A worker maps the files itself.
-        return self._options, self.transform, self.pad, self.window, self.bucket, self.identity
+        return {name: getattr(self, name) for name in (*_SETTINGS, "identity")}
 
     def __setstate__(self, state: Any) -> None:
-        self._options, self.transform, self.pad, self.window, self.bucket, saved_identity = state
+        self.__dict__.update(state)
         self._open()
-        if self.identity != saved_identity:
-            raise DataError(
-                f"{redact_credentials(self._options.folders[0])} holds other samples than when it was opened: {self.identity}, before {saved_identity}; open it again"
-            )
+        if self.identity != state["identity"]:
+            problem = f"{redact_credentials(self._folders[0])} holds other samples than when it was opened"
+            raise DataError(f"{problem}: {self.identity}, before {state['identity']}; open it again")
 
 
 def open_packed_source(

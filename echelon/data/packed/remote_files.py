@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.packed import block_layout
-from echelon.data.packed.manifest import RESTORE_SHARD, Column, Manifest
+from echelon.data.packed.manifest import RESTORE_SHARD, Manifest
 from echelon.data.packed.remote_cache import CachedFile, FileCache
-from echelon.data.packed.remote_store import RemoteStore
-from echelon.data.packed.row_reader import LocalRowReader, RowReader, parse_lengths
+from echelon.data.packed.remote_store import RemoteStore, run_in_thread
+from echelon.data.packed.row_reader import LocalRowReader, RowReader
 from echelon.data.packed.shard_file import ShardFile, list_shard_files
 from echelon.errors import CacheFullError, CorruptDataError, MissingDataError
 
@@ -44,14 +43,8 @@ class RemoteRowReader(RowReader):
     #: The reader that this process used last; in a forked process its parent's, until it reads.
     _last_reader: ClassVar[weakref.ref[RemoteRowReader] | None] = None
 
-    def __init__(
-        self,
-        files: Sequence[tuple[RemoteStore, ShardFile]],
-        columns: Sequence[Column],
-        cache: FileCache,
-        timeout: float,
-    ) -> None:
-        self._files, self._columns, self._cache, self._timeout = list(files), list(columns), cache, timeout
+    def __init__(self, files: Sequence[tuple[RemoteStore, ShardFile]], cache: FileCache, timeout: float) -> None:
+        self._files, self._cache, self._timeout = list(files), cache, timeout
         self._ends = np.cumsum([file.shard.samples for _, file in files])
         self._reset()
 
@@ -77,7 +70,7 @@ class RemoteRowReader(RowReader):
         """Copy a file in a thread, unless it is being copied or too many are."""
         unfinished = sum(not copy.done() for copy in self._pending_copies.copy().values())
         if file_index not in self._pending_copies and unfinished < _MAX_COPIES:
-            self._pending_copies[file_index] = _run_in_thread(lambda: self._copy_to_cache(file_index).close())
+            self._pending_copies[file_index] = run_in_thread(lambda: self._copy_to_cache(file_index).close())
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         file_indices = self._ends.searchsorted(ids, "right")
@@ -92,16 +85,15 @@ class RemoteRowReader(RowReader):
                 positions = np.flatnonzero(file_indices == file_index)
                 first_row = int(self._ends[file_index]) - self._files[file_index][1].shard.samples
                 parts.append((positions, self._take_rows(file_index, ids[positions] - first_row, needed)))
-        columns = ([(positions, part[index]) for positions, part in parts] for index in range(len(self._columns)))
-        return [_join_rows(len(ids), column_parts, pin) for column_parts in columns]
+        all_positions, columns = [part[0] for part in parts], zip(*(part[1] for part in parts), strict=True)
+        return [_join_rows(len(ids), all_positions, column_parts, pin) for column_parts in columns]
 
     def lengths(self, column: int) -> np.ndarray:
         def read_file_lengths(store_and_file: tuple[RemoteStore, ShardFile]) -> np.ndarray:
             store, file = store_and_file
-            contents = store.read_spans(file.shard.file, block_layout.offset_spans(self._columns, file.shard))
-            parts = [np.frombuffer(part, np.uint8) for part in contents]
-            is_complete = [len(part) for part in contents] == [8 * (file.shard.samples + 1)] * len(contents)
-            file_lengths = parse_lengths(parts, self._columns, column, file) if is_complete else None
+            parts = [np.frombuffer(part, np.uint8) for part in store.read_spans(file.shard.file, file.offset_spans())]
+            is_complete = all(len(part) == 8 * (file.shard.samples + 1) for part in parts)
+            file_lengths = file.parse_lengths(parts, column) if is_complete else None
             if file_lengths is None:
                 raise MissingDataError(f"{store.display_url}/{file.shard.file}: damaged offsets; {RESTORE_SHARD}")
             return file_lengths
@@ -111,17 +103,20 @@ class RemoteRowReader(RowReader):
 
     def select(self, file_indices: Sequence[int]) -> RemoteRowReader:
         """A reader of some of the files."""
-        files = [self._files[file_index] for file_index in file_indices]
-        return RemoteRowReader(files, self._columns, self._cache, self._timeout)
+        return RemoteRowReader([self._files[file_index] for file_index in file_indices], self._cache, self._timeout)
 
-    def find_problem(self, file_index: int) -> str | None:
-        """Why a file is lost, if it is. One that cannot be copied now, for lack of space or time, is an error."""
-        try:
-            with self._exclusive_read():
-                self._open_rows(file_index, [file_index])
-        except MissingDataError as error:
-            return str(error)
-        return None
+    def find_damage(self) -> Iterator[tuple[int, int, str] | None]:
+        """Copy each file to the cache; yield its first sample, the end, and why it is lost, or None if it is not.
+
+        A file that cannot be copied now, for lack of space or time, is an error.
+        """
+        for file_index, (_, file) in enumerate(self._files):
+            try:
+                with self._exclusive_read():
+                    self._open_rows(file_index, [file_index])
+                yield None
+            except MissingDataError as error:
+                yield file.first_sample, file.end_sample, str(error)
 
     @contextmanager
     def _exclusive_read(self) -> Iterator[None]:
@@ -192,7 +187,7 @@ class RemoteRowReader(RowReader):
             cached_file.path.unlink(missing_ok=True)
             cached_file.close()
             cached_file = self._acquire_copy(file_index, needed)
-        return LocalRowReader([replace(file, path=cached_file.path)], self._columns), cached_file
+        return LocalRowReader([replace(file, path=cached_file.path)]), cached_file
 
     def _acquire_copy(self, file_index: int, needed: Sequence[int]) -> CachedFile:
         copy = self._pending_copies.pop(file_index, None)
@@ -212,7 +207,7 @@ class RemoteRowReader(RowReader):
 
         def fill(path: Path) -> None:
             store.copy_file(file.shard.file, path)
-            problem = next(replace(file, path=path).verify(self._columns), None)
+            problem = next(replace(file, path=path).verify(), None)
             if problem is not None:
                 raise MissingDataError(problem.replace(str(path), f"{store.display_url}/{file.shard.file}"))
 
@@ -227,34 +222,16 @@ def open_remote_rows(
     """Open consecutive data sets on stores."""
     file_stores = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
     files = list_shard_files([Path(store.display_url) for store in stores], manifests)
-    return RemoteRowReader(list(zip(file_stores, files, strict=True)), manifests[0].columns, cache, timeout)
+    return RemoteRowReader(list(zip(file_stores, files, strict=True)), cache, timeout)
 
 
-def _run_in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a thread that does not keep the process alive."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="echelon-ahead").start()
-    return future
-
-
-def _join_rows(count: int, parts: Sequence[tuple[np.ndarray, Any]], pin: bool) -> Any:
+def _join_rows(count: int, positions: Sequence[np.ndarray], parts: Sequence[Any], pin: bool) -> Any:
     """Join rows of one column from several files."""
-    first = parts[0][1]
-    if isinstance(first, Tensor):
-        joined = torch.empty((count, *first.shape[1:]), dtype=first.dtype, pin_memory=pin)
-        for positions, part in parts:
-            joined[torch.from_numpy(positions)] = part
+    if isinstance(parts[0], Tensor):
+        joined = torch.empty((count, *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=pin)
+        for part_positions, part in zip(positions, parts, strict=True):
+            joined[torch.from_numpy(part_positions)] = part
         return joined
-    rows: list[Any] = [None] * count
-    for positions, part in parts:
-        for position, row in zip(positions.tolist(), part, strict=True):
-            rows[position] = row
-    return rows
+    order = np.argsort(np.concatenate(positions)).tolist()
+    rows = [row for part in parts for row in part]
+    return [rows[index] for index in order]

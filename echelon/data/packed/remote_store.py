@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,38 +96,36 @@ class RemoteStore:
     def _run_with_timeout(self, name: str, operation: Callable[[_Report], _T]) -> _T:
         """Run `operation` in a thread, which is abandoned if it stalls."""
         location = f"{self.display_url}/{name}"
-        has_progressed, is_done = threading.Event(), threading.Event()
-        results: list[Any] = []
-        received_bytes = 0
+        last_progress, received_bytes = time.monotonic(), 0
 
         def report(size: int) -> None:
-            nonlocal received_bytes
-            received_bytes += size
-            has_progressed.set()
+            nonlocal last_progress, received_bytes
+            last_progress, received_bytes = time.monotonic(), received_bytes + size
 
-        def run_operation() -> None:
-            try:
-                results.append((operation(report), None))
-            except BaseException as error:
-                results.append((None, error))
-            is_done.set()
-            has_progressed.set()
-
-        threading.Thread(target=run_operation, daemon=True, name="echelon-remote").start()
-        while not is_done.is_set():
-            has_progressed.clear()
-            if not is_done.is_set() and not has_progressed.wait(self._timeout):
+        result = run_in_thread(lambda: operation(report))
+        while not wait([result], last_progress + self._timeout - time.monotonic()).done:
+            if time.monotonic() >= last_progress + self._timeout:
                 raise DataError(
                     f"{location}: received nothing for {self._timeout:g} s (after {received_bytes:,} bytes); try again, or raise timeout="
                 )
-        value, error = results[0]
-        if isinstance(error, DataError):
-            raise error
-        if error is not None:
-            # fsspec reports a server that does not answer as a missing file, with the reason as its cause.
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            error_type = MissingDataError if isinstance(cause, FileNotFoundError) else DataError
-            reason = f"{type(cause).__name__}: {redact_credentials(cause)}"
-            raise error_type(f"{location} cannot be read: {reason}") from None
-        result: _T = value
-        return result
+        error = result.exception()
+        if error is None or isinstance(error, DataError):
+            return result.result()
+        # fsspec reports a server that does not answer as a missing file, with the reason as its cause.
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        error_type = MissingDataError if isinstance(cause, FileNotFoundError) else DataError
+        raise error_type(f"{location} cannot be read: {type(cause).__name__}: {redact_credentials(cause)}") from None
+
+
+def run_in_thread(work: Callable[[], _T]) -> Future[_T]:
+    """Run `work` in a thread that does not keep the process alive."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="echelon-remote").start()
+    return future

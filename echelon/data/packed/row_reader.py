@@ -8,13 +8,12 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from echelon.data.packed import block_layout
 from echelon.data.packed.manifest import RESTORE_SHARD, Column
 from echelon.data.packed.mmap_region import HUGE_PAGE_BYTES, MappedRegion, find_aligned_gaps
 from echelon.data.packed.row_gathers import AddressGather, ContiguousGather, RaggedGather, RowGather
@@ -48,7 +47,6 @@ class RowReader(ABC):
         return columns
 
     def take_column(self, column_index: int, ids: np.ndarray) -> Any:
-        """Read the rows `ids` of one column."""
         return self.take(ids)[column_index]
 
     def prefetch(self, ids: np.ndarray) -> None:
@@ -56,26 +54,12 @@ class RowReader(ABC):
         return
 
 
-class _FileMap(NamedTuple):
-    """All files mapped into one range of addresses; `starts`: the first byte of each file in it."""
-
-    bytes: np.ndarray
-    starts: np.ndarray
-    has_no_gaps: bool
-
-    def file_bytes(self, file_index: int, size: int) -> np.ndarray:
-        """The bytes of one file."""
-        start = int(self.starts[file_index])
-        return self.bytes[start : start + size]
-
-
 class LocalRowReader(RowReader):
     """Files on this machine, mapped into one range of addresses."""
 
-    def __init__(self, files: Sequence[ShardFile], columns: Sequence[Column], *, check: bool = True) -> None:
-        self._files, self._columns = list(files), list(columns)
-        for file in files:
-            problem = file.find_problem()
+    def __init__(self, files: Sequence[ShardFile], *, check: bool = True) -> None:
+        self._files, self._columns = list(files), list(files[0].columns)
+        for problem in (file.find_problem() for file in files):
             if problem:
                 raise DataError(f"{problem}, or leave such files out with Packed(..., damaged='skip')")
         counts = np.array([file.shard.samples for file in files])
@@ -87,10 +71,10 @@ class LocalRowReader(RowReader):
         self._unchecked_blocks = int(blocks_per_file.sum()) if check else 0
         self._checked_blocks = np.zeros(self._unchecked_blocks, bool)
         self._check_lock, self._owner_pid = threading.Lock(), os.getpid()
-        self._maps: list[_FileMap] = []  # one per column
+        self._maps: list[MappedRegion] = []  # one per column
         self._page_bytes = _choose_page_bytes([file.shard.bytes for file in files])
         try:
-            self._gathers = [self._make_gather(column_index) for column_index in range(len(columns))]
+            self._gathers = [self._make_gather(column_index) for column_index in range(len(self._columns))]
         except OSError as error:
             remedy = _OUT_OF_MAPPINGS if error.errno == errno.ENOMEM else ""
             raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}{remedy}") from None
@@ -109,14 +93,14 @@ class LocalRowReader(RowReader):
     def lengths(self, column: int) -> np.ndarray:
         lengths_by_file = []
         for file_index, file in enumerate(self._files):
-            content = self._maps[column].file_bytes(file_index, file.shard.bytes)
-            parts = [content[start:stop] for start, stop in block_layout.offset_spans(self._columns, file.shard)]
-            file_lengths = parse_lengths(parts, self._columns, column, file, check=len(self._checked_blocks) > 0)
+            content = self._maps[column].file_bytes(file_index)
+            parts = [content[start:stop] for start, stop in file.offset_spans()]
+            file_lengths = file.parse_lengths(parts, column, check=len(self._checked_blocks) > 0)
             if file_lengths is None:
                 # Names the damaged block, unless the damage is in what no block covers.
                 block_starts = np.arange(self._starts[file_index], self._ends[file_index], file.block)
                 self._check(block_starts, np.full(len(block_starts), file_index))
-                raise DataError(f"{file.describe()} is damaged: its offsets are; {RESTORE_SHARD}")
+                raise DataError(f"{file.describe()} is damaged in its offsets; {RESTORE_SHARD}")
             lengths_by_file.append(file_lengths)
         return np.concatenate(lengths_by_file)
 
@@ -145,8 +129,8 @@ class LocalRowReader(RowReader):
         file_index = int(self._first_block.searchsorted(block, "right")) - 1
         file = self._files[file_index]
         # Through the maps that rows are gathered from: the gather then needs no second page fault.
-        contents = [file_map.file_bytes(file_index, file.shard.bytes) for file_map in self._maps]
-        problem = file.find_block_damage(contents, self._columns, block - int(self._first_block[file_index]))
+        contents = [region.file_bytes(file_index) for region in self._maps]
+        problem = file.find_block_damage(contents, block - int(self._first_block[file_index]))
         if problem:
             raise CorruptDataError(f"{problem}; {RESTORE_SHARD}, or skip such blocks with Packed(..., damaged='skip')")
         self._checked_blocks[block] = True
@@ -158,7 +142,7 @@ class LocalRowReader(RowReader):
         gather = None if column.ragged else self._try_contiguous(column, buffers[:, 0])
         if gather is not None:
             return gather
-        region = self._map_without_gaps()
+        region = self._map_files()
         # Where row 0 of all files would be if it were in this file: a row's address is then one multiplication away.
         if column.ragged:
             offsets, values = region.starts + buffers[:, 0] - 8 * self._starts, region.starts + buffers[:, 1]
@@ -166,32 +150,27 @@ class LocalRowReader(RowReader):
         return AddressGather(column, region.bytes, region.starts + buffers[:, 0] - column.item_bytes * self._starts)
 
     def _try_contiguous(self, column: Column, offsets: np.ndarray) -> RowGather | None:
-        """Map the files once more, with gaps that make the rows of all files one array; None where no gaps do."""
+        """Map the files with gaps that make the rows of all files one array; None where no gaps do."""
+        if not column.item_bytes or len(self._files) >= _MAX_SEPARATE_MAPS:
+            return None
         sizes = [file.shard.bytes for file in self._files]
-        gaps = None
-        if column.item_bytes and len(sizes) < _MAX_SEPARATE_MAPS:
-            gaps = find_aligned_gaps(sizes, offsets.tolist(), column.item_bytes, self._page_bytes)
+        gaps = find_aligned_gaps(sizes, offsets.tolist(), column.item_bytes, self._page_bytes)
         if gaps is None:
             return None
-        region = self._map_files(gaps) if any(gaps) else self._map_without_gaps()
+        region = self._map_files(gaps)
         column_starts = region.starts + offsets
         column_end = int(column_starts[-1]) + self._files[-1].shard.samples * column.item_bytes
         rows = region.bytes[int(column_starts[0]) : column_end].view(storage_dtype(column)).reshape(-1, *column.shape)
         return ContiguousGather(column, rows, (column_starts - column_starts[0]) // column.item_bytes - self._starts)
 
-    def _map_without_gaps(self) -> _FileMap:
-        """Map the files without gaps, once for all columns that need none."""
-        existing = next((file_map for file_map in self._maps if file_map.has_no_gaps), None)
-        if existing is None:
-            return self._map_files(None)
-        self._maps.append(existing)
-        return existing
-
-    def _map_files(self, gaps: Sequence[int] | None) -> _FileMap:
-        files = [(file.path, file.shard.bytes) for file in self._files]
-        region = MappedRegion(files, gaps, page_bytes=self._page_bytes)
-        self._maps.append(_FileMap(region.bytes, region.starts, gaps is None))
-        return self._maps[-1]
+    def _map_files(self, gaps: Sequence[int] = ()) -> MappedRegion:
+        """Map the files once more; without gaps, once for all columns that need none."""
+        region = None if any(gaps) else next((region for region in self._maps if not region.has_gaps), None)
+        if region is None:
+            files = [(file.path, file.shard.bytes) for file in self._files]
+            region = MappedRegion(files, gaps, page_bytes=self._page_bytes)
+        self._maps.append(region)
+        return region
 
 
 _OUT_OF_MAPPINGS = (
@@ -205,16 +184,6 @@ def _choose_page_bytes(sizes: Sequence[int]) -> int:
     evicted; and small files do not fill one."""
     fits = sum(sizes) <= usable_memory() // 2 and sum(sizes) >= len(sizes) * HUGE_PAGE_BYTES
     return HUGE_PAGE_BYTES if fits and mmap.PAGESIZE == 4096 else mmap.PAGESIZE
-
-
-def parse_lengths(
-    parts: Sequence[np.ndarray], columns: Sequence[Column], column_index: int, file: ShardFile, *, check: bool = True
-) -> np.ndarray | None:
-    """The row lengths of a ragged column, from the offsets of all ragged columns of a file; None where these are damaged."""
-    offsets = parts[sum(column.ragged for column in columns[:column_index])].view("<i8")
-    row_lengths: np.ndarray = np.diff(offsets)
-    is_damaged = check and (block_layout.offsets_checksum(parts) != file.shard.offsets or (row_lengths < 0).any())
-    return None if is_damaged else row_lengths
 
 
 class RowSubset(RowReader):

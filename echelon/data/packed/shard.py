@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.packed import block_layout
 from echelon.data.packed.manifest import Column, Shard
+from echelon.data.packed.shard_file import ShardFile, offsets_checksum
 from echelon.errors import DataError
 from echelon.files import atomic_writer
 
@@ -104,21 +104,21 @@ def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: i
             values = buffers[-1]
             values_bytes = 0 if values is None else values.size
             values_start = values.address - file_buffer.address if values_bytes else 0
-            offsets = (buffers[1].address - file_buffer.address,) if column.ragged else ()
-            column_buffers.append((*offsets, values_start, values_bytes) if column.ragged else (values_start,))
+            ragged_buffers = (
+                (buffers[1].address - file_buffer.address, values_start, values_bytes) if column.ragged else ()
+            )
+            column_buffers.append(ragged_buffers or (values_start,))
         shard = Shard(
             file=name, samples=samples, bytes=file_buffer.size, buffers=tuple(column_buffers), checksums=(), frame=0, offsets=0,
         )  # fmt: skip
-        file = np.frombuffer(file_buffer, np.uint8)
-        block_checksums = [
-            block_layout.block_checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
-            for start in range(0, samples, block)
-        ]
-        frame = block_layout.frame_checksum(file, columns, shard)
-        spans = block_layout.offset_spans(columns, shard)
-        offsets_checksum = block_layout.offsets_checksum(file[start:stop] for start, stop in spans)
-        del file, array, batch, buffers, values, file_buffer  # the mapping can be closed
+        file = ShardFile(path=path, shard=shard, columns=columns, block=block)
+        content = np.frombuffer(file_buffer, np.uint8)
+        contents = [content] * len(columns)
+        block_checksums = [file.block_checksum(contents, index) for index in range(-(-samples // block))]
+        frame = file.frame_checksum(content)
+        offsets = offsets_checksum(content[start:stop] for start, stop in file.offset_spans())
+        del content, contents, array, batch, buffers, values, file_buffer  # the mapping can be closed
     checksums = tuple(checksum for checksum in block_checksums if checksum is not None)
     if len(checksums) < len(block_checksums):
-        raise DataError(f"{name} was written wrongly: its offsets point outside of it")
-    return replace(shard, checksums=checksums, frame=frame, offsets=offsets_checksum)
+        raise DataError(f"{name} was written incorrectly: its offsets point outside of it")
+    return replace(shard, checksums=checksums, frame=frame, offsets=offsets)
