@@ -92,7 +92,7 @@ def _default_processes() -> int:
 def _shuffle_source(packing_source: PackingSource, shuffle: str | None) -> PackingSource:
     """The source, shuffled if requested, or by default if its rows are sorted by class."""
     from echelon.data.packed.from_images import ImagePackingSource
-    from echelon.data.packed.shuffled_source import ShuffledPackingSource
+    from echelon.data.packed.packing_source import ShuffledPackingSource
 
     if shuffle not in (None, "no") and not shuffle.isdecimal():
         raise DataError(f"--shuffle {shuffle}: expected a seed, as 0, or no")

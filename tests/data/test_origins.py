@@ -289,8 +289,7 @@ def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
     assert (tmp_path / "x.parquet").stat().st_size < 20000
 
 
-def test_lines_of_json_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.from_samples._SCAN_BYTES", 7)
+def test_lines_of_json_are_found(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(0, 3000, 7)))
     assert [int(value) for value in packed(tmp_path, tmp_path / "x.jsonl").__getitems__(range(429))] == list(
         range(0, 3000, 7)

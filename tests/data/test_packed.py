@@ -487,7 +487,7 @@ def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path)
         while not (tmp_path / "go.there").exists():
             time.sleep(0.01)
         with pytest.raises(
-            DataError, match=rf"set: process {first.pid} on .* packs something else there: wait until it is done"
+            DataError, match=rf"set: process {first.pid} on .* is packing something else there: wait until it is done"
         ):
             pack(other, tmp_path / "set", shards=2, overwrite=True)
     finally:
@@ -591,14 +591,14 @@ class Endless(IterableDataset[Any]):
         (Dataset, "no length"),
         (Endless(), "Endless"),
         ([], "is empty"),
-        ([1, 2, 2**63], "'value' of sample 2 has the whole number 9223372036854775808, which does not fit into 64 bits"),
-        ([{"id": [1, -(2**70)]}], "'id' of sample 0 has the whole number -1180591620717411303424"),
-        ([1] * 41 + [10**9999] + [1] * 60, "'value' of sample 41 has the whole number of 33,216 bits"),
+        ([1, 2, 2**63], "'value' of sample 2 has the integer 9223372036854775808, which does not fit into 64 bits"),
+        ([{"id": [1, -(2**70)]}], "'id' of sample 0 has the integer -1180591620717411303424"),
+        ([1] * 41 + [10**9999] + [1] * 60, "'value' of sample 41 has the integer of 33,216 bits"),
         ([torch.zeros(2).to(torch.float8_e4m3fn)], r"'value' of sample 0 is a tensor \(float8_e4m3fn, strided\)"),
         ([torch.eye(2).to_sparse()], r"'value' of sample 0 is a tensor \(float32, sparse_coo\)"),
         ([[True], [1]], "'value' has bool and int64 in different samples"),
         ([{}], r"sample 0 is \{\}: it holds nothing"),
-        ([1, "2.5"], "'value' of sample 1 is a str, and a int in sample 0: make them alike"),
+        ([1, "2.5"], "'value' of sample 1 is a str, and a int in sample 0: give them one type"),
         ([1] * 41 + [None] + [1] * 60, "'value' of sample 41 is a NoneType"),
     ],
 )  # fmt: skip

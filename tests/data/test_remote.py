@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed.file_locks import lock_file
 from echelon.data.packed.from_samples import SamplePackingSource
+from echelon.data.packed.locked_tasks import lock_file
 from echelon.data.packed.pack import pack
 from echelon.data.packed.remote_cache import FileCache
 from echelon.data.packed.remote_store import RemoteStore

@@ -34,13 +34,17 @@ def open_packing_source(
         temp_folder = work_folder.parent
         return _open_folder(path, split, size, temp_folder) if path.is_dir() else _open_file(path, temp_folder)
     if length is not None and length < 1:
-        raise DataError(f"length={length}: a row of tokens has at least one")
+        raise DataError(f"length={length}: expected at least one token per row")
     if dtype not in ("uint8", "int16", "int32", "int64"):
         raise DataError(f"dtype={dtype!r}: tokens are uint8, int16, int32 or int64")
-    return TokenPackingSource(
-        _find_text_files(path), tokens=tokens, length=length, dtype=dtype, work_folder=work_folder, processes=processes,
-        progress=progress,
-    )  # fmt: skip
+    options = {
+        "length": length,
+        "dtype": dtype,
+        "work_folder": work_folder,
+        "processes": processes,
+        "progress": progress,
+    }
+    return TokenPackingSource(_find_text_files(path), tokens=tokens, **options)
 
 
 def _open_file(path: Path, temp_folder: Path) -> PackingSource:
@@ -85,5 +89,5 @@ def _find_text_files(path: Path) -> list[Path]:
 def _parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
     if not match:
-        raise DataError(f"size={text!r}: give height and width, as 224x224")
+        raise DataError(f"size={text!r}: expected height and width, as 224x224")
     return int(match[1]), int(match[2])

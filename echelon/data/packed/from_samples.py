@@ -22,12 +22,10 @@ from echelon.errors import DataError
 
 #: Samples that are read to infer the columns: the first ones, and as many spread over the rest.
 _INSPECTED_SAMPLES = 16
-#: Bytes that are searched for line ends at once.
-_SCAN_BYTES = 2**24
 
 
 class SamplePackingSource(PackingSource):
-    """Samples as the first epoch of a training sees them: random augmentation is drawn once, from the seed."""
+    """Samples as the first epoch of a training reads them: random augmentation is drawn once, from the seed."""
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
         self._source = SampleSource(open_dataset(data), seed=seed)
@@ -36,15 +34,17 @@ class SamplePackingSource(PackingSource):
         inspected_indices = sorted({*range(min(_INSPECTED_SAMPLES, self.samples)), *spread_indices})
         first_sample = self._source.read_sample(0)
         self.sample, self._first_shape = sample_schema.infer_structure(first_sample), describe_shape(first_sample)
-        if not list_column_names(self.sample):
+        names = list_column_names(self.sample)
+        if not names:
             raise DataError(f"sample 0 is {self._first_shape}: it holds nothing to pack")
+        if len(set(names)) < len(names):
+            raise DataError(f"two parts of a sample would have the same name among {', '.join(names)}: rename a key")
         inspected_leaves = [self._read_leaves(index) for index in inspected_indices]
         self.columns = tuple(
             _infer_column(name, values, inspected_indices)
-            for name, values in zip(_unique_column_names(self.sample), zip(*inspected_leaves, strict=True), strict=True)
+            for name, values in zip(names, zip(*inspected_leaves, strict=True), strict=True)
         )
-        pairs = zip(inspected_leaves, inspected_indices, strict=True)
-        rows = [self._row_arrays(values, index) for values, index in pairs]
+        rows = [self._row_arrays(*pair) for pair in zip(inspected_leaves, inspected_indices, strict=True)]
         self.provenance = {**provenance, "content": digest(rows)}
         sizes = [sum(array.nbytes for array in row) for row in rows]
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
@@ -62,10 +62,8 @@ class SamplePackingSource(PackingSource):
         try:
             return sample_schema.flatten_sample(sample, self.sample)
         except ValueError:
-            raise DataError(
-                f"sample {index} is {describe_shape(sample)}, sample 0 is {self._first_shape}: the samples of a packed data set have the "
-                "same structure"
-            ) from None
+            shapes = f"sample {index} is {describe_shape(sample)}, sample 0 is {self._first_shape}"
+            raise DataError(f"{shapes}: all samples of a packed data set must have the same structure") from None
 
 
 def open_dataset(data: Any) -> Any:
@@ -82,25 +80,19 @@ class JsonLines(Sequence[Any]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        scan_starts = range(0, len(self._bytes), _SCAN_BYTES)  # comparing takes a byte of memory per byte
-        chunks = [(first, self._bytes[first : first + _SCAN_BYTES]) for first in scan_starts]
-        newlines = [first + np.flatnonzero(chunk == ord("\n")) for first, chunk in chunks]
-        ends = np.concatenate([np.empty(0, np.int64), *newlines])
-        if len(self._bytes) and (not len(ends) or ends[-1] != len(self._bytes) - 1):
-            ends = np.append(ends, len(self._bytes))
-        starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-        lines = zip(starts, ends, strict=True)
-        is_nonblank = [end - start >= 8 or bool(self._bytes[start:end].tobytes().strip()) for start, end in lines]
-        self._starts, self._ends = starts[is_nonblank], ends[is_nonblank]
+        with path.open("rb") as file:
+            sizes = np.fromiter((-len(line) if line.isspace() else len(line) for line in file), np.int64)
+        self._bytes = np.memmap(path, np.uint8, "r") if len(sizes) else np.empty(0, np.uint8)
+        ends = np.cumsum(np.abs(sizes))
+        self._spans = np.stack([ends - np.abs(sizes), ends], axis=1)[sizes > 0]
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._spans)
 
     def __getitem__(self, index: Any) -> Any:
-        text = self._bytes[self._starts[index] : self._ends[index]].tobytes()
+        start, stop = self._spans[index]
         try:
-            return json.loads(text)
+            return json.loads(self._bytes[start:stop].tobytes())
         except ValueError as error:
             raise DataError(f"{self._path}: value {index} is not valid JSON: {error}") from None
 
@@ -111,32 +103,22 @@ def open_json_lines(path: Path) -> SamplePackingSource:
     return SamplePackingSource(JsonLines(path), provenance)
 
 
-def _unique_column_names(structure: Any) -> list[str]:
-    names = list_column_names(structure)
-    if len(set(names)) < len(names):
-        raise DataError(f"two parts of a sample would have the same name among {', '.join(names)}: rename a key")
-    return names
-
-
 def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> Column:
     """Infer a column from its values in a few samples."""
     first = values[0]
-    if isinstance(first, str):
-        return Column(name=name, dtype="uint8", ragged=True, kind="text")
-    if isinstance(first, bytes):
-        return Column(name=name, dtype="uint8", ragged=True, kind="bytes")
+    if isinstance(first, str | bytes):
+        return Column(name=name, dtype="uint8", ragged=True, kind="text" if isinstance(first, str) else "bytes")
     arrays = []
     for value, index in zip(values, indices, strict=True):
         if isinstance(value, str | bytes):
-            raise DataError(
-                f"{name!r} of sample {index} is a {type(value).__name__}, and a {type(first).__name__} in sample {indices[0]}: make them alike"
-            )
+            types = f"a {type(value).__name__}, and a {type(first).__name__} in sample {indices[0]}"
+            raise DataError(f"{name!r} of sample {index} is {types}: give them one type")
         arrays.append(_to_array(value, name, index))
     is_list = isinstance(first, list)
     # An empty list does not show its dtype.
     typed = ([pair for pair in arrays if pair[0].size] if is_list else arrays) or arrays
     dtypes = {dtype for _, dtype in typed}
-    # Python and JSON write 1 and 1.5: where some numbers are not whole, all are floats.
+    # Python and JSON write 1 and 1.5: where some numbers are not integers, all are floats.
     is_mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
     dtype = "float64" if is_mixed else typed[0][1]
     if len(dtypes) > 1 and not is_mixed:
@@ -148,10 +130,13 @@ def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> C
     if is_list or (len(shapes) > 1 and len(inner_shapes) == 1 and () not in shapes):
         return Column(name=name, dtype=dtype, shape=() if is_list else inner_shapes.pop(), ragged=True)
     if len(shapes) > 1:
-        mismatch = next(position for position, (array, _) in enumerate(arrays) if array.shape != arrays[0][0].shape)
+        expected = arrays[0][0].shape
+        shape, index = next(
+            (array.shape, i) for (array, _), i in zip(arrays, indices, strict=True) if array.shape != expected
+        )
         raise DataError(
-            f"{name!r} has shape {list(arrays[0][0].shape)} in sample {indices[0]} and {list(arrays[mismatch][0].shape)} in sample "
-            f"{indices[mismatch]}: only the first dimension may differ; resize or pad in the data set"
+            f"{name!r} has shape {list(expected)} in sample {indices[0]} and {list(shape)} in sample {index}: only the first dimension "
+            "may differ; resize or pad in the data set"
         )
     shape = shapes.pop()
     if 0 in shape:
@@ -185,9 +170,10 @@ def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
             return np.array(value, dtype), dtype
         except OverflowError:
             largest = max((item for item in items if isinstance(item, int)), key=abs)
-            raise DataError(
-                f"{name!r} of sample {index} has the whole number {_format_integer(largest)}, which does not fit into 64 bits: make it text, or smaller"
-            ) from None
+            # Python refuses to format thousands of digits.
+            digits = str(largest) if largest.bit_length() < 200 else f"of {largest.bit_length():,} bits"
+            problem = f"has the integer {digits}, which does not fit into 64 bits"
+            raise DataError(f"{name!r} of sample {index} {problem}: make it text, or smaller") from None
         except (TypeError, ValueError):
             pass
     if hasattr(value, "getbands") and hasattr(value, "tobytes"):  # a PIL image, to the layout of torchvision's ToTensor
@@ -196,14 +182,8 @@ def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return array.astype(array.dtype.newbyteorder("="), copy=False), array.dtype.newbyteorder("=").name
-    raise DataError(
-        f"{name!r} of sample {index} is a {type(value).__name__}: only numbers, tensors, arrays, images, text and bytes can be packed"
-    )
-
-
-def _format_integer(value: int) -> str:
-    """Python refuses to format thousands of digits."""
-    return str(value) if value.bit_length() < 200 else f"of {value.bit_length():,} bits"
+    types = "only numbers, tensors, arrays, images, text and bytes can be packed"
+    raise DataError(f"{name!r} of sample {index} is a {type(value).__name__}: {types}")
 
 
 def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
@@ -221,6 +201,6 @@ def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
         if dtype == column.dtype and shape == column.shape:
             return array.astype(np.uint8) if dtype == "bool" else array
     raise DataError(
-        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in the samples before: make them alike (where the "
-        "first dimension differs, it must differ among the first samples)"
+        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in earlier samples: give them one type and shape (where "
+        "the first dimension differs, it must differ among the first samples)"
     )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
+import shutil
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,9 +19,8 @@ import numpy as np
 from echelon.data.packed.locked_tasks import Task, run_tasks
 from echelon.data.packed.manifest import Column
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback, digest_file_stats
-from echelon.data.packed.temp_dir import SharedTempDir
 from echelon.errors import DataError
-from echelon.files import atomic_writer
+from echelon.files import acquire_lock, atomic_writer, release_lock, try_lock
 
 #: Characters that a tokenizer gets at once, approximately.
 _CHUNK_CHARS = 2**19
@@ -39,7 +42,7 @@ class TokenPackingSource(PackingSource):
     ) -> None:  # fmt: skip
         self._text_files, self._length, self._dtype = list(files), length, np.dtype(dtype)
         self._token_dtype: np.dtype[Any] = np.dtype(np.uint8 if tokens == "byte" else np.int32)
-        self._work_folder = None if tokens == "byte" else SharedTempDir(work_folder)
+        self._work_folder = None if tokens == "byte" else _SharedTempDir(work_folder)
         self._tokenize = partial(_tokenize_files, files, tokens, work_folder, processes, progress)
         shape = () if length is None else (length,)
         self.columns = (Column(name="tokens", dtype=dtype, shape=shape, ragged=length is None),)
@@ -194,3 +197,30 @@ def _hash_file(path: str) -> str:
 
 def _short_hash(content: str | bytes) -> str:
     return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=8).hexdigest()
+
+
+class _SharedTempDir:
+    """A folder of intermediate files that processes share; the last one that is done with it deletes it. `acquire` creates it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock_path, self._lock = folder, folder / ".lock", -1
+
+    def acquire(self) -> None:
+        """Keep every process from deleting the folder."""
+        while self._lock < 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # deleted between the two calls
+                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+                if try_lock(lock, shared=True) and os.fstat(lock).st_nlink:
+                    self._lock = lock
+                    return
+                release_lock(lock)
+            time.sleep(0.01)
+
+    def remove_if_unused(self) -> None:
+        """Delete the folder unless another process has acquired it."""
+        if self._lock >= 0:
+            release_lock(self._lock)
+            self._lock = -1
+        with suppress(TimeoutError, FileNotFoundError), acquire_lock(self._lock_path):
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -116,3 +117,18 @@ def _worker_main(tasks: Sequence[Task], pipe: Any, parent_pid: int) -> None:
             pipe.send(progress)
     except Exception as error:
         pipe.send(str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
+
+
+def lock_file(
+    path: Path, *, timeout: float = 60.0, heartbeat: Callable[[], object] | None = None
+) -> AbstractContextManager[object]:
+    """Lock `path` for a short change; an error after `timeout` seconds in which `heartbeat()` has not changed.
+
+    Without `heartbeat`, another holder counts as one, and so does a file that appears in or vanishes from the lock's folder.
+    """
+    heartbeat = heartbeat or (lambda: (describe_holders(path), path.parent.stat().st_mtime_ns))
+    try:
+        return acquire_lock(path, timeout=timeout, heartbeat=heartbeat)
+    except TimeoutError as error:
+        problem = f"{error}, which made no progress for {timeout:g} s"
+        raise DataError(f"{problem}: resume it if it is stopped, or end it") from None

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.packed import manifest as documents
-from echelon.data.packed.file_locks import lock_file
-from echelon.data.packed.locked_tasks import Task, run_tasks
+from echelon.data.packed.locked_tasks import Task, lock_file, run_tasks
 from echelon.data.packed.manifest import SHARD_FILE_NAME, Manifest, Shard
 from echelon.data.packed.packing_source import PackingSource, ProgressCallback
 from echelon.data.packed.shard import ShardWriter
@@ -37,6 +36,8 @@ _ROWS_PER_READ = 256
 _LEAVE_TIMEOUT = 5.0
 #: Files that are needed only until the manifest is written.
 _WORK_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
+#: What a packing that has begun records of itself.
+_RECORD_NAME = "packing.json"
 _REPLACE_HINT = "choose another folder; `echelon pack --overwrite` replaces what is there"
 
 
@@ -57,59 +58,58 @@ class _PackingSpec:
         return {"identity": self.source.identity, "kind": kind, **layout}
 
     @property
-    def start_document(self) -> dict[str, Any]:
-        """What a packing that has begun says of itself."""
+    def record(self) -> dict[str, Any]:
+        """What a packing that has begun records of itself."""
         return {**self.intent, "from": dict(self.source.provenance)}
-
-    def matches(self, document: Mapping[str, Any]) -> bool:
-        """Whether `document` describes this packing."""
-        return {key: document.get(key) for key in self.intent} == self.intent
-
-    def write_start_document(self) -> None:
-        """Record that the packing has begun."""
-        atomic_write(self.folder / "packing.json", json.dumps(self.start_document))
 
     def row_range(self, shard_index: int) -> tuple[int, int]:
         """The first row of a shard and the end."""
         samples = self.source.samples
         return shard_index * samples // self.shards, (shard_index + 1) * samples // self.shards
 
+    def path(self, shard_index: int, suffix: str) -> Path:
+        return self.folder / f"shard-{shard_index:05d}{suffix}"
+
     def read_note(self, shard_index: int) -> Shard | None:
         """Read what a finished shard holds; None: it is not finished, or belongs to another packing."""
         try:
-            document = json.loads((self.folder / f"{_shard_name(shard_index)}.json").read_bytes())
+            document = json.loads(self.path(shard_index, ".json").read_bytes())
             if document["intent"] != self.intent:
                 return None
             shard = documents.parse_shard(document["shard"], self.source.columns, self.block)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return None if _has_wrong_size(self.folder, shard) else shard
+        return None if _is_missing(self.folder, shard) else shard
 
     def write_note(self, shard_index: int, shard: Shard) -> None:
         """Record that a shard is finished."""
         document = {"intent": self.intent, "shard": asdict(shard)}
-        atomic_write(self.folder / f"{_shard_name(shard_index)}.json", json.dumps(document))
+        atomic_write(self.path(shard_index, ".json"), json.dumps(document))
 
 
 def pack(
     source: PackingSource, folder: Path, *, shards: int | None = None, processes: int = 1, overwrite: bool | str = False,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Manifest:  # fmt: skip
-    """Write `source` to `folder`. If it is there already, writes only what is missing: what an unfinished packing left, and shards that
-    are gone or cut off.
+    """Write `source` to `folder`. If it is there already, write only what is missing: what an unfinished packing left, and shards that
+    were deleted or truncated.
 
     `shards`: number of files (None: by size, a power of two). `overwrite`: replace another data set that is there, or, given a text,
     one of this kind only. `progress(rows done, rows in all)` is called now and then.
     """
-    finished = _find_finished(folder, source, shards)
-    if finished is not None:
-        return finished
+    existing = None if (folder / _RECORD_NAME).exists() else _load_manifest(folder, ignore_damage=True)
+    if existing is not None and existing.provenance.get("identity") == source.identity:
+        is_complete = not any(_is_missing(folder, shard) for shard in existing.shards)
+        if is_complete and shards in (None, len(existing.shards)):
+            return existing
     if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file, and a packed data set is a folder: give another name")
+        raise DataError(f"{folder} is a file, and a packed data set is a folder: choose another name")
     source.prepare()
     if shards is not None and not 1 <= shards <= source.samples:
         raise DataError(f"shards={shards}: {source.samples:,} samples can be cut into 1 to {source.samples:,} files")
-    shard_count = shards or _find_shard_count(folder, source) or choose_shard_count(source)
+    record = _read_record(folder, _load_manifest(folder, ignore_damage=True)) or {}
+    previous_shards = record["shards"] if record.get("identity") == source.identity else None
+    shard_count = shards or previous_shards or choose_shard_count(source)
     spec = _PackingSpec(source=source, folder=folder, shards=shard_count, block=rows_per_block(source.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
     busy_lock = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -132,58 +132,36 @@ def choose_shard_count(source: PackingSource) -> int:
     return min(1 << max(0, shard_count - 1).bit_length(), source.samples)
 
 
-def _find_finished(folder: Path, source: PackingSource, shards: int | None) -> Manifest | None:
-    """The data set in the folder if it is this one and complete."""
-    manifest = None if (folder / "packing.json").exists() else _load_manifest(folder, ignore_damage=True)
-    if manifest is None or manifest.provenance.get("identity") != source.identity:
-        return None
-    is_complete = not any(_has_wrong_size(folder, shard) for shard in manifest.shards)
-    return manifest if is_complete and shards in (None, len(manifest.shards)) else None
-
-
-def _find_shard_count(folder: Path, source: PackingSource) -> int | None:
-    """Into how many shards a packing in the folder, finished or begun, has cut this very source."""
-    document = _read_start_document(folder)
-    if document is None:
-        manifest = _load_manifest(folder, ignore_damage=True)
-        document = {} if manifest is None else _start_document_of(manifest)
-    shard_count = document.get("shards")
-    is_valid = document.get("identity") == source.identity and type(shard_count) is int and shard_count > 0
-    return shard_count if is_valid else None
-
-
 def _prepare_folder(spec: _PackingSpec, overwrite: bool | str, busy_lock: int) -> Manifest | None:
     """Return the data set if it is complete; else make the folder ready to begin or continue."""
-    folder = spec.folder
+    folder, record_path = spec.folder, spec.folder / _RECORD_NAME
     existing = _load_manifest(folder, ignore_damage=overwrite is True)
-    present = _read_start_document(folder) if existing is None else _start_document_of(existing)
-    if present is not None and not spec.matches(present):
-        kind = str(present.get("kind"))
-        differences = _describe_differences(present, spec)
+    record = _read_record(folder, existing)
+    if record is not None and any(record.get(key) != value for key, value in spec.intent.items()):
+        kind, differences = str(record.get("kind")), _describe_differences(record, spec)
         if overwrite not in (True, kind):
             what = "a part of another packing" if existing is None else "another packed data set"
             raise DataError(f"{folder} holds {what}: {differences}; {_REPLACE_HINT}")
-        if overwrite is not True:  # nobody asked for hours of work to be done again
+        if overwrite is not True:  # nobody asked for hours of work to be repeated
             warnings.warn(f"{folder} is packed again: {differences}", stacklevel=2)
         _clear_folder(folder, busy_lock, kind)
     elif existing is not None:
-        missing = [index for index, shard in enumerate(existing.shards) if _has_wrong_size(folder, shard)]
-        if not missing:
+        if not any(_is_missing(folder, shard) for shard in existing.shards):
             _remove_work_files(folder)
             return existing
         for index, shard in enumerate(existing.shards):
-            if index not in missing:
+            if not _is_missing(folder, shard):
                 spec.write_note(index, shard)
-        spec.write_start_document()
+        atomic_write(record_path, json.dumps(spec.record))
         (folder / documents.FILE_NAME).unlink()
-    elif overwrite is True and (present is None or (folder / documents.FILE_NAME).exists()):
+    elif overwrite is True and (record is None or (folder / documents.FILE_NAME).exists()):
         _clear_folder(folder, busy_lock, "")
-    elif present is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+    elif record is None and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise DataError(f"{folder} is not empty and not a packed data set: {_REPLACE_HINT}")
-    for path in [*folder.glob(".manifest.json.*"), *folder.glob(".packing.json.*")]:
+    for path in [*folder.glob(".manifest.json.*"), *folder.glob(f".{_RECORD_NAME}.*")]:
         path.unlink()  # left by a process that was killed
-    if not (folder / "packing.json").exists():
-        spec.write_start_document()
+    if not record_path.exists():
+        atomic_write(record_path, json.dumps(spec.record))
     return None
 
 
@@ -196,10 +174,15 @@ def _load_manifest(folder: Path, *, ignore_damage: bool) -> Manifest | None:
         raise
 
 
-def _read_start_document(folder: Path) -> dict[str, Any] | None:
-    """Read what an unfinished packing says of itself; {} if that is damaged."""
+def _read_record(folder: Path, manifest: Manifest | None) -> dict[str, Any] | None:
+    """What the packing in the folder recorded of itself when it began: {} if that is damaged, None if there is no packing."""
+    if manifest is not None:
+        provenance = {key: text for key, text in manifest.provenance.items() if key not in ("identity", "echelon")}
+        layout = {"shards": len(manifest.shards), "block": manifest.block, "version": documents.VERSION}
+        identity, kind = manifest.provenance.get("identity"), provenance.get("kind", "")
+        return {"identity": identity, "kind": kind, **layout, "from": provenance}
     try:
-        document = json.loads((folder / "packing.json").read_bytes())
+        document = json.loads((folder / _RECORD_NAME).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
@@ -207,27 +190,19 @@ def _read_start_document(folder: Path) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else {}
 
 
-def _start_document_of(manifest: Manifest) -> dict[str, Any]:
-    """What the packing of a finished data set said of itself when it began."""
-    provenance = {key: text for key, text in manifest.provenance.items() if key not in ("identity", "echelon")}
-    layout = {"shards": len(manifest.shards), "block": manifest.block, "version": documents.VERSION}
-    identity, kind = manifest.provenance.get("identity"), provenance.get("kind", "")
-    return {"identity": identity, "kind": kind, **layout, "from": provenance}
-
-
-def _describe_differences(present: Mapping[str, Any], spec: _PackingSpec) -> str:
+def _describe_differences(record: Mapping[str, Any], spec: _PackingSpec) -> str:
     """Describe what is there and what would be packed now, where they differ."""
     there, here = (
         {key: side.get(key) for key in ("shards", "block", "version")}
         | (side["from"] if isinstance(side.get("from"), dict) else {})
-        for side in (present, spec.start_document)
+        for side in (record, spec.record)
     )
     changes = [
         f"{key} {_truncate(there.get(key))} there, {_truncate(here.get(key))} here"
         for key in {**here, **there}
         if key not in spec.source.remarks and there.get(key) != here.get(key)
     ]
-    identities = f"identity {present.get('identity')} there, {spec.source.identity} here"
+    identities = f"identity {record.get('identity')} there, {spec.source.identity} here"
     return "; ".join(changes) or f"samples or columns other than here ({identities})"
 
 
@@ -243,35 +218,29 @@ def _clear_folder(folder: Path, busy_lock: int, kind: str) -> None:
     while not try_lock(busy_lock):
         if time.monotonic() > deadline:
             raise DataError(
-                f"{folder}: {describe_holders(folder / '.packing.lock')} packs something else there: wait until it is done, end it, or choose "
-                "another folder. Ranks of one job must give the same data and function: is something in them different on each?"
+                f"{folder}: {describe_holders(folder / '.packing.lock')} is packing something else there: wait until it is done, end it, or "
+                "choose another folder. Ranks of one job must give the same data and function: does something in them differ between ranks?"
             )
         time.sleep(0.05)
-    atomic_write(folder / "packing.json", json.dumps({"kind": kind}))
+    atomic_write(folder / _RECORD_NAME, json.dumps({"kind": kind}))
     (folder / documents.FILE_NAME).unlink(missing_ok=True)
-    _delete_matching(folder, SHARD_FILE_NAME)
+    for path in folder.iterdir():
+        if SHARD_FILE_NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)
     _remove_work_files(folder)
 
 
 def _remove_work_files(folder: Path) -> None:
     """Delete what is needed only until the manifest is written; last the file that says that there is something to delete."""
-    _delete_matching(folder, _WORK_FILE_NAME)
-    (folder / "packing.json").unlink(missing_ok=True)
-
-
-def _delete_matching(folder: Path, pattern: re.Pattern[str]) -> None:
     for path in folder.iterdir():
-        if pattern.fullmatch(path.name):
+        if _WORK_FILE_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
+    (folder / _RECORD_NAME).unlink(missing_ok=True)
 
 
-def _has_wrong_size(folder: Path, shard: Shard) -> bool:
+def _is_missing(folder: Path, shard: Shard) -> bool:
     path = folder / shard.file
     return not path.is_file() or path.stat().st_size != shard.bytes
-
-
-def _shard_name(shard_index: int) -> str:
-    return f"shard-{shard_index:05d}"
 
 
 def _write_missing_shards(spec: _PackingSpec, processes: int, progress: ProgressCallback) -> None:
@@ -287,7 +256,7 @@ def _write_missing_shards(spec: _PackingSpec, processes: int, progress: Progress
 def _make_shard_task(spec: _PackingSpec, shard_index: int) -> Task:
     manifest = spec.folder / documents.FILE_NAME  # notes vanish when it is written: then everything is done
     return Task(
-        target=spec.folder / f"{_shard_name(shard_index)}.arrow",
+        target=spec.path(shard_index, ".arrow"),
         is_done=lambda: spec.read_note(shard_index) is not None or manifest.exists(),
         run=lambda: _write_shard(spec, shard_index),
     )
@@ -295,7 +264,8 @@ def _make_shard_task(spec: _PackingSpec, shard_index: int) -> Task:
 
 def _write_shard(spec: _PackingSpec, shard_index: int) -> Iterator[int]:
     """Write one shard; yields the number of rows after each read."""
-    for path in spec.folder.glob(f".{_shard_name(shard_index)}.[aj]*"):
+    target = spec.path(shard_index, ".arrow")
+    for path in spec.folder.glob(f".{target.stem}.[aj]*"):
         path.unlink()  # left by a process that was killed
     start, stop = spec.row_range(shard_index)
     writer = ShardWriter(spec.source.columns, stop - start)
@@ -303,7 +273,7 @@ def _write_shard(spec: _PackingSpec, shard_index: int) -> Iterator[int]:
         chunk_stop = min(chunk_start + _ROWS_PER_READ, stop)
         writer.add_rows(spec.source.read(chunk_start, chunk_stop), chunk_stop - chunk_start)
         yield chunk_stop - chunk_start
-    spec.write_note(shard_index, writer.write(spec.folder, f"{_shard_name(shard_index)}.arrow", spec.block))
+    spec.write_note(shard_index, writer.write(target, spec.block))
 
 
 def _write_manifest(spec: _PackingSpec) -> Manifest:
@@ -312,7 +282,7 @@ def _write_manifest(spec: _PackingSpec) -> Manifest:
     if (folder / documents.FILE_NAME).exists():
         existing = documents.load_manifest(folder)
         if existing.provenance.get("identity") != source.identity:
-            raise DataError(f"{folder} was packed from another source meanwhile; choose another folder")
+            raise DataError(f"{folder} was packed from another source in the meantime; choose another folder")
         return existing
     notes = [spec.read_note(shard_index) for shard_index in range(spec.shards)]
     version = installed_versions(["echelon"])["echelon"]
@@ -321,7 +291,7 @@ def _write_manifest(spec: _PackingSpec) -> Manifest:
         provenance={**source.provenance, **source.remarks, "identity": source.identity, "echelon": version},
     )  # fmt: skip
     if manifest.samples != source.samples:
-        raise DataError(f"{folder}: files were deleted while they were packed; run the same command again")
+        raise DataError(f"{folder}: files were deleted during packing; run the same command again")
     manifest.save(folder)
     _remove_work_files(folder)
     return manifest

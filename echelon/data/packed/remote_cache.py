@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data.packed.file_locks import lock_file
+from echelon.data.packed.locked_tasks import lock_file
 from echelon.errors import CacheFullError, DataError
 from echelon.files import release_lock, try_lock
 from echelon.plan.format_units import format_bytes

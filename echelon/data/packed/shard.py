@@ -47,8 +47,8 @@ class ShardWriter:
             self._ragged_columns[index] += rows
         self._row_count = stop
 
-    def write(self, folder: Path, name: str, block: int) -> Shard:
-        """Write the file, which appears under its name once every byte is on disk."""
+    def write(self, path: Path, block: int) -> Shard:
+        """Write the file, which appears under its name once every byte is on disk. `block`: rows per checksum."""
         import pyarrow as pa
 
         assert self._row_count == self._samples
@@ -56,14 +56,14 @@ class ShardWriter:
         schema = pa.schema([pa.field(name, array.type, nullable=False) for name, array in arrays.items()])
         batch = pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema)
         try:
-            with atomic_writer(folder / name) as file:
+            with atomic_writer(path) as file:
                 with pa.ipc.new_file(pa.PythonFile(file, "w"), batch.schema) as writer:
                     writer.write_batch(batch)
                 file.flush()
-                return _describe_shard(Path(file.name), name, self._columns, self._samples, block)
+                return _describe_shard(Path(file.name), path.name, self._columns, self._samples, block)
         except OSError as error:
             raise DataError(
-                f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which "
+                f"{path} cannot be written: {error.strerror or error}; once there is room, run the same command again, which "
                 "continues where this one stopped"
             ) from None
 
