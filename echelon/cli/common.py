@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -32,16 +33,16 @@ def wants_traceback(ctx: typer.Context) -> bool:
 
 
 JobFile = Annotated[
-    str, typer.Argument(metavar="FILE[:name]", help="A job file, and the function in it that returns the job [job].")
+    str, Argument(metavar="FILE[:name]", help="A job file, and the function in it that returns the job [job].")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-DebugOption = Annotated[bool, typer.Option("--debug", callback=_store_debug, help="Show tracebacks.")]
+JsonOption = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
+DebugOption = Annotated[bool, Option("--debug", callback=_store_debug, help="Show tracebacks.")]
 PlanOption = Annotated[
-    str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
+    str, Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
 ]
 ClusterOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--cluster",
         metavar="C",
         help='A catalogue name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file, or the output of `echelon doctor -o` [this machine].',
@@ -49,10 +50,10 @@ ClusterOption = Annotated[
 ]
 FigureOption = Annotated[
     str | None,
-    typer.Option("--picture", metavar="FILE", help="Draw step, memory and mesh to an .svg or .png file."),
+    Option("--picture", metavar="FILE", help="Draw step, memory and mesh to an .svg or .png file."),
 ]
 TraceOption = Annotated[
-    str | None, typer.Option("--trace", metavar="FILE", help="Write the step as a Perfetto trace (.json).")
+    str | None, Option("--trace", metavar="FILE", help="Write the step as a Perfetto trace (.json).")
 ]
 
 

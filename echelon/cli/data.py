@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from echelon.cli.common import DebugOption, JsonOption, make_progress, make_table, print_answer
 from echelon.errors import CorruptDataError
 from echelon.plan.format_units import format_bytes
 
 app = typer.Typer(help="Show or verify a packed data set.", no_args_is_help=True, rich_markup_mode=None)
-DataFolder = Annotated[str, typer.Argument(metavar="DST", help="Folder or URL of a packed data set.")]
+DataFolder = Annotated[str, Argument(metavar="DST", help="Folder or URL of a packed data set.")]
 
 
 @app.command()
 def show(
     folder: DataFolder,
-    samples: Annotated[int, typer.Option(help="Samples to show.")] = 3,
+    samples: Annotated[int, Option(help="Samples to show.")] = 3,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

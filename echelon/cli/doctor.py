@@ -6,7 +6,7 @@ import platform
 import shutil
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from echelon.cli.common import DebugOption, JsonOption, make_table, measure_machine, print_answer
 from echelon.plan.format_units import format_bytes, format_seconds
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if this machine is known.")] = False,
+    refresh: Annotated[bool, Option("--refresh", help="Measure again, even if this machine is known.")] = False,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Save the cluster, to plan for it elsewhere."),
+        Option("--out", "-o", metavar="FILE", help="Save the cluster, to plan for it elsewhere."),
     ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,

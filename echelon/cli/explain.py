@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from echelon.cli.common import ClusterOption, DebugOption, JsonOption, print_answer, read_cluster, read_job
 from echelon.plan.format_units import format_bytes, format_seconds
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 def explain(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
-    why_not: Annotated[str | None, typer.Option("--why-not", metavar="P", help="Another plan to compare with.")] = None,
-    job: Annotated[
-        str | None, typer.Option(metavar="FILE[:name]", help="The job, to show time and memory as well.")
-    ] = None,
+    plan: Annotated[str, Argument(metavar="PLAN", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
+    why_not: Annotated[str | None, Option("--why-not", metavar="P", help="Another plan to compare with.")] = None,
+    job: Annotated[str | None, Option(metavar="FILE[:name]", help="The job, to show time and memory as well.")] = None,
     cluster: ClusterOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from echelon.cli.common import DebugOption, JsonOption, print_answer
 from echelon.plan.format_units import format_bytes
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder (its last checkpoint), or a checkpoint.")],
-    out: Annotated[str, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
-    best: Annotated[
-        bool, typer.Option("--best", help="Take the run's checkpoint with the lowest evaluation loss.")
-    ] = False,
+    run: Annotated[str, Argument(metavar="RUN", help="A run folder (its last checkpoint), or a checkpoint.")],
+    out: Annotated[str, Argument(metavar="OUT.safetensors", help="The file to write.")],
+    best: Annotated[bool, Option("--best", help="Take the run's checkpoint with the lowest evaluation loss.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

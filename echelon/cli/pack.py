@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from echelon.cli.common import DebugOption, JsonOption, make_progress, print_answer
 from echelon.errors import DataError
@@ -20,27 +20,23 @@ SOURCE_HELP = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, ORC, JSON line
 
 
 def pack(
-    source: Annotated[str, typer.Argument(metavar="SRC", help=SOURCE_HELP)],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    split: Annotated[str | None, typer.Option(help="For IDX files: train or t10k.")] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Decode and resize images [stored as they are].")
-    ] = None,
+    source: Annotated[str, Argument(metavar="SRC", help=SOURCE_HELP)],
+    target: Annotated[Path, Argument(metavar="DST", help="The folder to write.")],
+    split: Annotated[str | None, Option(help="For IDX files: train or t10k.")] = None,
+    size: Annotated[str | None, Option(metavar="HxW", help="Decode and resize images [stored as they are].")] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="byte|FILE", help="Tokenize text: into bytes, or by a tokenizer.json.")
+        str | None, Option(metavar="byte|FILE", help="Tokenize text: into bytes, or by a tokenizer.json.")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row [one row per file].")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of tokens: uint8, int16, int32 or int64.")] = "int64",
+    length: Annotated[int | None, Option(help="Tokens per row [one row per file].")] = None,
+    dtype: Annotated[str, Option(help="Type of tokens: uint8, int16, int32 or int64.")] = "int64",
     shuffle: Annotated[
-        str | None, typer.Option(metavar="SEED|no", help="Shuffle the samples [seed 0 for images by class, else no].")
+        str | None, Option(metavar="SEED|no", help="Shuffle the samples [seed 0 for images by class, else no].")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Number of files [by size]. Each packing process holds one in memory.")
+        int | None, Option(help="Number of files [by size]. Each packing process holds one in memory.")
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option(help="Packing processes [one per core, as far as memory allows].")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a data set in DST that has another source.")] = False,
+    processes: Annotated[int | None, Option(help="Packing processes [one per core, as far as memory allows].")] = None,
+    overwrite: Annotated[bool, Option(help="Replace a data set in DST that has another source.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

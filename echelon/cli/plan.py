@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from echelon.cli.common import (
     ClusterOption,
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 def plan(
     file: JobFile,
     cluster: ClusterOption = None,
-    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
-    out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Save the best plan.")] = None,
+    top: Annotated[int, Option(min=1, help="Plans to show.")] = 5,
+    out: Annotated[str | None, Option("--out", "-o", metavar="FILE", help="Save the best plan.")] = None,
     goal: Annotated[
         str,
-        typer.Option(help="fastest, memory (smallest), cheapest (per step), or devices (fewest that meet --within)."),
+        Option(help="fastest, memory (smallest), cheapest (per step), or devices (fewest that meet --within)."),
     ] = "fastest",
-    within: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit for --steps: 90s, 12h, 3d.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to finish within that time.")] = 1,
+    within: Annotated[str | None, Option(metavar="TIME", help="Time limit for --steps: 90s, 12h, 3d.")] = None,
+    steps: Annotated[int, Option(help="Steps to finish within that time.")] = 1,
     price: Annotated[
-        float | None, typer.Option(help="Price of one device hour, for --goal cheapest [the cluster's].")
+        float | None, Option(help="Price of one device hour, for --goal cheapest [the cluster's].")
     ] = None,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Forecast every plan, even those that cannot be best.")
+        bool, Option("--exhaustive", help="Forecast every plan, even those that cannot be best.")
     ] = False,
     beyond: Annotated[
         bool,
-        typer.Option("--beyond", help="Include what cannot be executed yet: cp, ep, and fp8 with --precision fp8."),
+        Option("--beyond", help="Include what cannot be executed yet: cp, ep, and fp8 with --precision fp8."),
     ] = False,
     precisions: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--precision", metavar="NAME", help="Try this precision too: fp32, tf32, bf16, fp16 or fp8; repeatable."
         ),
     ] = None,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from echelon.cli.common import DebugOption, JsonOption, print_answer
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder: runs/NAME.")],
+    run: Annotated[str, Argument(metavar="RUN", help="A run folder: runs/NAME.")],
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from echelon.cli.common import DebugOption, JsonOption, make_table, print_answer, print_warnings
 from echelon.cli.server_start import start
@@ -13,9 +14,9 @@ from echelon.cli.server_start import start
 app = typer.Typer(help="Start, inspect and control parameter servers.", no_args_is_help=True, rich_markup_mode=None)
 app.command()(start)
 
-ControllerOption = Annotated[str, typer.Option("--controller", metavar="HOST:PORT", help="The job's controller.")]
-SecretFileOption = Annotated[Path, typer.Option("--secret-file", metavar="FILE", help="The job's secret.")]
-TableArgument = Annotated[str, typer.Argument(metavar="TABLE", help="The table's name.")]
+ControllerOption = Annotated[str, Option("--controller", metavar="HOST:PORT", help="The job's controller.")]
+SecretFileOption = Annotated[Path, Option("--secret-file", metavar="FILE", help="The job's secret.")]
+TableArgument = Annotated[str, Argument(metavar="TABLE", help="The table's name.")]
 
 
 @app.command()
@@ -35,10 +36,10 @@ def status(
 
 @app.command()
 def drain(
-    server: Annotated[str, typer.Argument(help="The server's name, as `status` shows it.")],
+    server: Annotated[str, Argument(help="The server's name, as `status` shows it.")],
     controller: ControllerOption,
     secret_file: SecretFileOption,
-    patience: Annotated[float, typer.Option(help="Seconds to wait until the server is empty.")] = 600.0,
+    patience: Annotated[float, Option(help="Seconds to wait until the server is empty.")] = 600.0,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -63,11 +64,11 @@ def drain(
 def checkpoint(
     path: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="A new folder, or a checkpoint to replace, that every server can write."),
+        Argument(metavar="FOLDER", help="A new folder, or a checkpoint to replace, that every server can write."),
     ],
     controller: ControllerOption,
     secret_file: SecretFileOption,
-    patience: Annotated[float, typer.Option(help="Seconds to wait until it is complete.")] = 3600.0,
+    patience: Annotated[float, Option(help="Seconds to wait until it is complete.")] = 3600.0,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -82,7 +83,7 @@ def checkpoint(
 @app.command()
 def expire(
     name: TableArgument,
-    older: Annotated[int, typer.Argument(min=0, help="Delete rows last written this many log entries ago or earlier.")],
+    older: Annotated[int, Argument(min=0, help="Delete rows last written this many log entries ago or earlier.")],
     controller: ControllerOption,
     secret_file: SecretFileOption,
     json: JsonOption = False,
@@ -97,12 +98,10 @@ def expire(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint of servers.")],
+    checkpoint: Annotated[Path, Argument(metavar="FOLDER", help="A checkpoint of servers.")],
     name: TableArgument,
-    output: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors or .arrow file.")],
-    numbers: Annotated[
-        str, typer.Option(help="f4 or f2; i2 or i1 for serving (integers with a scale per row).")
-    ] = "f4",
+    output: Annotated[Path, Argument(metavar="FILE", help="A .safetensors or .arrow file.")],
+    numbers: Annotated[str, Option(help="f4 or f2; i2 or i1 for serving (integers with a scale per row).")] = "f4",
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

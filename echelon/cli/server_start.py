@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from echelon.cli.common import DebugOption, JsonOption, print_answer, print_warnings
 from echelon.errors import EchelonError, ServerError
@@ -26,45 +27,39 @@ _MODES = {
 
 def start(
     context: typer.Context,
-    servers: Annotated[int, typer.Option(min=0, help="Servers to run here; 0: only the controller.")] = 1,
+    servers: Annotated[int, Option(min=0, help="Servers to run here; 0: only the controller.")] = 1,
     controller: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Join this controller with one server [start one here].")
+        str | None, Option(metavar="HOST:PORT", help="Join this controller with one server [start one here].")
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The job's secret (mode 600); a new controller creates it [FOLDER/secret]."),
+        Option(metavar="FILE", help="The job's secret (mode 600); a new controller creates it [FOLDER/secret]."),
     ] = None,
-    bind: Annotated[str, typer.Option(metavar="HOST[:PORT]", help="Address to listen on.")] = "127.0.0.1",
-    advertise: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Name by which others reach this machine.")
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Name of this machine; replicas are placed on different ones.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="With --controller: the server's name.")] = None,
+    bind: Annotated[str, Option(metavar="HOST[:PORT]", help="Address to listen on.")] = "127.0.0.1",
+    advertise: Annotated[str | None, Option(metavar="HOST", help="Name by which others reach this machine.")] = None,
+    host: Annotated[str | None, Option(help="Name of this machine; replicas are placed on different ones.")] = None,
+    name: Annotated[str | None, Option(help="With --controller: the server's name.")] = None,
     folder: Annotated[
-        Path, typer.Option(help="Controller state and logs; a controller resumes the job that it finds there.")
+        Path, Option(help="Controller state and logs; a controller resumes the job that it finds there.")
     ] = Path("runs/servers"),
-    replicas: Annotated[int, typer.Option(min=1, max=3, help="Replicas of each shard.")] = 2,
-    shards: Annotated[int, typer.Option(help="Virtual shards, a power of two, fixed for the job.")] = 256,
+    replicas: Annotated[int, Option(min=1, max=3, help="Replicas of each shard.")] = 2,
+    shards: Annotated[int, Option(help="Virtual shards, a power of two, fixed for the job.")] = 256,
     expect: Annotated[
-        int | None, typer.Option(min=1, help="With --servers 0: servers to wait for before placing shards.")
+        int | None, Option(min=1, help="With --servers 0: servers to wait for before placing shards.")
     ] = None,
-    staleness: Annotated[int | None, typer.Option(min=0, help="Steps that a worker may be ahead [unlimited].")] = None,
-    aggregate: Annotated[
-        bool, typer.Option(help="With --staleness 0: sum a step's gradients and apply them once.")
-    ] = False,
+    staleness: Annotated[int | None, Option(min=0, help="Steps that a worker may be ahead [unlimited].")] = None,
+    aggregate: Annotated[bool, Option(help="With --staleness 0: sum a step's gradients and apply them once.")] = False,
     lease: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A server without a heartbeat for this long counts as dead.")
+        float, Option(metavar="SECONDS", help="A server without a heartbeat for this long counts as dead.")
     ] = 0.6,
-    memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory limit of each server.")] = None,
-    spill: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where rows beyond --memory go.")] = None,
-    restore: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A server checkpoint to start from.")] = None,
+    memory: Annotated[float | None, Option(metavar="GIB", help="Memory limit of each server.")] = None,
+    spill: Annotated[Path | None, Option(metavar="FOLDER", help="Where rows beyond --memory go.")] = None,
+    restore: Annotated[Path | None, Option(metavar="FOLDER", help="A server checkpoint to start from.")] = None,
     on: Annotated[
-        str, typer.Option(metavar="local|ray", help="Processes on this machine, or actors on a Ray cluster.")
+        str, Option(metavar="local|ray", help="Processes on this machine, or actors on a Ray cluster.")
     ] = "local",
     cluster: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="With --on ray: the cluster [the one that Ray finds].")
+        str | None, Option(metavar="ADDRESS", help="With --on ray: the cluster [the one that Ray finds].")
     ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,

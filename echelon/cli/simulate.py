@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from echelon.cli.common import (
     ClusterOption,
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 
 def simulate(
     file: JobFile,
-    plan: Annotated[
-        str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), or a plan file.')
-    ],
+    plan: Annotated[str, Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
     cluster: ClusterOption = None,
     picture: FigureOption = None,
     trace: TraceOption = None,

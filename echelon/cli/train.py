@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from echelon.cli.common import (
     DebugOption,
@@ -27,43 +28,41 @@ if TYPE_CHECKING:
 def train(
     file: JobFile,
     plan: Annotated[
-        str | None, typer.Option(metavar="P", help='A short form ("dp=2 zero=1"), a plan file, or auto [auto].')
+        str | None, Option(metavar="P", help='A short form ("dp=2 zero=1"), a plan file, or auto [auto].')
     ] = None,
-    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="The run folder [runs/NAME].")] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best [3].")] = None,
+    out: Annotated[str | None, Option(metavar="FOLDER", help="The run folder [runs/NAME].")] = None,
+    keep: Annotated[int | None, Option(help="Checkpoints to keep, besides the best [3].")] = None,
     every: Annotated[
         int | None,
-        typer.Option(help="Steps between checkpoints [an epoch; of a stream a tenth of the steps, at most 1000]."),
+        Option(help="Steps between checkpoints [an epoch; of a stream a tenth of the steps, at most 1000]."),
     ] = None,
     resume: Annotated[
-        bool | None, typer.Option("--resume/--fresh", help="Resume from the last checkpoint [yes], or start over.")
+        bool | None, Option("--resume/--fresh", help="Resume from the last checkpoint [yes], or start over.")
     ] = None,
     override: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Apply this changed setting on resume, as optimizer.lr; repeatable."),
+        Option(metavar="NAME", help="Apply this changed setting on resume, as optimizer.lr; repeatable."),
     ] = None,
     verify: Annotated[
         bool | None,
-        typer.Option("--verify/--no-verify", help="Prove a new job and plan before the first step [yes]."),
+        Option("--verify/--no-verify", help="Prove a new job and plan before the first step [yes]."),
     ] = None,
     fallback: Annotated[
         bool | None,
-        typer.Option(
-            "--fallback/--no-fallback", help="If --plan is disproved, train the nearest proved one [yes], or fail."
-        ),
+        Option("--fallback/--no-fallback", help="If --plan is disproved, train the nearest proved one [yes], or fail."),
     ] = None,
     require_certificate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Train only if this certificate covers the run.")
+        str | None, Option(metavar="FILE", help="Train only if this certificate covers the run.")
     ] = None,
-    quiet: Annotated[bool | None, typer.Option("--quiet/--no-quiet", help="Print warnings only [no].")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes per rank that read data ahead [0].")] = None,
+    quiet: Annotated[bool | None, Option("--quiet/--no-quiet", help="Print warnings only [no].")] = None,
+    workers: Annotated[int | None, Option(help="Processes per rank that read data ahead [0].")] = None,
     servers: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Controller (host:port) of parameter servers that already run."),
+        Option(metavar="ADDRESS", help="Controller (host:port) of parameter servers that already run."),
     ] = None,
-    secret_file: Annotated[str | None, typer.Option(metavar="FILE", help="Their secret (mode 600).")] = None,
+    secret_file: Annotated[str | None, Option(metavar="FILE", help="Their secret (mode 600).")] = None,
     show_settings: Annotated[
-        bool, typer.Option("--show-settings", help="Print every setting and its source, then exit.")
+        bool, Option("--show-settings", help="Print every setting and its source, then exit.")
     ] = False,
     json: JsonOption = False,
     debug: DebugOption = False,

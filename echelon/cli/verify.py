@@ -6,6 +6,7 @@ from json import loads
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from echelon.cli.common import DebugOption, JobFile, JsonOption, PlanOption, make_table, print_answer, print_warnings
 
@@ -21,17 +22,15 @@ if TYPE_CHECKING:
 def verify(
     file: JobFile,
     plan: PlanOption = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Training steps to compare.")] = 2,
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="Where to write the certificate.")
+        str, Option("--out", "-o", metavar="FILE", help="Where to write the certificate.")
     ] = "certificate.json",
     reference: Annotated[
         str,
-        typer.Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits."),
+        Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits."),
     ] = "auto",
-    memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")
-    ] = None,
+    memory: Annotated[float | None, Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

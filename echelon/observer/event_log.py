@@ -8,13 +8,14 @@ the last 0.2 s, which wait in `EventBatcher` and are repeated by a resumed run. 
 from __future__ import annotations
 
 import heapq
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from echelon.errors import EchelonError
 from echelon.events import Event
-from echelon.observer.stderr import write_stderr
+from echelon.observer.terminal import write_stderr
 
 #: What a resumed run repeats.
 _REPEATED_KINDS = frozenset({"step", "evaluation", "checkpoint"})
@@ -29,13 +30,14 @@ class EventLog:
 
     def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
         self._path = log_path(folder, rank)
-        self._is_rank_zero = rank == 0
+        self._logs_all = rank == 0
         self._file: int | None = None
         self._has_torn_line = False  # the file ends in the middle of a line
         self._has_complained = False
 
     def __call__(self, event: Event) -> None:
-        if not self._is_rank_zero and not _is_warning_or_failure(event):
+        is_failure = event.kind == "end" and event.data.get("reason") == "failed"
+        if not (self._logs_all or event.kind == "warning" or is_failure):
             return
         line = (event.to_line() + "\n").encode()
         try:
@@ -47,7 +49,12 @@ class EventLog:
             self._has_torn_line = os.write(self._file, line) != len(line)
         except OSError as error:
             self._has_torn_line = True
-            self._report_once(error)
+            if not self._has_complained:
+                self._has_complained = True
+                write_stderr(
+                    f"{self._path} cannot be written ({error.strerror}): the training continues, but its log and report will have gaps; "
+                    "free some space or make the folder writable"
+                )
         if event.kind == "end":
             self.close()
 
@@ -63,14 +70,6 @@ class EventLog:
         size = os.fstat(self._file).st_size
         self._has_torn_line = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
-    def _report_once(self, error: OSError) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            write_stderr(
-                f"{self._path} cannot be written ({error.strerror}): the training continues, but its log and report will have gaps; "
-                "free some space or make the folder writable"
-            )
-
 
 def read_events(folder: str | Path) -> list[Event]:
     """The events of a run in order, each step once: of a step repeated after a resume, the last run counts.
@@ -81,16 +80,9 @@ def read_events(folder: str | Path) -> list[Event]:
     path = log_path(folder)
     if not path.is_file():
         problem = "no such folder" if not folder.is_dir() else f"no {path.name} in it"
-        raise EchelonError(
-            f"{folder}: {problem}, so it is not a run folder; give the folder that `echelon train` created (runs/NAME)"
-        )
-    other_paths = sorted(folder.glob("events-*.jsonl"))
-    streams = [_drop_repeats(_read_file(path)), *(list(_read_file(other_path)) for other_path in other_paths)]
+        raise EchelonError(f"{folder}: {problem}: expected a run folder, which `echelon train` creates (runs/NAME)")
+    streams = [_drop_repeats(_read_file(path)), *map(_read_file, sorted(folder.glob("events-*.jsonl")))]
     return list(heapq.merge(*streams, key=lambda event: event.time))
-
-
-def _is_warning_or_failure(event: Event) -> bool:
-    return event.kind == "warning" or (event.kind == "end" and event.data.get("reason") == "failed")
 
 
 def _read_file(path: Path) -> Iterator[Event]:
@@ -113,18 +105,11 @@ def _drop_repeats(events: Iterable[Event]) -> list[Event]:
         if event.kind == "start":
             segments.append([])
         segments[-1].append(event)
-    kept_events: list[Event] = []
+    history: list[Event] = []
     for segment in segments:
-        first_step = next((event.step for event in segment if event.kind == "step"), None)
-        if first_step is not None:
-            kept_events = _undo_steps(kept_events, first_step)
-        kept_events += segment
-    return kept_events
-
-
-def _undo_steps(events: list[Event], first_step: int) -> list[Event]:
-    index = next(
-        (position for position, event in enumerate(events) if event.kind == "step" and event.step >= first_step),
-        len(events),
-    )
-    return events[:index] + [event for event in events[index:] if event.kind not in _REPEATED_KINDS]
+        first_step = next((event.step for event in segment if event.kind == "step"), math.inf)
+        undone = (index for index, event in enumerate(history) if event.kind == "step" and event.step >= first_step)
+        cut = next(undone, len(history))
+        history[cut:] = [event for event in history[cut:] if event.kind not in _REPEATED_KINDS]
+        history += segment
+    return history

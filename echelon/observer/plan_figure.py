@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from echelon.errors import PlanError
-from echelon.plan import format_units
+from echelon.plan.format_units import format_bytes
 from echelon.simulator.timeline import Timeline
 
 _PHASE_COLOURS = {
@@ -69,36 +68,27 @@ def _draw_timeline(axes: Any, timeline: Timeline) -> None:
             event.rank, event.end - event.begin, left=event.begin, height=0.8, color=_PHASE_COLOURS[event.kind], edgecolor="white", linewidth=0.3,
             label=label, alpha=0.75 + 0.25 * (event.stage // timeline.plan.mesh.pp % 2 == 0),
         )  # fmt: skip
-    shown_note = (
-        f" ({timeline.shown_micro_batches} of {timeline.micro_batch_count} micro-batches)"
-        if timeline.shown_micro_batches < timeline.micro_batch_count
-        else ""
-    )
-    axes.set_title(f"a step{shown_note}", loc="left", fontsize=9)
-    axes.set_xlabel("seconds")
-    _label_ranks(axes, timeline)
-    axes.legend(ncols=5, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    shown, total = timeline.shown_micro_batches, timeline.micro_batch_count
+    note = f" ({shown} of {total} micro-batches)" if shown < total else ""
+    _finish_rank_axes(axes, timeline, f"a step{note}", "seconds", 5)
 
 
 def _draw_memory(axes: Any, timeline: Timeline) -> None:
     for rank, rank_memory in enumerate(timeline.memory):
-        sizes = [getattr(rank_memory, component) / 1e9 for component in _COMPONENT_COLOURS]
-        for (component, colour), size, left in zip(
-            _COMPONENT_COLOURS.items(), sizes, accumulate([0.0, *sizes]), strict=False
-        ):
+        left = 0.0
+        for component, colour in _COMPONENT_COLOURS.items():
+            size = getattr(rank_memory, component) / 1e9
             axes.barh(rank, size, left=left, height=0.8, color=colour, label=component if not rank else None)
+            left += size
     axes.axvline(timeline.capacity / 1e9, color="black", linestyle="--", linewidth=1)
-    axes.set_title(
-        f"memory of a rank; the line is the device: {format_units.format_bytes(timeline.capacity)}",
-        loc="left",
-        fontsize=9,
-    )
-    axes.set_xlabel("GB")
-    _label_ranks(axes, timeline)
-    axes.legend(ncols=7, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    title = f"memory of a rank; the line is the device: {format_bytes(timeline.capacity)}"
+    _finish_rank_axes(axes, timeline, title, "GB", 7)
 
 
-def _label_ranks(axes: Any, timeline: Timeline) -> None:
+def _finish_rank_axes(axes: Any, timeline: Timeline, title: str, unit: str, legend_columns: int) -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel(unit)
+    axes.legend(ncols=legend_columns, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     pp = timeline.plan.mesh.pp
     stride = -(-pp // _MAX_LABELS)
     axes.set_yticks(range(0, pp, stride), [f"stage {rank}" if pp > 1 else "rank" for rank in range(0, pp, stride)])
@@ -113,17 +103,11 @@ def _draw_mesh(axes: Any, timeline: Timeline) -> None:
         node, slot = divmod(rank, per_node)
         coordinate = mesh.coordinate(rank)
         shade = coordinate["pp"] / max(mesh.pp - 1, 1)
-        axes.barh(
-            0,
-            0.9 / per_node,
-            left=node + slot / per_node,
-            height=0.8,
-            color=(0.85 - 0.55 * shade, 0.9 - 0.35 * shade, 1.0 - 0.2 * shade),
-        )
+        colour = (0.85 - 0.55 * shade, 0.9 - 0.35 * shade, 1.0 - 0.2 * shade)
+        axes.barh(0, 0.9 / per_node, left=node + slot / per_node, height=0.8, color=colour)
         if ranks <= 64:
-            label = "\n".join(
-                f"{axis}{coordinate[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1
-            )
+            cut_axes = (axis for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1)
+            label = "\n".join(f"{axis}{coordinate[axis]}" for axis in cut_axes)
             axes.text(node + (slot + 0.45) / per_node, 0, label or "0", ha="center", va="center", fontsize=6)
     shown = -(-ranks // per_node)
     axes.set_xticks([node + 0.45 for node in range(shown)], [f"node {node}" for node in range(shown)])
@@ -148,9 +132,8 @@ def write_trace(timeline: Timeline, path: str | Path) -> Path:
                 "dur": (event.end - event.begin) * 1e6, "args": {"stage": event.stage, "micro": event.micro_batch},
             }
         )  # fmt: skip
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": str(timeline.plan)}}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": str(timeline.plan)}})
-    )
+    target.write_text(json.dumps(trace))
     return target

@@ -18,7 +18,7 @@ from rich.text import Text
 from echelon.events import Event
 from echelon.observer.eta import ProgressTracker, ideal_rate
 from echelon.observer.terminal import StderrConsole, muting_on_error
-from echelon.plan import format_units
+from echelon.plan import format_units as units
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -50,68 +50,57 @@ class Progress:
             self._close_bar()
 
     def _handle(self, event: Event) -> None:
-        if event.kind == "step":
-            self._tracker.add(event.step, event.data)
-            self._latest = event
-            if time.perf_counter() >= self._next_draw:
-                self._draw()
-            return
-        handler = getattr(self, f"_on_{event.kind}", None)
-        if handler is not None:
-            handler(event)
+        match event.kind:
+            case "step":
+                self._tracker.add(event.step, event.data)
+                self._latest = event
+                if time.perf_counter() >= self._next_draw:
+                    self._draw()
+            case "start":
+                self._start(event.data)
+            case "evaluation":
+                self._metrics = event.data.get("metrics", {})
+                self._print(evaluation_line(event), "green")
+            case "checkpoint":
+                self._print(checkpoint_line(event), "dim")
+            case "verified":
+                self._print(str(event.data.get("message", "")), "green")
+            case "warning":
+                self._print(warning_line(event), "yellow")
+            case "end":
+                self._end(event)
 
-    def _on_start(self, event: Event) -> None:
-        data = event.data
-        resumed_step = data.get("resumed_from") or 0
-        self._epochs = data.get("epochs")
-        self._tracker = ProgressTracker(
-            total=data.get("steps"), step=resumed_step, ideal_rate=ideal_rate(self._forecast)
-        )
+    def _start(self, data: Mapping[str, Any]) -> None:
+        self._epochs, ideal = data.get("epochs"), ideal_rate(self._forecast)
+        self._tracker = ProgressTracker(total=data.get("steps"), step=data.get("resumed_from") or 0, ideal_rate=ideal)
         self._latest, self._metrics = None, {}
-        self._print(start_line(data), style="bold")
+        self._print(start_line(data), "bold")
         self._next_draw = 0.0 if self._console.is_terminal else time.perf_counter() + _LINE_INTERVAL
         if self._console.is_terminal:
             self._open_bar()
 
-    def _on_evaluation(self, event: Event) -> None:
-        self._metrics = event.data.get("metrics", {})
-        self._print(evaluation_line(event), style="green")
-
-    def _on_checkpoint(self, event: Event) -> None:
-        self._print(checkpoint_line(event), style="dim")
-
-    def _on_verified(self, event: Event) -> None:
-        self._print(str(event.data.get("message", "")), style="green")
-
-    def _on_warning(self, event: Event) -> None:
-        self._print(warning_line(event), style="yellow")
-
-    def _on_end(self, event: Event) -> None:
+    def _end(self, event: Event) -> None:
         if self._latest is not None:
             self._draw()
         self._close_bar()
-        is_finished = event.data.get("reason") == "finished"
-        self._print(
-            end_line(event, self._tracker, self._latest, self._metrics),
-            style="bold green" if is_finished else "bold yellow",
-        )
+        style = "bold green" if event.data.get("reason") == "finished" else "bold yellow"
+        self._print(end_line(event, self._tracker, self._latest, self._metrics), style)
 
     def _draw(self) -> None:
         begin = time.perf_counter()
         assert self._latest is not None
         if self._bar is None:
-            self._print(status_line(self._latest, self._tracker, self._epochs))
+            self._print("  ".join(_status_texts(self._latest, self._tracker, self._epochs)))
             self._next_draw = begin + _LINE_INTERVAL
             return
-        self._update_bar(refresh=True)
+        self._update_bar()
         end = time.perf_counter()
         self._next_draw = end + min(max((end - begin) / _DRAWING_SHARE, _MIN_INTERVAL), _MAX_INTERVAL)
 
-    def _update_bar(self, *, refresh: bool) -> None:
+    def _update_bar(self) -> None:
         if self._bar is not None and self._latest is not None:
-            self._bar.update(
-                _Bar(self._tracker, *_status_texts(self._latest, self._tracker, self._epochs)), refresh=refresh
-            )
+            status = _status_texts(self._latest, self._tracker, self._epochs)
+            self._bar.update(_Bar(self._tracker, *status), refresh=True)
 
     def _open_bar(self) -> None:
         self._bar = Live(
@@ -132,7 +121,7 @@ class Progress:
                 bar.stop()
 
     def _print(self, line: str, style: str = "") -> None:
-        self._update_bar(refresh=True)  # printing redraws the bar
+        self._update_bar()  # printing redraws the bar
         self._console.print(Text(line, style=style), soft_wrap=True)
 
 
@@ -146,14 +135,11 @@ class _Bar:
         room = options.max_width - len(self._epoch) - len(self._status) - 4
         yield Segment(self._epoch, Style(bold=True))
         if room >= 5:
+            total, step = self._tracker.total, self._tracker.step
             yield Segment("  ")
-            yield ProgressBar(
-                total=self._tracker.total, completed=self._tracker.step, width=room, pulse=self._tracker.total is None
-            )
-            yield Segment("  ")
-        else:
+            yield ProgressBar(total=total, completed=step, width=room, pulse=total is None)
             yield Segment(" ")
-        yield Segment(self._status)
+        yield Segment(f" {self._status}")
 
 
 class WarningPrinter:
@@ -174,9 +160,9 @@ def start_line(data: Mapping[str, Any]) -> str:
     if data.get("device"):
         parts[-1] += f" on {data['device']}"
     if data.get("parameters"):
-        parts.append(f"{format_units.format_count(data['parameters'])} parameters")
+        parts.append(f"{units.format_count(data['parameters'])} parameters")
     if data.get("samples"):
-        parts.append(f"{format_units.format_count(data['samples'])} samples")
+        parts.append(f"{units.format_count(data['samples'])} samples")
     if data.get("batch"):
         parts.append(f"batch {data['batch']:,}")
     if data.get("steps"):
@@ -186,26 +172,20 @@ def start_line(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def status_line(event: Event, tracker: ProgressTracker, epochs: int | None) -> str:
-    return "  ".join(_status_texts(event, tracker, epochs))
-
-
 def evaluation_line(event: Event) -> str:
     data = event.data
-    metrics = ", ".join(
-        f"{name} {format_units.format_number(value)}" for name, value in data.get("metrics", {}).items()
-    )
-    facts = [f"{format_units.format_count(data['samples'])} samples"] if data.get("samples") else []
-    facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
-    return f"evaluation at step {event.step:,}: {metrics or 'no metrics'}" + (f" ({', '.join(facts)})" if facts else "")
+    metrics = _format_metrics(data.get("metrics", {}))
+    facts = [f"{units.format_count(data['samples'])} samples"] if data.get("samples") else []
+    facts += [units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
+    return f"evaluation at step {event.step:,}: {metrics or 'no metrics'}{_in_brackets(facts)}"
 
 
 def checkpoint_line(event: Event) -> str:
     data = event.data
-    facts = [format_units.format_bytes(data["bytes"])] if data.get("bytes") else []
-    facts += [format_units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
+    facts = [units.format_bytes(data["bytes"])] if data.get("bytes") else []
+    facts += [units.format_seconds(data["seconds"])] if data.get("seconds") is not None else []
     facts += ["best so far"] if data.get("best") else []
-    return f"checkpoint {data.get('path', '')}" + (f" ({', '.join(facts)})" if facts else "")
+    return f"checkpoint {data.get('path', '')}{_in_brackets(facts)}"
 
 
 def warning_line(event: Event) -> str:
@@ -220,28 +200,35 @@ def end_line(event: Event, tracker: ProgressTracker, latest: Event | None, metri
         return str(message)  # nothing was left to train
     parts = [f"{reason} after step {tracker.step:,}"]
     if data.get("seconds") is not None:
-        parts.append(format_units.format_seconds(data["seconds"]))
+        parts.append(units.format_seconds(data["seconds"]))
     if latest is not None:
-        parts.append(f"loss of the last step {format_units.format_number(latest.data.get('loss'))}")
+        parts.append(f"loss of the last step {units.format_number(latest.data.get('loss'))}")
     if metrics:
-        metric_text = ", ".join(f"{name} {format_units.format_number(value)}" for name, value in metrics.items())
-        parts.append(f"last evaluation ({metric_text})")
+        parts.append(f"last evaluation ({_format_metrics(metrics)})")
     if tracker.rate is not None:
-        parts.append(format_units.format_rate(tracker.rate))
+        parts.append(units.format_rate(tracker.rate))
     line = ", ".join(parts)
     # The error itself is printed once, by the caller that catches it.
     return f"{line}: {message}" if message and reason != "failed" else line
+
+
+def _format_metrics(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {units.format_number(value)}" for name, value in metrics.items())
+
+
+def _in_brackets(facts: list[str]) -> str:
+    return f" ({', '.join(facts)})" if facts else ""
 
 
 def _status_texts(event: Event, tracker: ProgressTracker, epochs: int | None) -> tuple[str, str]:
     epoch = event.data.get("epoch", 0) + 1
     parts = [f"{tracker.step:,}/{tracker.total:,}" if tracker.total else f"{tracker.step:,}"]
     if tracker.loss is not None:
-        parts.append(f"loss {format_units.format_number(tracker.loss)}")
+        parts.append(f"loss {units.format_number(tracker.loss)}")
     if tracker.rate is not None:
-        parts.append(format_units.format_rate(tracker.rate))
+        parts.append(units.format_rate(tracker.rate))
     if tracker.efficiency is not None:
-        parts.append(f"efficiency {format_units.format_percent(tracker.efficiency)} of forecast")
+        parts.append(f"efficiency {units.format_percent(tracker.efficiency)} of forecast")
     if tracker.seconds_left is not None:
-        parts.append(f"{format_units.format_clock(tracker.seconds_left)} left")
+        parts.append(f"{units.format_clock(tracker.seconds_left)} left")
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)

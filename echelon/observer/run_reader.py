@@ -33,7 +33,7 @@ class RunRecord:
     forecast: Forecast | str
     cluster: Cluster | str
     certificate: Certificate | str
-    profile: Profile | str = "the model was not profiled"
+    profile: Profile | str
 
     def events_of(self, kind: str) -> Sequence[Event]:
         return self.events_by_kind.get(kind, ())
@@ -41,8 +41,7 @@ class RunRecord:
     @property
     def start(self) -> Mapping[str, Any]:
         """The data of the newest `start`; empty before there is one."""
-        starts = self.events_of("start")
-        return starts[-1].data if starts else {}
+        return self._newest("start")
 
     @property
     def end(self) -> Event | None:
@@ -80,7 +79,10 @@ class RunRecord:
     @property
     def memory(self) -> Mapping[str, Any]:
         """The data of the newest memory event; empty: none."""
-        events = self.events_of("memory")
+        return self._newest("memory")
+
+    def _newest(self, kind: str) -> Mapping[str, Any]:
+        events = self.events_of(kind)
         return events[-1].data if events else {}
 
     def series(self, kind: str, *path: str) -> list[tuple[float, float]]:
@@ -97,16 +99,13 @@ def read_run(folder: str | Path) -> RunRecord:
     for event in events:
         events_by_kind.setdefault(event.kind, []).append(event)
     return RunRecord(
-        folder=folder,
-        events=events,
-        events_by_kind=events_by_kind,
-        warm_steps=_warm_steps(events),
+        folder=folder, events=events, events_by_kind=events_by_kind, warm_steps=_warm_steps(events),
         plan=_read_document(Plan, folder, "the plan was not saved"),
         forecast=_read_document(Forecast, folder, "this run was not forecast"),
         cluster=_read_document(Cluster, folder, "the machine was not measured"),
         certificate=_read_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
         profile=_read_document(Profile, folder, "the model was not profiled"),
-    )
+    )  # fmt: skip
 
 
 def read_number(event: Event, *path: str) -> float | None:
@@ -129,8 +128,7 @@ def _warm_steps(events: Sequence[Event]) -> list[Event]:
     return warm
 
 
-def _read_document(kind: type[Any], folder: Path, reason_absent: str) -> Any:
-    assert issubclass(kind, Document)
+def _read_document(kind: type[Document], folder: Path, reason_absent: str) -> Any:
     path = folder / f"{kind.KIND}.json"
     if not path.exists():
         return f"No {path.name} in the folder: {reason_absent}."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.events import Event
-from echelon.observer.stderr import write_stderr
+from echelon.observer.terminal import write_stderr
 
 #: Seconds between points. A point costs about 0.1 ms, and TensorBoard shows at most a thousand per curve.
 _INTERVAL = 0.5
@@ -32,13 +32,12 @@ class TensorBoardWriter:
             if now < self._next_write:
                 self._pending = event
                 return
-            self._next_write, self._pending = now + _INTERVAL, None
-            self._add_scalars(event, _step_scalars(event.data))
+            self._next_write, self._pending = now + _INTERVAL, event
+            self._add_pending()
         elif event.kind == "evaluation":
             self._add_pending()
-            self._add_scalars(
-                event, {f"evaluation/{name}": value for name, value in event.data.get("metrics", {}).items()}
-            )
+            metrics = event.data.get("metrics", {})
+            self._add_scalars(event, {f"evaluation/{name}": value for name, value in metrics.items()})
             self._flush()
         elif event.kind == "checkpoint":
             self._flush()
@@ -60,9 +59,8 @@ class TensorBoardWriter:
             self._add_scalars(event, _step_scalars(event.data))
 
     def _add_scalars(self, event: Event, scalars: Mapping[str, float | None]) -> None:
-        if self._failed or not scalars:
-            return
-        self._call_guarded(self._write, event, scalars)
+        if scalars and not self._failed:
+            self._call_guarded(self._write, event, scalars)
 
     def _write(self, event: Event, scalars: Mapping[str, float | None]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -79,12 +77,10 @@ class TensorBoardWriter:
                 # Points from this step on were undone by the resume: have readers drop them.
                 restart = SessionLog(status=SessionLog.START)
                 self._writer.add_event(Record(wall_time=event.time, step=event.step, session_log=restart))
-        values = [
-            Summary.Value(tag=name, simple_value=math.nan if value is None else value)
-            for name, value in scalars.items()
-        ]
+        values = {name: math.nan if value is None else value for name, value in scalars.items()}
         # One record for all scalars costs half as much as one each.
-        self._writer.add_event(Record(wall_time=event.time, step=event.step, summary=Summary(value=values)))
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Record(wall_time=event.time, step=event.step, summary=summary))
 
     def _flush(self) -> None:
         if self._writer is not None:

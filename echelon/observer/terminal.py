@@ -1,4 +1,4 @@
-"""A console on stderr that survives the end of its reader: `| head`, a closed terminal, a full disk."""
+"""Print on a stderr that may fail: `| head`, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import sys
 from collections.abc import Iterator
 
 from rich.console import Console
+
+
+def write_stderr(message: str) -> None:
+    """Print one line. A closed stderr must not end a training."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"echelon: {message}\n")
 
 
 class StderrConsole(Console):

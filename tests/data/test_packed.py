@@ -580,7 +580,7 @@ class Endless(IterableDataset[Any]):
     ("data", "message"),
     [
         ([(torch.zeros(3), 1)] * 41 + [(torch.zeros(4), 1)] + [(torch.zeros(3), 1)] * 60, r"'0' of sample 41 is float32\[4\], and float32\[3\]"),
-        ([{"a": 1}] * 41 + [{"b": 1}] + [{"a": 1}] * 60, r"sample 41 is \{b: int\}, sample 0 is \{a: int\}: the samples"),
+        ([{"a": 1}] * 41 + [{"b": 1}] + [{"a": 1}] * 60, r"sample 41 is \{b: int\}, sample 0 is \{a: int\}: all samples"),
         ([None, None], r"'value' of sample 0 is a NoneType: only numbers"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], r"'value' has shape \[2, 3\] in sample 0 and \[2, 4\] in sample 1"),
         ([{1: 2}], r"a sample has the key 1: the keys of a packed sample are text"),

@@ -681,7 +681,7 @@ def test_a_password_in_an_address_is_in_no_message(store: str, tmp_path: Path) -
 )
 def test_numbers_that_are_none_are_refused(store: str, tmp_path: Path, wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(DataError, match=rf"^{name}={value!r}: give "):
+    with pytest.raises(DataError, match=rf"^{name}={value!r}: expected "):
         Packed(store, cache=tmp_path / "cache", **wrong)
 
 

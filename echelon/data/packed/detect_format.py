@@ -37,14 +37,10 @@ def open_packing_source(
         raise DataError(f"length={length}: expected at least one token per row")
     if dtype not in ("uint8", "int16", "int32", "int64"):
         raise DataError(f"dtype={dtype!r}: tokens are uint8, int16, int32 or int64")
-    options = {
-        "length": length,
-        "dtype": dtype,
-        "work_folder": work_folder,
-        "processes": processes,
-        "progress": progress,
-    }
-    return TokenPackingSource(_find_text_files(path), tokens=tokens, **options)
+    return TokenPackingSource(
+        _find_text_files(path), tokens=tokens, length=length, dtype=dtype, work_folder=work_folder, processes=processes,
+        progress=progress,
+    )  # fmt: skip
 
 
 def _open_file(path: Path, temp_folder: Path) -> PackingSource:

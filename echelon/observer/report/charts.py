@@ -64,9 +64,8 @@ class Scale:
         """Round values inside the interval."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            steps: tuple[int, ...] = (
-                (1,) if len(decades) > approximate_count + 1 else (1, 3) if len(decades) > 2 else (1, 2, 5)
-            )
+            steps: tuple[int, ...] = (1, 3) if len(decades) > 2 else (1, 2, 5)
+            steps = (1,) if len(decades) > approximate_count + 1 else steps
             stride = max(len(decades) // (approximate_count + 2), 1)
             values = [m * 10.0**d for d in decades if d % stride == 0 for m in steps]
         else:
@@ -91,14 +90,9 @@ def fit_scale(values: Sequence[float], *, zero: bool = False, log: bool = False)
 
 
 def line_chart(
-    title: str,
-    curves: Sequence[Curve],
-    format_value: Callable[[float], str],
-    *,
-    zero: bool = False,
-    log: bool = False,
+    title: str, curves: Sequence[Curve], format_value: Callable[[float], str], *, zero: bool = False, log: bool = False,
     marks: Sequence[tuple[float, str]] = (),
-) -> Chart:
+) -> Chart:  # fmt: skip
     """Curves over steps. `format_value` writes a value with its unit; `marks` are labelled vertical lines."""
     steps = [x for curve in curves for x, _ in curve.points]
     x_scale = Scale(min(steps), max(steps)) if max(steps) > min(steps) else Scale(min(steps) - 1, min(steps) + 1)
@@ -115,14 +109,9 @@ def line_chart(
         {"label": curve.label, "points": [[x, format_value(y)] for x, y in thin(curve.points, _MAX_POINTS)]}
         for curve in [curve for curve in curves if curve.role != "raw"] or curves
     ]
-    return Chart(
-        title=title,
-        label=f"{', '.join(curve.label for curve in curves)} over steps",
-        paths=paths,
-        ticks=ticks,
-        legend=[(curve.role, curve.label) for curve in curves],
-        hover={"low": x_scale.low, "high": x_scale.high, "lines": lines},
-    )
+    label, legend = f"{', '.join(curve.label for curve in curves)} over steps", [(c.role, c.label) for c in curves]
+    hover = {"low": x_scale.low, "high": x_scale.high, "lines": lines}
+    return Chart(title=title, label=label, paths=paths, ticks=ticks, legend=legend, hover=hover)
 
 
 def histogram(values: Sequence[float], format_value: Callable[[float], str], *, bins: int = 40) -> Chart:
@@ -144,18 +133,17 @@ def histogram(values: Sequence[float], format_value: Callable[[float], str], *, 
 
 
 def smooth(points: Points, window: int | None = None) -> list[tuple[float, float]]:
-    """Each point as the mean of its surroundings. The window narrows towards the start, where curves are steep, and not
-    towards the end, where one odd step would look like the result."""
+    """The moving average. The window narrows towards the start, where curves are steep, and not towards the end, where one odd
+    step would look like the result."""
     values = [y for _, y in points]
     # A twentieth of a short run; a long one has detail that so wide a window would wash out.
     default_window = min(len(values) // 20, max(len(values) // 200, 100))
     half = (default_window if window is None else window) // 2 or 1
     sums = [0.0, *accumulate(values)]
-    smoothed = []
-    for i, (x, _) in enumerate(points):
-        begin, stop = i - min(half, i), min(i + min(half, i) + 1, len(values))
-        smoothed.append((x, (sums[stop] - sums[begin]) / (stop - begin)))
-    return smoothed
+    windows = ((max(i - half, 0), min(i + min(half, i) + 1, len(values))) for i in range(len(values)))
+    return [
+        (x, (sums[stop] - sums[begin]) / (stop - begin)) for (x, _), (begin, stop) in zip(points, windows, strict=True)
+    ]
 
 
 def thin(points: Points, limit: int) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ from echelon.errors import PlanError
 from echelon.observer.eta import ideal_rate
 from echelon.observer.report.charts import Chart, Curve, histogram, line_chart, smooth
 from echelon.observer.run_reader import RunRecord, read_number
-from echelon.plan import format_units
+from echelon.plan import format_units as units
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.describe import describe_plan
@@ -28,9 +28,10 @@ _MEMORY_COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "te
 
 def collect_contents(record: RunRecord) -> dict[str, Any]:
     """Everything that `templates/report.html.j2` shows of a run."""
-    outcome = "nothing happened" if not record.events else "no end recorded"
+    outcome = "no end recorded" if record.events else "nothing happened"
     if record.end is not None:
         outcome = str(record.end.data.get("reason", "ended"))
+    nodes = record.cluster.nodes[:_MAX_NODES] if isinstance(record.cluster, Cluster) else ()
     return {
         "record": record,
         "name": str(record.start.get("job") or record.folder.name),
@@ -42,9 +43,7 @@ def collect_contents(record: RunRecord) -> dict[str, Any]:
         **_forecast_parts(record),
         **_time_parts(record),
         **_plan_parts(record),
-        "nodes": [_describe_node(node) for node in record.cluster.nodes[:_MAX_NODES]]
-        if isinstance(record.cluster, Cluster)
-        else [],
+        "nodes": [_describe_node(node) for node in nodes],
         **_checkpoints(record),
         "warnings": _warnings(record),
         "max_warnings": _MAX_WARNINGS,
@@ -62,23 +61,24 @@ def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
     if losses:
         tail = [value for _, value in losses[-max(min(50, len(losses) // 10), 1) :]]
         detail = f"mean of the last {len(tail)} steps" if len(tail) > 1 else "of the last step"
-        tiles.append(("training loss", format_units.format_number(statistics.fmean(tail)), detail))
+        tiles.append(("training loss", units.format_number(statistics.fmean(tail)), detail))
     for name, points in _metrics(record).items():
         values = [value for _, value in points]
-        span = f"{format_units.format_number(min(values))} to {format_units.format_number(max(values))}"
-        tiles.append((_metric_title(name), format_units.format_number(values[-1]), span if len(values) > 1 else ""))
+        span = f"{units.format_number(min(values))} to {units.format_number(max(values))}"
+        title = "evaluation loss" if name == "loss" else name
+        tiles.append((title, units.format_number(values[-1]), span if len(values) > 1 else ""))
     total, parts = start.get("steps"), len(record.events_of("start"))
     tiles.append(("steps", f"{steps[-1].step:,}", f"of {total:,}" if isinstance(total, int) else ""))
-    tiles.append(("duration", format_units.format_seconds(record.duration), f"in {parts} parts" if parts > 1 else ""))
+    tiles.append(("duration", units.format_seconds(record.duration), f"in {parts} parts" if parts > 1 else ""))
     if record.rate is not None:
-        tiles.append(("throughput", format_units.format_rate(record.rate), ""))
+        tiles.append(("throughput", units.format_rate(record.rate), ""))
         ideal = ideal_rate(record.forecast) if isinstance(record.forecast, Forecast) else None
         if ideal:
             detail = f"of {start.get('ranks')} × one rank alone, as forecast"
-            tiles.append(("parallel efficiency", format_units.format_percent(record.rate / ideal), detail))
+            tiles.append(("parallel efficiency", units.format_percent(record.rate / ideal), detail))
     peak = _peak_memory(record)
     if peak is not None:
-        tiles.append(("peak memory", format_units.format_bytes(peak), "of the largest rank"))
+        tiles.append(("peak memory", units.format_bytes(peak), "of the largest rank"))
     return tiles
 
 
@@ -89,24 +89,22 @@ def _curves(record: RunRecord) -> list[Chart]:
         curves = _raw_and_smooth(losses, "training")
         if "loss" in metrics:
             curves.append(_evaluated("evaluation", metrics["loss"]))
-        charts.append(line_chart("Loss", curves, format_units.format_number, log=True, marks=_resumed_steps(record)))
+        charts.append(line_chart("Loss", curves, units.format_number, log=True, marks=_resumed_steps(record)))
     for name, points in metrics.items():
         if name != "loss":
-            charts.append(line_chart(name.capitalize(), [_evaluated(name, points)], format_units.format_number))
+            charts.append(line_chart(name.capitalize(), [_evaluated(name, points)], units.format_number))
     rates = record.series("step", "rate")
     if rates:
         curves = [Curve(label="rate", points=rates)]
-        charts.append(line_chart("Learning rate", curves, format_units.format_number, zero=True))
+        charts.append(line_chart("Learning rate", curves, units.format_number, zero=True))
     norms = record.series("step", "norm")
     if norms:
         curves = _raw_and_smooth(norms, "norm")
-        charts.append(line_chart("Gradient norm, before clipping", curves, format_units.format_number, log=True))
-    throughputs = [
-        (float(event.step), (read_number(event, "samples") or 0) / event.data["seconds"]) for event in record.warm_steps
-    ]
-    if throughputs:
-        curves = _raw_and_smooth(throughputs, "samples/s")
-        charts.append(line_chart("Samples per second", curves, format_units.format_count, zero=True))
+        charts.append(line_chart("Gradient norm, before clipping", curves, units.format_number, log=True))
+    if record.warm_steps:
+        samples = [(event, read_number(event, "samples") or 0) for event in record.warm_steps]
+        curves = _raw_and_smooth([(float(e.step), n / e.data["seconds"]) for e, n in samples], "samples/s")
+        charts.append(line_chart("Samples per second", curves, units.format_count, zero=True))
     return charts
 
 
@@ -120,18 +118,16 @@ def _evaluated(label: str, points: Sequence[tuple[float, float]]) -> Curve:
 
 def _curve_notes(record: RunRecord) -> list[str]:
     notes = []
-    non_finite_steps = [event.step for event in record.events_of("step") if read_number(event, "loss") is None]
-    if non_finite_steps:
-        notes.append(
-            f"The loss was not a number at {len(non_finite_steps):,} steps, first at step {non_finite_steps[0]:,}."
-        )
+    nan_steps = [event.step for event in record.events_of("step") if read_number(event, "loss") is None]
+    if nan_steps:
+        notes.append(f"The loss was not a number at {len(nan_steps):,} steps, first at step {nan_steps[0]:,}.")
     if record.series("step", "loss") and not record.series("step", "norm"):
         notes.append("Gradient norms were not recorded: they are measured where the job clips gradients.")
     return notes
 
 
 def _resumed_steps(record: RunRecord) -> list[tuple[float, str]]:
-    """The first step of each later part of the run, with the word that marks it."""
+    """The first step of each later part of the run, with the label of its mark."""
     marks, is_resumed, has_stepped = [], False, False
     for event in record.events:
         if event.kind == "start":
@@ -145,14 +141,10 @@ def _resumed_steps(record: RunRecord) -> list[tuple[float, str]]:
 
 def _metrics(record: RunRecord) -> dict[str, list[tuple[float, float]]]:
     """Every metric of the evaluations that has numbers, over steps."""
-    found = [event.data.get("metrics") for event in record.events_of("evaluation")]
-    names = dict.fromkeys(name for metrics in found if isinstance(metrics, dict) for name in metrics)
+    evaluations = [event.data.get("metrics") for event in record.events_of("evaluation")]
+    names = dict.fromkeys(name for metrics in evaluations if isinstance(metrics, dict) for name in metrics)
     series = {name: record.series("evaluation", "metrics", name) for name in names}
     return {name: points for name, points in series.items() if points}
-
-
-def _metric_title(name: str) -> str:
-    return "evaluation loss" if name == "loss" else name
 
 
 def _peak_memory(record: RunRecord) -> float | None:
@@ -178,31 +170,29 @@ def _forecast_parts(record: RunRecord) -> dict[str, Any]:
 def _time_parts(record: RunRecord) -> dict[str, Any]:
     """Where the time went, and how even the steps were."""
     steps = record.events_of("step")
-    step_seconds, evaluation_seconds, checkpoint_seconds = (
-        sum(read_number(event, "seconds") or 0 for event in record.events_of(kind))
-        for kind in ("step", "evaluation", "checkpoint")
-    )
-    data_seconds = sum(read_number(event, "waited") or 0 for event in steps)
+
+    def total(kind: str, field: str = "seconds") -> float:
+        return sum(read_number(event, field) or 0 for event in record.events_of(kind))
+
+    step_seconds, evaluation_seconds, checkpoint_seconds = total("step"), total("evaluation"), total("checkpoint")
+    data_seconds = total("step", "waited")
     shares = [
         ("training steps", step_seconds - data_seconds), ("waiting for data", data_seconds), ("evaluation", evaluation_seconds),
         ("checkpoints", checkpoint_seconds),
         ("everything else", record.duration - step_seconds - evaluation_seconds - checkpoint_seconds),
     ]  # fmt: skip
-    data_share = f"Data waits are {format_units.format_percent(data_seconds / (step_seconds or 1))} of step time."
+    waits = f"Data waits are {units.format_percent(data_seconds / (step_seconds or 1))} of step time."
     seconds = sorted(event.data["seconds"] for event in record.warm_steps)
     step_times: dict[str, Any] = {}
     if seconds:
         quantiles = (("median", 0.5), ("95 % within", 0.95), ("99 % within", 0.99), ("slowest", 1.0))
         step_times = {
-            "chart": histogram(seconds, format_units.format_seconds),
+            "chart": histogram(seconds, units.format_seconds),
             "quantiles": [(name, seconds[min(int(q * len(seconds)), len(seconds) - 1)]) for name, q in quantiles],
             "first": read_number(steps[0], "seconds"),
         }
-    return {
-        "time_shares": shares if steps else [],
-        "time_notes": [data_share] if step_seconds else [],
-        "step_times": step_times,
-    }
+    notes = [waits] if step_seconds else []
+    return {"time_shares": shares if steps else [], "time_notes": notes, "step_times": step_times}
 
 
 def _plan_parts(record: RunRecord) -> dict[str, Any]:
@@ -219,13 +209,9 @@ def _plan_parts(record: RunRecord) -> dict[str, Any]:
         ) + limitation
     batch = record.start.get("batch")
     batch_size = batch if isinstance(batch, int) and batch >= plan.mesh.dp else None
-    timeline, timeline_error = _draw_timeline(record)
-    return {
-        "decisions": describe_plan(plan, batch_size).splitlines(),
-        "proof": proof,
-        "timeline": timeline,
-        "timeline_error": timeline_error,
-    }
+    timeline, error = _draw_timeline(record)
+    decisions = describe_plan(plan, batch_size).splitlines()
+    return {"decisions": decisions, "proof": proof, "timeline": timeline, "timeline_error": error}
 
 
 def _draw_timeline(record: RunRecord) -> tuple[str, str]:
@@ -246,47 +232,38 @@ def _describe_node(node: Node) -> dict[str, Any]:
     device = node.devices[0]
     count = f"{len(node.devices)} × " if len(node.devices) > 1 else ""
     memory = device.memory if device.kind == "cuda" else node.memory
-    facts = [
-        ("device", f"{count}{device.name}"), ("memory", format_units.format_bytes(memory)), ("cores", f"{node.cores:,}"),
-    ]  # fmt: skip
+    facts = [("device", f"{count}{device.name}"), ("memory", units.format_bytes(memory)), ("cores", f"{node.cores:,}")]
     if device.instructions:
         facts.append(("instructions", ", ".join(device.instructions)))
     fastest: dict[str, float] = {}
     for curve in device.curves:
         if curve.operation.startswith("mm"):
             fastest[curve.dtype] = max(fastest.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
-    rates = [f"{dtype} {format_units.format_digits(rate / 1e9)} GFLOP/s" for dtype, rate in fastest.items()]
+    rates = [f"{dtype} {units.format_digits(rate / 1e9)} GFLOP/s" for dtype, rate in fastest.items()]
     if rates:
         facts.append(("matrix products", ", ".join(rates)))
     for link in {(link.operation, link.backend): link for link in node.links}.values():
-        bandwidth, latency = format_units.format_bytes(link.bandwidth), format_units.format_seconds(link.latency)
+        bandwidth, latency = units.format_bytes(link.bandwidth), units.format_seconds(link.latency)
         text = f"{bandwidth}/s, {latency} at least ({link.backend}, {link.ranks} ranks)"
         facts.append((link.operation.replace("_", "-"), text))
     return {"name": node.name, "facts": facts}
 
 
 def _checkpoints(record: RunRecord) -> dict[str, Any]:
-    """Which checkpoints are still there, and how many were removed."""
+    """(step, path, whether it is the best, size, seconds) of the checkpoints that still exist, and how many were removed."""
     events = record.events_of("checkpoint")
     best = next((event for event in reversed(events) if event.data.get("best")), None)
     rows = []
     for event in events:
         path, size, seconds = (
             str(event.data.get("path", "")),
-            read_number(event, "bytes"),
-            read_number(event, "seconds"),
+            *(read_number(event, name) for name in ("bytes", "seconds")),
         )
-        # Where the run folder has moved, checkpoints are beside its log.
+        # Where the run folder has moved, checkpoints are next to its log.
         if path and (Path(path).exists() or (record.folder / "checkpoints" / Path(path).name).exists()):
-            rows.append(
-                {
-                    "step": event.step,
-                    "path": path,
-                    "is_best": event is best,
-                    "size": "–" if size is None else format_units.format_bytes(size),
-                    "seconds": "–" if seconds is None else format_units.format_seconds(seconds),
-                }
-            )
+            size_text = "–" if size is None else units.format_bytes(size)
+            seconds_text = "–" if seconds is None else units.format_seconds(seconds)
+            rows.append((event.step, path, event is best, size_text, seconds_text))
     return {"checkpoints": rows, "removed": len(events) - len(rows)}
 
 

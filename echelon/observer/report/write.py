@@ -19,12 +19,8 @@ def write_report(folder: str | Path) -> Path:
 
     record = read_run(folder)
     environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+        loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )  # fmt: skip
     environment.globals["units"] = format_units
     environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     # "3 min 20 s" -> "3", "min", " 20", "s", ""
@@ -34,7 +30,6 @@ def write_report(folder: str | Path) -> Path:
     try:
         atomic_write(path, page)
     except OSError as error:
-        raise EchelonError(
-            f"{path}: cannot be written ({error.strerror}); make the folder writable, or copy the run to one that is"
-        ) from error
+        remedy = "make the folder writable, or copy the run to one that is"
+        raise EchelonError(f"{path}: cannot be written ({error.strerror}); {remedy}") from error
     return path
