@@ -26,17 +26,11 @@ def show(json: JsonOption = False, debug: DebugOption = False) -> None:
     folder, remote_cache = cache_folder(), _open_remote_cache()
     files, total_bytes = remote_cache.usage() if remote_cache else (0, 0)
     entries = DocumentCache(folder).list_entries(versions=installed_versions())
-    answer = {
-        "folder": str(folder),
-        "entries": [
-            {
-                "kind": entry.kind, "key": entry.key, "path": str(entry.path), "bytes": entry.bytes, "age": entry.age,
-                "good": entry.is_valid,
-            }
-            for entry in entries
-        ],
-        "copies": {"folder": str(remote_cache.folder) if remote_cache else None, "files": files, "bytes": total_bytes},
-    }  # fmt: skip
+    rows = [
+        {"kind": e.kind, "key": e.key, "path": str(e.path), "bytes": e.bytes, "age": e.age, "good": e.is_valid}
+        for e in entries
+    ]
+    copies = {"folder": str(remote_cache.folder) if remote_cache else None, "files": files, "bytes": total_bytes}
     table = make_table("kind", "of", "state", "size", "age", text_columns=3)
     for entry in entries:
         state = "good" if entry.is_valid else "stale"
@@ -44,12 +38,13 @@ def show(json: JsonOption = False, debug: DebugOption = False) -> None:
     parts: list[str | Table] = [table, f"in {folder}"] if entries else []
     if remote_cache and files:
         parts.append(f"{_count_copies(files)} of remote data, {format_bytes(total_bytes)}, in {remote_cache.folder}")
+    answer = {"folder": str(folder), "entries": rows, "copies": copies}
     print_answer(json, answer, *(parts or [f"{folder}: empty"]))
 
 
 @app.command()
 def clear(json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Delete everything that is not in use; later commands make it again."""
+    """Delete everything that is not in use; later commands recreate it."""
     from echelon.plan.document_cache import DocumentCache
     from echelon.world import cache_folder
 

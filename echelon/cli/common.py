@@ -33,24 +33,16 @@ def wants_traceback(ctx: typer.Context) -> bool:
 
 
 JobFile = Annotated[
-    str, Argument(metavar="FILE[:name]", help="A job file, and the function in it that returns the job [job].")
+    str, Argument(metavar="FILE[:name]", help="A job file, and its function that returns the job [job].")
 ]
 JsonOption = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 DebugOption = Annotated[bool, Option("--debug", callback=_store_debug, help="Show tracebacks.")]
-PlanOption = Annotated[
-    str, Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
-]
-ClusterOption = Annotated[
-    str | None,
-    Option(
-        "--cluster",
-        metavar="C",
-        help='A catalogue name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file, or the output of `echelon doctor -o` [this machine].',
-    ),
-]
+_CLUSTER_HELP = (
+    'A catalogue name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file, or what `echelon doctor -o` wrote [this machine].'
+)
+ClusterOption = Annotated[str | None, Option("--cluster", metavar="C", help=_CLUSTER_HELP)]
 FigureOption = Annotated[
-    str | None,
-    Option("--picture", metavar="FILE", help="Draw step, memory and mesh to an .svg or .png file."),
+    str | None, Option("--picture", metavar="FILE", help="Draw step, memory and mesh (.svg, .png).")
 ]
 TraceOption = Annotated[
     str | None, Option("--trace", metavar="FILE", help="Write the step as a Perfetto trace (.json).")

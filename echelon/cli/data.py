@@ -37,19 +37,13 @@ def show(
         str(shards["count"]), _format_range(f"{shards['fewest']:,}", f"{shards['most']:,}"),
         _format_range(format_bytes(shards["smallest"]), format_bytes(shards["largest"])), str(shards["lanes"]), f"{summary['block']:,}",
     )  # fmt: skip
-    print_answer(
-        json,
-        summary,
-        f"{folder}: {summary['samples']:,} samples, {format_bytes(summary['bytes'])}",
-        columns,
-        files,
-        *([f"samples cannot be shown: {summary['problem']}"] if summary["problem"] else []),
-        *(f"sample {number}: {sample}" for number, sample in enumerate(summary["first"])),
-        *(
-            f"{key}: {value if len(value) < 200 else value[:200] + '...'}"
-            for key, value in summary["provenance"].items()
-        ),
-    )
+    lines = [f"samples cannot be shown: {summary['problem']}"] if summary["problem"] else []
+    lines += [f"sample {number}: {sample}" for number, sample in enumerate(summary["first"])]
+    lines += [
+        f"{key}: {text if len(text) < 200 else text[:200] + '...'}" for key, text in summary["provenance"].items()
+    ]
+    title = f"{folder}: {summary['samples']:,} samples, {format_bytes(summary['bytes'])}"
+    print_answer(json, summary, title, columns, files, *lines)
 
 
 def _format_range(smallest: str, largest: str) -> str:

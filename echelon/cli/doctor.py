@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 def doctor(
     refresh: Annotated[bool, Option("--refresh", help="Measure again, even if this machine is known.")] = False,
-    out: Annotated[
-        str | None,
-        Option("--out", "-o", metavar="FILE", help="Save the cluster, to plan for it elsewhere."),
-    ] = None,
+    out: Annotated[str | None, Option("--out", "-o", metavar="FILE", help="Save the cluster, to plan for it.")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -24,17 +24,11 @@ def pack(
     target: Annotated[Path, Argument(metavar="DST", help="The folder to write.")],
     split: Annotated[str | None, Option(help="For IDX files: train or t10k.")] = None,
     size: Annotated[str | None, Option(metavar="HxW", help="Decode and resize images [stored as they are].")] = None,
-    tokens: Annotated[
-        str | None, Option(metavar="byte|FILE", help="Tokenize text: into bytes, or by a tokenizer.json.")
-    ] = None,
+    tokens: Annotated[str | None, Option(metavar="byte|FILE", help="Tokenize text, by byte or tokenizer.json.")] = None,
     length: Annotated[int | None, Option(help="Tokens per row [one row per file].")] = None,
     dtype: Annotated[str, Option(help="Type of tokens: uint8, int16, int32 or int64.")] = "int64",
-    shuffle: Annotated[
-        str | None, Option(metavar="SEED|no", help="Shuffle the samples [seed 0 for images by class, else no].")
-    ] = None,
-    shards: Annotated[
-        int | None, Option(help="Number of files [by size]. Each packing process holds one in memory.")
-    ] = None,
+    shuffle: Annotated[str | None, Option(metavar="SEED|no", help="Shuffle [images by class: 0, else no].")] = None,
+    shards: Annotated[int | None, Option(help="Files [by size]; each packing process holds one in memory.")] = None,
     processes: Annotated[int | None, Option(help="Packing processes [one per core, as far as memory allows].")] = None,
     overwrite: Annotated[bool, Option(help="Replace a data set in DST that has another source.")] = False,
     json: JsonOption = False,
@@ -50,7 +44,7 @@ def pack(
 
     if re.match(r"[a-z0-9+]+:/", str(target)):
         raise DataError(
-            f"{target}: DST must be a local folder; copy it to the store with the store's own tool afterwards"
+            f"{target}: DST must be a local folder; copy it to the store afterwards, with the store's own tool"
         )
     processes = processes or _default_processes()
     absolute_target = Path(os.path.abspath(target))  # `.` and `..` have no name

@@ -50,22 +50,17 @@ def drain(
 
     server_status = fetch_status(controller, read_secret(secret_file))
     staying = sum(name != server and not state["leaving"] for name, state in server_status["servers"].items())
-    if server in server_status["servers"] and 0 < staying < server_status["replicas"]:
-        print_warnings(
-            [
-                f"without {server}, {staying} servers remain for {server_status['replicas']} replicas of each shard; {ADD_SERVER_HINT}"
-            ]
-        )
+    replicas = server_status["replicas"]
+    if server in server_status["servers"] and 0 < staying < replicas:
+        shortage = f"without {server}, {staying} servers remain for {replicas} replicas of each shard"
+        print_warnings([f"{shortage}; {ADD_SERVER_HINT}"])
     answer = _send_request(controller, secret_file, wire.DRAIN, {"server": server}, patience)
     print_answer(json, answer, f"{server} is empty")
 
 
 @app.command()
 def checkpoint(
-    path: Annotated[
-        Path,
-        Argument(metavar="FOLDER", help="A new folder, or a checkpoint to replace, that every server can write."),
-    ],
+    path: Annotated[Path, Argument(metavar="FOLDER", help="Where every server can write; replaced if present.")],
     controller: ControllerOption,
     secret_file: SecretFileOption,
     patience: Annotated[float, Option(help="Seconds to wait until it is complete.")] = 3600.0,
@@ -112,9 +107,7 @@ def export(
     print_answer(json, {"table": name, "rows": count, "file": str(output)}, f"{output}: {count} rows of {name}")
 
 
-def _send_request(
-    controller: str, secret_file: Path, kind: int, meta: dict[str, Any], timeout: float
-) -> dict[str, Any]:
+def _send_request(controller: str, secret_file: Path, kind: int, meta: dict[str, Any], timeout: float) -> Any:
     from echelon.server.protocol.auth import read_secret
     from echelon.server.status import send_request
 

@@ -14,7 +14,7 @@ from typer import Option
 from echelon.cli.common import DebugOption, JsonOption, print_answer, print_warnings
 from echelon.errors import EchelonError, ServerError
 
-#: Options that every way of running servers takes; then what it is called, and the options that it takes besides.
+#: Options that every mode takes; then the description of each mode, and its own options.
 _COMMON_OPTIONS = {"controller", "servers", "on", "secret_file", "json", "debug"}
 _JOB_OPTIONS = {"folder", "replicas", "shards", "staleness", "aggregate", "lease", "restore"}
 _MODES = {
@@ -28,39 +28,24 @@ _MODES = {
 def start(
     context: typer.Context,
     servers: Annotated[int, Option(min=0, help="Servers to run here; 0: only the controller.")] = 1,
-    controller: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Join this controller with one server [start one here].")
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="The job's secret (mode 600); a new controller creates it [FOLDER/secret]."),
-    ] = None,
+    controller: Annotated[str | None, Option(metavar="HOST:PORT", help="Join this one [start a new one].")] = None,
+    secret_file: Annotated[Path | None, Option(metavar="FILE", help="The job's secret [FOLDER/secret].")] = None,
     bind: Annotated[str, Option(metavar="HOST[:PORT]", help="Address to listen on.")] = "127.0.0.1",
     advertise: Annotated[str | None, Option(metavar="HOST", help="Name by which others reach this machine.")] = None,
     host: Annotated[str | None, Option(help="Name of this machine; replicas are placed on different ones.")] = None,
     name: Annotated[str | None, Option(help="With --controller: the server's name.")] = None,
-    folder: Annotated[
-        Path, Option(help="Controller state and logs; a controller resumes the job that it finds there.")
-    ] = Path("runs/servers"),
+    folder: Annotated[Path, Option(help="State and logs; a job found there is resumed.")] = Path("runs/servers"),
     replicas: Annotated[int, Option(min=1, max=3, help="Replicas of each shard.")] = 2,
     shards: Annotated[int, Option(help="Virtual shards, a power of two, fixed for the job.")] = 256,
-    expect: Annotated[
-        int | None, Option(min=1, help="With --servers 0: servers to wait for before placing shards.")
-    ] = None,
+    expect: Annotated[int | None, Option(min=1, help="With --servers 0: servers to wait for [1].")] = None,
     staleness: Annotated[int | None, Option(min=0, help="Steps that a worker may be ahead [unlimited].")] = None,
     aggregate: Annotated[bool, Option(help="With --staleness 0: sum a step's gradients and apply them once.")] = False,
-    lease: Annotated[
-        float, Option(metavar="SECONDS", help="A server without a heartbeat for this long counts as dead.")
-    ] = 0.6,
+    lease: Annotated[float, Option(metavar="SECONDS", help="A server silent for so long counts as dead.")] = 0.6,
     memory: Annotated[float | None, Option(metavar="GIB", help="Memory limit of each server.")] = None,
     spill: Annotated[Path | None, Option(metavar="FOLDER", help="Where rows beyond --memory go.")] = None,
     restore: Annotated[Path | None, Option(metavar="FOLDER", help="A server checkpoint to start from.")] = None,
-    on: Annotated[
-        str, Option(metavar="local|ray", help="Processes on this machine, or actors on a Ray cluster.")
-    ] = "local",
-    cluster: Annotated[
-        str | None, Option(metavar="ADDRESS", help="With --on ray: the cluster [the one that Ray finds].")
-    ] = None,
+    on: Annotated[str, Option(metavar="local|ray", help="Processes here, or actors on a Ray cluster.")] = "local",
+    cluster: Annotated[str | None, Option(metavar="ADDRESS", help="With --on ray [the one Ray finds].")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -100,17 +85,11 @@ def start(
         from echelon.server.local_servers import Servers
         from echelon.server.status import ADD_SERVER_HINT
 
-        if servers < job["replicas"]:
-            shortage = (
-                f"--servers {servers}: each shard has {servers} of --replicas {job['replicas']} until others join"
-            )
+        replicas, hosts = job["replicas"], [host] if host else None
+        if servers < replicas:
+            shortage = f"--servers {servers}: each shard has {servers} of --replicas {replicas} until others join"
             print_warnings([f"{shortage}; {ADD_SERVER_HINT}"])
-        address: dict[str, Any] = {
-            "bind": bind_host,
-            "port": int(port),
-            "advertise": advertise,
-            "hosts": [host] if host else None,
-        }
+        address: dict[str, Any] = {"bind": bind_host, "port": int(port), "advertise": advertise, "hosts": hosts}
         with Servers(servers, **job, **shared, **limits, **address) as running:
             _serve(running, secret_file, json)
 
@@ -121,7 +100,7 @@ def _explicit_options(context: typer.Context) -> set[str]:
 
 
 def _require_options_of(mode: str, explicit: set[str], servers: int) -> None:
-    """Refuse options that this way of running servers would ignore."""
+    """Refuse options that this mode would ignore."""
     description, options = _MODES[mode]
     if mode == "ray" and servers == 0:
         raise EchelonError("--servers 0: servers on Ray (--on ray) have their controller on Ray; use 1 or more")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from echelon.cli import common
 from echelon.cli.common import (
     ClusterOption,
     DebugOption,
@@ -14,12 +15,7 @@ from echelon.cli.common import (
     JobFile,
     JsonOption,
     TraceOption,
-    draw_plan,
-    make_table,
-    print_answer,
     print_warnings,
-    read_cluster,
-    read_job,
 )
 from echelon.plan.format_units import format_bytes, format_seconds
 
@@ -53,7 +49,7 @@ def simulate(
     requested = parse_plan(plan)
     if requested is None:
         raise PlanError("--plan auto: expected a plan; `echelon plan` searches and forecasts")
-    (job_source, profile), target_cluster = read_job(file), read_cluster(cluster)
+    (job_source, profile), target_cluster = common.read_job(file), common.read_cluster(cluster)
     problems = check(requested, profile, target_cluster)
     # A forecast from data sheets is for clusters elsewhere and covers more than the engine executes.
     not_implemented = [problem for problem in problems if uses_data_sheets(target_cluster) and problem.not_implemented]
@@ -65,20 +61,20 @@ def simulate(
         print_warnings([fallback] if fallback else [])
         warnings = require_executable(requested, profile, target_cluster)
     forecast = make_forecast(profile, target_cluster, requested)
-    figures = draw_plan(profile, target_cluster, requested, picture, trace)
+    figures = common.draw_plan(profile, target_cluster, requested, picture, trace)
     answer = {"plan": str(requested), "fits": forecast.fits, "forecast": to_plain(forecast), "files": figures}
-    print_answer(json, answer, *_describe_forecast(forecast), *(f"in {path}" for path in figures))
+    common.print_answer(json, answer, *_describe_forecast(forecast), *(f"in {path}" for path in figures))
     print_warnings(() if json else map(str, warnings))
     raise typer.Exit(0 if forecast.fits else 1)
 
 
 def _describe_forecast(forecast: Forecast) -> list[str | Table]:
     time, memory = forecast.time, forecast.memory
-    times = make_table("of a step", "seconds", "share")
+    times = common.make_table("of a step", "seconds", "share")
     for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead"):
         value = getattr(time, name)
         times.add_row(name, format_seconds(value), f"{value / time.step:.0%}")
-    sizes = make_table("of the largest rank", "memory")
+    sizes = common.make_table("of the largest rank", "memory")
     for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework"):
         sizes.add_row(name, format_bytes(getattr(memory, name)))
     return [

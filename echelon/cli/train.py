@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from echelon.cli.common import (
-    DebugOption,
-    JobFile,
-    JsonOption,
-    make_table,
-    measure_machine,
-    print_answer,
-    print_warnings,
-)
+from echelon.cli import common
+from echelon.cli.common import DebugOption, JobFile, JsonOption, print_answer
 from echelon.launchers.rank_ipc import format_error
 
 if TYPE_CHECKING:
@@ -27,43 +20,25 @@ if TYPE_CHECKING:
 
 def train(
     file: JobFile,
-    plan: Annotated[
-        str | None, Option(metavar="P", help='A short form ("dp=2 zero=1"), a plan file, or auto [auto].')
-    ] = None,
+    plan: Annotated[str | None, Option(metavar="P", help='As "dp=2 zero=1", a plan file, or auto [auto].')] = None,
     out: Annotated[str | None, Option(metavar="FOLDER", help="The run folder [runs/NAME].")] = None,
     keep: Annotated[int | None, Option(help="Checkpoints to keep, besides the best [3].")] = None,
     every: Annotated[
-        int | None,
-        Option(help="Steps between checkpoints [an epoch; of a stream a tenth of the steps, at most 1000]."),
+        int | None, Option(help="Steps between checkpoints [an epoch; of a stream a tenth of the steps, at most 1000].")
     ] = None,
-    resume: Annotated[
-        bool | None, Option("--resume/--fresh", help="Resume from the last checkpoint [yes], or start over.")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="Apply this changed setting on resume, as optimizer.lr; repeatable."),
-    ] = None,
-    verify: Annotated[
-        bool | None,
-        Option("--verify/--no-verify", help="Prove a new job and plan before the first step [yes]."),
-    ] = None,
+    resume: Annotated[bool | None, Option("--resume/--fresh", help="Resume the run [yes], or start over.")] = None,
+    override: Annotated[list[str] | None, Option(metavar="NAME", help="Apply this changed setting on resume.")] = None,
+    verify: Annotated[bool | None, Option("--verify/--no-verify", help="Prove a new job and plan [yes].")] = None,
     fallback: Annotated[
         bool | None,
-        Option("--fallback/--no-fallback", help="If --plan is disproved, train the nearest proved one [yes], or fail."),
+        Option("--fallback/--no-fallback", help="If --plan is disproved, train the nearest proved one [yes]."),
     ] = None,
-    require_certificate: Annotated[
-        str | None, Option(metavar="FILE", help="Train only if this certificate covers the run.")
-    ] = None,
+    require_certificate: Annotated[str | None, Option(metavar="FILE", help="Train only if it covers the run.")] = None,
     quiet: Annotated[bool | None, Option("--quiet/--no-quiet", help="Print warnings only [no].")] = None,
     workers: Annotated[int | None, Option(help="Processes per rank that read data ahead [0].")] = None,
-    servers: Annotated[
-        str | None,
-        Option(metavar="ADDRESS", help="Controller (host:port) of parameter servers that already run."),
-    ] = None,
+    servers: Annotated[str | None, Option(metavar="HOST:PORT", help="Controller of running parameter servers.")] = None,
     secret_file: Annotated[str | None, Option(metavar="FILE", help="Their secret (mode 600).")] = None,
-    show_settings: Annotated[
-        bool, Option("--show-settings", help="Print every setting and its source, then exit.")
-    ] = False,
+    show_settings: Annotated[bool, Option("--show-settings", help="Print the settings and their sources.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -119,18 +94,16 @@ def _train_or_launch(file: str, requested: str, settings: Settings, debug: bool)
     world, job_source = read_world(), JobSource(file)
 
     def start_ranks(resolved: ResolvedPlan, settings: Settings) -> TrainResult:
-        print_warnings(job_source.warnings)  # the ranks emit all others
+        common.print_warnings(job_source.warnings)  # the ranks emit all others
         return TrainResult.from_json(run_ranks("train", file, resolved, asdict(settings), debug=debug))
 
     if requested == "auto" and not world.launched:
-        measure_machine()  # planning needs it; measured here, it shows its progress
+        common.measure_machine()  # planning needs it; measured here, it shows its progress
     return train_job(job_source, requested, settings, world, start_ranks=start_ranks)
 
 
 def _print_settings(settings: dict[str, Setting], json: bool) -> None:
-    table = make_table("setting", "value", "from", text_columns=3)
+    table = common.make_table("setting", "value", "from", text_columns=3)
     for setting in settings.values():
         table.add_row(setting.name, "-" if setting.value is None else str(setting.value), setting.source)
-    print_answer(
-        json, {name: {"value": setting.value, "source": setting.source} for name, setting in settings.items()}, table
-    )
+    print_answer(json, {name: {"value": s.value, "source": s.source} for name, s in settings.items()}, table)

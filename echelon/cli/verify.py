@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from echelon.cli.common import DebugOption, JobFile, JsonOption, PlanOption, make_table, print_answer, print_warnings
+from echelon.cli.common import DebugOption, JobFile, JsonOption, make_table, print_answer, print_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 
 def verify(
     file: JobFile,
-    plan: PlanOption = "auto",
+    plan: Annotated[str, Option(metavar="P", help='As "dp=2 zero=1", a plan file, or auto.')] = "auto",
     steps: Annotated[int, Option(min=1, help="Training steps to compare.")] = 2,
-    out: Annotated[
-        str, Option("--out", "-o", metavar="FILE", help="Where to write the certificate.")
-    ] = "certificate.json",
-    reference: Annotated[
-        str,
-        Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits."),
-    ] = "auto",
+    out: Annotated[str, Option("--out", "-o", metavar="FILE", help="The certificate to write.")] = "certificate.json",
+    reference: Annotated[str, Option(metavar="auto|device|host|PLAN", help="Compare with [the strongest].")] = "auto",
     memory: Annotated[float | None, Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
