@@ -12,8 +12,8 @@ from echelon.errors import DataError
 
 
 def type_name(data: Any) -> str:
-    """The name of its type."""
-    return {"Tensor": "tensor", "ndarray": "array"}.get(type(data).__name__, type(data).__name__)
+    name = type(data).__name__
+    return {"Tensor": "tensor", "ndarray": "array"}.get(name, name)
 
 
 def describe_shape(sample: Any) -> str:
@@ -36,16 +36,11 @@ def collation_error(samples: list[Any], indices: list[int], error: Exception, cu
     remedy = "repair collate=" if custom_collate else "make them alike (pad, crop, convert), or give the job collate="
     mismatch = next((position for position, shape in enumerate(shapes) if shape != shapes[0]), None)
     if mismatch is None:
-        problem = f"samples {_format_indices(indices)}, each {shapes[0]}, cannot be put into one batch {method}"
+        listed = ", ".join(map(str, indices[:8])) + (f", ... ({len(indices)})" if len(indices) > 8 else "")
+        problem = f"samples {listed}, each {shapes[0]}, cannot be put into one batch {method}"
     else:
-        problem = (
-            f"samples {indices[0]} and {indices[mismatch]} cannot be put into one batch {method}: "
-            f"sample {indices[0]} is {shapes[0]}, sample {indices[mismatch]} is {shapes[mismatch]}"
-        )
+        first, other = indices[0], indices[mismatch]
+        differences = f"sample {first} is {shapes[0]}, sample {other} is {shapes[mismatch]}"
+        problem = f"samples {first} and {other} cannot be put into one batch {method}: {differences}"
     first_line = str(error).partition("\n")[0]
     return DataError(f"{problem}; {remedy} ({type(error).__name__}: {first_line})")
-
-
-def _format_indices(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:8]))
-    return shown if len(indices) <= 8 else f"{shown}, ... ({len(indices)})"

@@ -29,7 +29,7 @@ _Requests = Iterator[BatchRequest]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The collated `batch` and how many `samples` of it count (0: a filler that keeps ranks in step)."""
+    """The collated `batch` and how many of its `samples` count (0: a filler that keeps the ranks in lockstep)."""
 
     batch: Any
     samples: int
@@ -67,10 +67,9 @@ class Loader:
         if order.samples != len(source):
             raise DataError(f"the order is over {order.samples} samples but the data set has {len(source)}")
         if order.samples < dp_size:
-            raise DataError(
-                f"{order.samples} sample{'s' * (order.samples > 1)} cannot feed {dp_size} data ranks: each needs at least one; "
-                f"use dp={order.samples} or less, or more data"
-            )
+            samples = f"{order.samples} sample{'s' * (order.samples > 1)}"
+            remedy = f"use dp={order.samples} or less, or more data"
+            raise DataError(f"{samples} cannot feed {dp_size} data ranks: each needs at least one; {remedy}")
         if order.batch < dp_size:
             raise small_batch_error(order.batch, dp_size)
         if not 0 <= dp_rank < dp_size:
@@ -99,8 +98,7 @@ class Loader:
         )
 
     def _read_steps(self, start: int, stop: int) -> Iterator[StepBatch]:
-        order = self.order
-        requests = map(self._make_request, range(start, stop))
+        order, requests = self.order, map(self._make_request, range(start, stop))
         with closing(_fetch_batches(self.source, requests, pin=self._pin, workers=self._workers)) as fetched_batches:
             for step in range(start, stop):
                 start_time = time.perf_counter()
@@ -111,9 +109,8 @@ class Loader:
                 yield StepBatch(step=step, epoch=epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait)
 
     def _make_request(self, step: int) -> BatchRequest:
-        order = self.order
-        part = self._find_slice(order.batch_size(step))
-        return BatchRequest(order.ids(step, part.start, part.stop), part.sizes, order.epoch_of(step))
+        part = self._find_slice(self.order.batch_size(step))
+        return BatchRequest(self.order.ids(step, part.start, part.stop), part.sizes, self.order.epoch_of(step))
 
     def _find_slice(self, size: int) -> _BatchSlice:
         batch_slice = self._slices.get(size)
@@ -139,16 +136,12 @@ def evaluation_batches(
     rounds = -(-len(source) // (dp_size * batch_size))
     bounds = [min(first_id + index * batch_size, end_id) for index in range(rounds + 1)]
     spans = list(pairwise(bounds))
-    filler_id = max(end_id - 1, 0)  # one of its own, if it has any
-    requests = (_make_evaluation_request(start, stop, filler_id) for start, stop in spans)
+    filler = np.array([max(end_id - 1, 0)])  # one of its own, if it has any
+    id_parts = (np.arange(start, stop) if start < stop else filler for start, stop in spans)
+    requests = (BatchRequest(ids, [len(ids)], 0) for ids in id_parts)
     with closing(_fetch_batches(source, requests, pin=pin, workers=workers)) as fetched_batches:
         for (start, stop), batches in zip(spans, fetched_batches, strict=True):
             yield MicroBatch(batches[0], stop - start)
-
-
-def _make_evaluation_request(start: int, stop: int, filler_id: int) -> BatchRequest:
-    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.array([filler_id], np.int64)
-    return BatchRequest(ids, [len(ids)], 0)
 
 
 def _fetch_batches(source: Source, requests: _Requests, *, pin: bool, workers: int) -> Generator[list[Any]]:
@@ -165,7 +158,7 @@ def _fetch_batches(source: Source, requests: _Requests, *, pin: bool, workers: i
 def _fetch_inline(source: Source, requests: _Requests, pin: bool) -> Generator[list[Any]]:
     for group in _group_requests(requests, _GATHER_BYTES / source.sample_bytes):
         if len(group) == 1:
-            yield source.read_micro_batches(group[0].ids, group[0].sizes, group[0].epoch, pin=pin)
+            yield source.read_micro_batches(*group[0], pin=pin)
             continue
         ids = np.concatenate([request.ids for request in group])
         sizes = [size for request in group for size in request.sizes]
@@ -187,16 +180,16 @@ def _prefetch_requests(source: Source, requests: _Requests) -> _Requests:
 
 def _group_requests(requests: _Requests, max_samples: float) -> Iterator[list[BatchRequest]]:
     """Group requests to read together: up to `max_samples` samples, at least one request."""
-    request_group: list[BatchRequest] = []
+    group: list[BatchRequest] = []
     sample_count = 0
     for request in requests:
-        if request_group and sample_count + len(request.ids) > max_samples:
-            yield request_group
-            request_group, sample_count = [], 0
-        request_group.append(request)
+        if group and sample_count + len(request.ids) > max_samples:
+            yield group
+            group, sample_count = [], 0
+        group.append(request)
         sample_count += len(request.ids)
-    if request_group:
-        yield request_group
+    if group:
+        yield group
 
 
 def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]]:
@@ -207,8 +200,7 @@ def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]
     with ThreadPoolExecutor(1, thread_name_prefix="echelon-data") as executor:
         pending: deque[Any] = deque()
         for request in requests:
-            ids, sizes, epoch = request
-            pending.append(executor.submit(source.read_micro_batches, ids, sizes, epoch, pin=True))
+            pending.append(executor.submit(source.read_micro_batches, *request, pin=True))
             if len(pending) > _PREFETCH_DEPTH:
                 yield pending.popleft().result()
         while pending:
@@ -217,8 +209,9 @@ def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]
 
 def small_batch_error(batch: int, dp_size: int) -> DataError:
     """A global batch of fewer samples than data ranks."""
-    remedy = f"use batch={dp_size} or more, or fewer ranks"
-    return DataError(f"a batch of {batch} cannot feed {dp_size} data ranks: {remedy}")
+    return DataError(
+        f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
+    )
 
 
 def _nearest_valid_batch(order: Order, ranks: int) -> int:

@@ -34,10 +34,8 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     try:
         samples = len(data)
     except TypeError as error:
-        raise DataError(
-            f"{type_name(data)} has no length: give it `__len__` (a data set is read by index, in an order known "
-            "beforehand), or make it a torch IterableDataset and set the job's steps="
-        ) from error
+        remedy = "give it `__len__` (it is read by index), or make it a torch IterableDataset and set the job's steps="
+        raise DataError(f"{type_name(data)} has no length: {remedy}") from error
     if samples < 1:
         raise DataError(f"{type_name(data)} is empty: a training or an evaluation needs at least one sample")
     base = data
@@ -62,13 +60,11 @@ def _require_dataset(data: Any) -> None:
     if isinstance(data, DataLoader):
         raise DataError("data is a DataLoader: give its data set, data=loader.dataset; the job batches and shuffles")
     if isinstance(data, str | bytes | Path):
-        raise DataError(
-            f"data={data!r} is text: give a torch Dataset, a list of samples, or the folder of a packed data set (`echelon pack`)"
-        )
+        remedy = "give a torch Dataset, a list of samples, or the folder of a packed data set (`echelon pack`)"
+        raise DataError(f"data={data!r} is text: {remedy}")
     if is_stream(data):
-        raise DataError(
-            f"{type_name(data)} is a stream (IterableDataset), whose samples have no index; give a map-style data set here"
-        )
+        problem = "is a stream (IterableDataset), whose samples have no index"
+        raise DataError(f"{type_name(data)} {problem}; give a map-style data set here")
     if isinstance(data, Mapping):
         keys = ", ".join(repr(key) for key in list(data)[:5])
         raise DataError(
@@ -104,9 +100,9 @@ def _open_tensors(base: Any, data: Any) -> GatherSource | None:
     """Gather the columns of a tensor, an array or a TensorDataset; None where gathering is not the same as collating samples."""
     # A subclass may return anything from its __getitem__.
     is_dataset = type(base) is TensorDataset
-    gathers = [make_column_gather(column) for column in (base.tensors if is_dataset else (base,))]
-    column_gathers = [gather for gather in gathers if gather is not None]
-    if len(column_gathers) < len(gathers):
+    columns = base.tensors if is_dataset else (base,)
+    column_gathers = [gather for gather in map(make_column_gather, columns) if gather is not None]
+    if len(column_gathers) < len(columns):
         return None
 
     def gather_columns(ids: np.ndarray, pin: bool) -> list[Any]:

@@ -193,10 +193,9 @@ class SampleSource(Source):
         return list(samples)
 
     def _read_error(self, failed_items: str, error: Exception) -> DataError:
-        return DataError(
-            f"{type_name(self._data)}: {failed_items} of {self._length} could not be read: {type(error).__name__}: {error}; "
-            "repair it or leave it out of the data set (torch.utils.data.Subset)"
-        )
+        problem = f"{failed_items} of {self._length} could not be read: {type(error).__name__}: {error}"
+        remedy = "repair it or leave it out of the data set (torch.utils.data.Subset)"
+        return DataError(f"{type_name(self._data)}: {problem}; {remedy}")
 
     def _collate_samples(self, samples: list[Any], indices: list[int]) -> Any:
         try:

@@ -34,7 +34,8 @@ _READ_FAILED = -1  # instead of a position: this rank could not read or collate
 _EPOCH_SHIFT = 40  # a position is one number: the epoch above this many bits of samples
 
 _T = TypeVar("_T")
-_LocalBatch = tuple[int, list[Any], list[int]]
+#: The global batch's size, this rank's micro-batches and their sizes; or the error to raise once the ranks agree.
+_Item = tuple[int, list[Any], list[int]] | DataError
 
 
 class Stream:
@@ -75,9 +76,8 @@ class StreamReader:
                 self._samples = iter(self._data)
                 self._read_rng.save_state()
             except Exception as error:
-                raise DataError(
-                    f"{self.name}: epoch {self.epoch} could not start: {type(error).__name__}: {error}; repair its `__iter__`"
-                ) from error
+                problem = f"epoch {self.epoch} could not start: {type(error).__name__}: {error}"
+                raise DataError(f"{self.name}: {problem}; repair its `__iter__`") from error
 
     def read(self, count: int) -> list[Any]:
         """Read the next `count` samples; fewer only at the end of the epoch."""
@@ -88,10 +88,9 @@ class StreamReader:
                 self._read_rng.save_state()
             except Exception as error:
                 # `extend` adds one by one: the samples before the failing one are in the list.
-                raise DataError(
-                    f"{self.name}: sample {self.samples_read + len(samples)} of epoch {self.epoch} could not be read: "
-                    f"{type(error).__name__}: {error}; repair the stream or let it skip such a sample"
-                ) from error
+                position = f"sample {self.samples_read + len(samples)} of epoch {self.epoch}"
+                problem = f"{position} could not be read: {type(error).__name__}: {error}"
+                raise DataError(f"{self.name}: {problem}; repair the stream or let it skip such a sample") from error
         self.samples_read += len(samples)
         return samples
 
@@ -144,11 +143,8 @@ class StreamLoader:
             epoch, wait = reader.epoch, time.perf_counter() - start_time
             yield StepBatch(step=step, epoch=epoch, samples=size, micro_batches=micro_batches, wait_seconds=wait)
 
-    def _local_batches(self, reader: StreamReader, start: int) -> Iterator[_LocalBatch | DataError]:
-        """Yield, for each step from `start` on, the global batch's size, this rank's micro-batches and their sizes. Not collective.
-
-        A batch that cannot be used is yielded as the error to raise once the ranks agree: a disagreement is reported first.
-        """
+    def _local_batches(self, reader: StreamReader, start: int) -> Iterator[_Item]:
+        """Yield the item of each step from `start` on. Not collective: of errors, a disagreement of the ranks is reported first."""
         step = 0
         reader.start_next_epoch()
         while True:
@@ -156,10 +152,9 @@ class StreamLoader:
             samples = reader.read(self._batch)
             size = len(samples)
             if not first_index and (not size or (size < self._batch and self._drop_last)):
-                yield DataError(
-                    f"{reader.name}: epoch {reader.epoch} ends after {size} sample{'s' * (size != 1)}, before the first batch of {self._batch}; "
-                    "give a stream with more samples, which starts again each time it is iterated"
-                )
+                problem = f"ends after {size} sample{'s' * (size != 1)}, before the first batch of {self._batch}"
+                remedy = "give a stream with more samples, which starts again each time it is iterated"
+                yield DataError(f"{reader.name}: epoch {reader.epoch} {problem}; {remedy}")
             if size == self._batch or (size and not self._drop_last):
                 if step >= start:
                     yield self._make_local_batch(reader, samples, first_index, step)
@@ -167,9 +162,7 @@ class StreamLoader:
             if size < self._batch:
                 reader.start_next_epoch()
 
-    def _make_local_batch(
-        self, reader: StreamReader, samples: list[Any], first_index: int, step: int
-    ) -> _LocalBatch | DataError:
+    def _make_local_batch(self, reader: StreamReader, samples: list[Any], first: int, step: int) -> _Item:
         size = len(samples)
         if size < self._dp_size:
             return DataError(
@@ -178,7 +171,7 @@ class StreamLoader:
             )
         spans = split_batch(size, self._dp_size, self._micro_batch_size, self._shares)[self._dp_rank]
         pin = self._pin and not self._workers  # with a worker, the training process pins
-        parts = [(samples[span.start : span.stop], first_index + span.start) for span in spans]
+        parts = [(samples[span.start : span.stop], first + span.start) for span in spans]
         return size, [reader.collate_batch(*part, pin=pin) for part in parts], [span.size for span in spans]
 
 
@@ -197,14 +190,11 @@ def evaluation_stream(
     """Like evaluation_batches, for a stream: each sample once over all ranks, and equally many micro-batches on each."""
     reader = stream.make_reader()
     local_batches = _local_evaluation_batches(reader, dp_rank, dp_size, batch_size, pin)
-    is_first = True
-    while True:
-        micro_batch = _next_in_lockstep(local_batches, reader, all_gather, "evaluation")
-        if micro_batch is None:
-            return
-        if is_first and model_parallel_size > 1:
+    needs_check = model_parallel_size > 1
+    while micro_batch := _next_in_lockstep(local_batches, reader, all_gather, "evaluation"):
+        if needs_check:
             _require_same_batch(reader.name, dp_rank, (micro_batch,), all_gather)
-        is_first = False
+            needs_check = False
         yield micro_batch
 
 
@@ -234,7 +224,7 @@ def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: All
     positions = all_gather(reader.epoch << _EPOCH_SHIFT | reader.samples_read)
     failed_ranks = [rank for rank, position in enumerate(positions) if position == _READ_FAILED]
     if failed_ranks:
-        ranks = _format_ranks(failed_ranks)
+        ranks = ", ".join(map(str, failed_ranks))
         raise DataError(f"{reader.name}: rank {ranks} could not read its part of {context}; its own message says why")
     if len(set(positions)) > 1:
         epoch = min(position >> _EPOCH_SHIFT for position in positions)
@@ -244,8 +234,8 @@ def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: All
         pairs = zip(counts, positions, strict=True)
         progress = ", ".join(f"{count} of epoch {position >> _EPOCH_SHIFT}" for count, position in pairs)
         raise DataError(
-            f"{reader.name}: the stream ended early on rank {_format_ranks(early_ranks)}: at {context} the ranks 0 to {len(positions) - 1} have read "
-            f"{progress}; give every rank the same whole stream (it must not split its samples by rank)"
+            f"{reader.name}: the stream ended early on rank {', '.join(map(str, early_ranks))}: at {context} ranks 0 to {len(positions) - 1} "
+            f"have read {progress}; give every rank the same whole stream (it must not split its samples by rank)"
         )
     return item
 
@@ -262,7 +252,3 @@ def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch
                 "rank the same whole stream: it must not split its samples by rank (split_dataset_by_node, WebDataset's split_by_node), and "
                 "its random numbers need the same seed everywhere"
             )
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -61,15 +61,8 @@ def read_with_workers(
             for ids in np.split(request.ids, np.cumsum(request.sizes)[:-1]):
                 yield ids, request.epoch
 
-    loader = DataLoader(
-        _RequestDataset(source),
-        batch_size=None,
-        sampler=_IteratorSampler(iterate_micro_batches()),
-        collate_fn=_no_collate,
-        num_workers=workers,
-        pin_memory=pin,
-        generator=torch.Generator(),  # else it draws the workers' seeds from the training's generator
-    )
+    sampler = _IteratorSampler(iterate_micro_batches())
+    loader = _make_loader(_RequestDataset(source), sampler=sampler, num_workers=workers, pin_memory=pin)
     with closing(_iterate_loader(loader)) as batches:
         for first_batch in batches:
             yield [first_batch, *islice(batches, counts.pop(0) - 1)]
@@ -80,16 +73,13 @@ def prefetch_in_process(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
 
     The process is forked, whatever the start method of others: an iterator that has begun cannot be sent to a spawned process.
     """
-    loader = DataLoader(
-        _IteratorDataset(items),
-        batch_size=None,
-        collate_fn=_no_collate,
-        num_workers=1,
-        multiprocessing_context="fork",
-        pin_memory=pin,
-        generator=torch.Generator(),
-    )
-    return _iterate_loader(loader)
+    dataset = _IteratorDataset(items)
+    return _iterate_loader(_make_loader(dataset, num_workers=1, multiprocessing_context="fork", pin_memory=pin))
+
+
+def _make_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    # Without a generator of its own it draws the workers' seeds from the training's.
+    return DataLoader(dataset, batch_size=None, collate_fn=_no_collate, generator=torch.Generator(), **options)
 
 
 def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:

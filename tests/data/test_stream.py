@@ -235,7 +235,7 @@ def test_a_stream_that_ends_early_on_one_rank_stops_all(short: int) -> None:
     if short:
         counts = "8 of epoch 1" if short % 8 == 0 else f"{short} of epoch 0"
         read = (step + 1) * 8
-        message = f"the stream ended early on rank 2: at step {step} the ranks 0 to 2 have read {read} of epoch 0, {read} of epoch 0, {counts}"
+        message = f"the stream ended early on rank 2: at step {step} ranks 0 to 2 have read {read} of epoch 0, {read} of epoch 0, {counts}"
     else:
         message = "the stream ended early on rank 2: at step 0 the ranks 0 to 2 have read 8 of epoch 0, 8 of epoch 0, 0 of epoch 0"
     for error in errors:

@@ -121,5 +121,5 @@ def test_a_disk_that_refuses_is_told_once_and_training_goes_on(
 
 @pytest.mark.parametrize("folder", ["missing", "."])
 def test_a_folder_that_is_no_run(tmp_path: Path, folder: str) -> None:
-    with pytest.raises(EchelonError, match=r"not a run folder; give the folder"):
+    with pytest.raises(EchelonError, match=r"expected a run folder, which `echelon train` creates"):
         read_events(tmp_path / folder)
