@@ -22,7 +22,6 @@ class CommandGroup(TyperGroup):
     """The verbs. An error becomes one message and an exit code; --debug shows the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
         try:
             return super().invoke(ctx)
         except EchelonError as error:

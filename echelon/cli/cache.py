@@ -60,7 +60,6 @@ def clear(json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 def _open_remote_cache() -> FileCache | None:
-    """The default cache of remote data, if it exists."""
     from echelon.data.packed.remote_cache import FileCache, default_cache_folder
 
     folder = default_cache_folder()

@@ -28,7 +28,6 @@ def _store_debug(ctx: typer.Context, value: bool) -> bool:
 
 
 def wants_traceback(ctx: typer.Context) -> bool:
-    """Whether --debug was given."""
     return bool(ctx.find_root().meta.get(DEBUG_KEY))
 
 
@@ -87,7 +86,6 @@ def print_answer(as_json: bool, answer: Any, *parts: str | Table) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Warn on standard error."""
     for message in messages:
         typer.echo(f"warning: {message}", err=True)
 
@@ -105,7 +103,6 @@ def make_table(*columns: str, text_columns: int = 1) -> Table:
 
 
 def make_progress(*columns: ProgressColumn, hidden: bool = False) -> Progress:
-    """A progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -114,7 +111,6 @@ def make_progress(*columns: ProgressColumn, hidden: bool = False) -> Progress:
 
 
 def read_job(file: str) -> tuple[JobSource, Profile]:
-    """A job file and its profile."""
     from echelon.flow.job_source import JobSource
 
     job_source = JobSource(file)

@@ -122,7 +122,6 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _list_problems(cluster: Cluster) -> list[str]:
-    """What a user might try that will not work here, and why."""
     import torch
 
     problems = []

@@ -92,7 +92,6 @@ def _shuffle_source(packing_source: PackingSource, shuffle: str | None) -> Packi
 
 
 def _open_source(source: str, **options: Any) -> PackingSource:
-    """Data on disk, or a data set that a Python file names."""
     from echelon.data.packed.detect_format import open_packing_source
 
     file = source.rpartition(":")[0] if ":" in source else source

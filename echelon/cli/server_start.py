@@ -100,7 +100,6 @@ def _explicit_options(context: typer.Context) -> set[str]:
 
 
 def _require_options_of(mode: str, explicit: set[str], servers: int) -> None:
-    """Refuse options that this mode would ignore."""
     description, options = _MODES[mode]
     if mode == "ray" and servers == 0:
         raise EchelonError("--servers 0: servers on Ray (--on ray) have their controller on Ray; use 1 or more")

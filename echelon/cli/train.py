@@ -60,7 +60,6 @@ def train(
 
 
 def _train_and_report(file: str, requested: str, settings: Settings, json: bool, debug: bool) -> int:
-    """Train and print the outcome, whatever it is; the exit code."""
     from echelon.launchers.local import EARLY_INTERRUPT_MESSAGE, INTERRUPTED_EXIT_CODE
     from echelon.world import read_world
 
@@ -84,7 +83,6 @@ def _train_and_report(file: str, requested: str, settings: Settings, json: bool,
 
 
 def _train_or_launch(file: str, requested: str, settings: Settings, debug: bool) -> TrainResult:
-    """Train in this process, or in ranks that it starts."""
     from echelon.flow.job_source import JobSource
     from echelon.flow.spawn import run_ranks
     from echelon.flow.train import train_job

@@ -45,7 +45,6 @@ def verify(
 
 
 def _prove_plan(file: str, requested: str, options: dict[str, Any], debug: bool) -> Certificate:
-    """The certificate, from this process or from ranks that it starts."""
     from echelon.flow.job_source import JobSource
     from echelon.flow.spawn import run_ranks
     from echelon.flow.verify import verify_job

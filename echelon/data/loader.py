@@ -208,7 +208,6 @@ def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]
 
 
 def small_batch_error(batch: int, dp_size: int) -> DataError:
-    """A global batch of fewer samples than data ranks."""
     return DataError(
         f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
     )

@@ -112,7 +112,6 @@ def _open_tensors(base: Any, data: Any) -> GatherSource | None:
 
 
 def _subset_rows(data: Any) -> np.ndarray | None:
-    """The samples of the innermost data set that torch's Subset selects; None: all."""
     if type(data) is not Subset:
         return None
     dataset: Any = data.dataset

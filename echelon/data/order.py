@@ -77,11 +77,9 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches in one pass over the data."""
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def epoch_of(self, step: int) -> int:
-        """The pass over the data that `step` belongs to."""
         return step // self.steps_per_epoch
 
     def batch_size(self, step: int) -> int:
@@ -115,7 +113,6 @@ class Order:
         return cached[row]
 
     def _compute_chunk(self, epoch: int, batches: range, start: int, stop: int, lanes: int) -> np.ndarray:
-        """Compute positions `start` to `stop` of consecutive full batches of an epoch, one batch per row."""
         lane_batch = self.batch // lanes
         chunk_ids = np.empty((len(batches), stop - start), np.int64)
         for lane in range(start // lane_batch, (stop - 1) // lane_batch + 1):

@@ -50,7 +50,6 @@ class Source(ABC):
         """Read the samples `ids` as consecutive collated batches of `sizes`."""
 
     def read_batch(self, ids: np.ndarray, epoch: int, *, pin: bool = False) -> Any:
-        """Read the samples `ids` as one collated batch."""
         return self.read_micro_batches(ids, (len(ids),), epoch, pin=pin)[0]
 
     def prefetch(self, ids: np.ndarray) -> None:
@@ -85,7 +84,6 @@ class GatherSource(Source):
         return self._length
 
     def map_ids(self, ids: np.ndarray) -> np.ndarray:
-        """The rows that hold the samples `ids`."""
         return ids if self._rows is None else self._rows[ids]
 
     def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:

@@ -48,7 +48,6 @@ class Stream:
         self._collate = collate_as_torch if collate is None else collate
 
     def make_reader(self) -> StreamReader:
-        """Start to read the stream from its first sample."""
         return StreamReader(self._data, self._collate, self._seed)
 
 
@@ -241,7 +240,6 @@ def _next_in_lockstep(items: Iterator[_T], reader: StreamReader, all_gather: All
 
 
 def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch, ...], all_gather: AllGather) -> None:
-    """Refuse a batch that differs between the ranks of a data rank."""
     digests = all_gather((dp_rank, digest([micro_batch.batch for micro_batch in micro_batches])))
     first_of_replica: dict[int, tuple[int, str]] = {}
     for rank, (replica, batch_digest) in enumerate(digests):

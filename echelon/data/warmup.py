@@ -11,8 +11,6 @@ from echelon.data.loader import StepBatch
 
 
 class StepLoader(Protocol):
-    """Reads the batches of steps."""
-
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive)."""
         ...

@@ -129,8 +129,6 @@ class _IteratorDataset(IterableDataset[Any]):
 
 
 class _IteratorSampler:
-    """An iterator as a sampler of DataLoader."""
-
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
 

@@ -37,7 +37,6 @@ def _without_interpreter(words: Sequence[str]) -> list[str]:
 
 
 def _parent_command() -> list[str]:
-    """torchrun's agent is the parent of its ranks."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
     return []

@@ -65,7 +65,6 @@ def report_start() -> None:
 
 
 def has_started(folder: Path) -> bool:
-    """Whether a rank with this folder has begun to train."""
     return (folder / _STARTED_FILE).exists()
 
 

@@ -18,8 +18,6 @@ _MAX_WAITING = 500
 
 
 class EventBatcher:
-    """A listener that batches events for other listeners."""
-
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = tuple(listeners)
         self._waiting: list[Event] = []

@@ -40,7 +40,6 @@ class RunRecord:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The data of the newest `start`; empty before there is one."""
         return self._newest("start")
 
     @property
@@ -78,7 +77,6 @@ class RunRecord:
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """The data of the newest memory event; empty: none."""
         return self._newest("memory")
 
     def _newest(self, kind: str) -> Mapping[str, Any]:

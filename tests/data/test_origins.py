@@ -208,7 +208,7 @@ def test_a_disk_without_room_for_the_copy_of_a_csv_is_named(tmp_path: Path) -> N
         told = echelon("pack", tmp_path / "x.csv", tmp_path / "far/p", code=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert f"{tmp_path / 'far'} has no room for the copy of" in " ".join(told.split())
+    assert f"{tmp_path / 'far'} has no space for the copy of" in " ".join(told.split())
 
 
 def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: Path) -> None:

@@ -430,7 +430,9 @@ def test_a_disk_without_room_is_named_and_the_packing_goes_on_later(tmp_path: Pa
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
     try:
-        with pytest.raises(DataError, match=r"shard-00000.arrow cannot be written: File too large; once there is room"):
+        with pytest.raises(
+            DataError, match=r"shard-00000.arrow cannot be written: File too large; once there is space"
+        ):
             images(tmp_path / "set")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

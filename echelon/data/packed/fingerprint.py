@@ -52,7 +52,6 @@ class FingerprintWalker:
 
     @property
     def object_count(self) -> int:
-        """Objects met so far."""
         return len(self._objects)
 
     def visit(self, value: Any) -> None:
@@ -76,7 +75,6 @@ class FingerprintWalker:
             self.write_words("thing", str(self._object_numbers[id(value)]))
 
     def visit_object(self, value: Any) -> None:
-        """Hash an object; its parts are queued."""
         if isinstance(value, types.FunctionType):
             self._visit_function(value)
         elif isinstance(value, types.MethodType):
@@ -175,7 +173,6 @@ class FingerprintWalker:
                     self._visit_global(vars(value)[name], names, used_names, visited_modules)
 
     def class_name(self, value: type) -> str:
-        """The name that identifies a class."""
         return f"{value.__module__}.{value.__qualname__}"
 
     def _visit_class(self, value: type) -> None:
@@ -213,19 +210,16 @@ class FingerprintWalker:
                 self.write_words(str(stat.st_size), str(stat.st_mtime_ns))
 
     def visit_parts(self, kind: str, *parts: Any) -> None:
-        """Hash a kind of object and its parts."""
         self.write_words(kind)
         for part in parts:
             self.visit(part)
 
     def write_words(self, *words: str) -> None:
-        """Hash words."""
         for word in words:
             self.write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
 
 
 def _nested_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of the functions in it."""
     yield code
     for part in code.co_consts:
         if isinstance(part, types.CodeType):

@@ -6,6 +6,7 @@ import gzip
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ class ArrayPackingSource(PackingSource):
         lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
             lengths_text = ", ".join(f"{name}: {length:,}" for name, length in lengths.items()) or "no array at all"
-            raise DataError(f"the arrays of a data set have equally many rows, at least one; these have {lengths_text}")
+            raise DataError(
+                f"the arrays of a data set must have equally many rows, at least one; these have {lengths_text}"
+            )
         self.columns = tuple(_make_column(name, array) for name, array in arrays.items())
         self.samples, self.sample, self.provenance = next(iter(lengths.values())), sample, provenance
         self.row_bytes = float(sum(column.item_bytes for column in self.columns))
@@ -44,7 +47,7 @@ def _make_column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
     if dtype not in ITEM_BYTES or 0 in array.shape[1:]:
         raise DataError(
-            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: give non-empty rows of numbers"
+            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: use non-empty rows of numbers"
         )
     return Column(name=name, dtype=dtype, shape=array.shape[1:])
 
@@ -76,23 +79,19 @@ def find_idx_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def open_idx_folder(folder: Path, split: str | None) -> ArrayPackingSource:
-    """Open a folder of IDX files: samples are (image, label)."""
     pairs = find_idx_pairs(folder)
-    if split is None and len(pairs) > 1:
-        split = "train" if "train" in pairs else None
-    chosen_split = split if split is not None else next(iter(pairs), "")
-    if chosen_split not in pairs:
+    if split is None:
+        split = "train" if "train" in pairs else next(iter(pairs), "")
+    if split not in pairs:
         available = ", ".join(pairs) or "no pair of IDX images and labels"
-        raise DataError(f"{folder} has no split {chosen_split!r}; it has {available}")
-    files = pairs[chosen_split]
-    images, labels = map(read_idx, files)
-    provenance = {"source": str(folder), "kind": "IDX", "split": chosen_split, "stamp": digest_file_stats(files)}
+        raise DataError(f"{folder} has no split {split!r}; it has {available}")
+    images, labels = map(read_idx, pairs[split])
+    provenance = {"source": str(folder), "kind": "IDX", "split": split, "stamp": digest_file_stats(pairs[split])}
     arrays = {"image": images, "label": labels.astype(np.int64)}
     return ArrayPackingSource(arrays, {"tuple": ["image", "label"]}, provenance)
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read the array in an IDX file, gzip-compressed or not."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
@@ -101,7 +100,9 @@ def read_idx(path: Path) -> np.ndarray:
         raise DataError(f"{path} is not an IDX file: it begins with {content[:4].hex(' ') or 'nothing'}")
     shape = tuple(np.frombuffer(content, ">u4", content[3], 4).tolist())
     dtype, header_bytes = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
-    if len(content) - header_bytes != dtype.itemsize * int(np.prod(shape, dtype=object)):
-        declared = f"but its header declares {shape} of {dtype.itemsize} bytes"
-        raise DataError(f"{path} has {len(content) - header_bytes:,} bytes of values, {declared}")
+    value_bytes = len(content) - header_bytes
+    if value_bytes != dtype.itemsize * prod(shape):
+        raise DataError(
+            f"{path} has {value_bytes:,} bytes of values, but its header declares {shape} of {dtype.itemsize} bytes"
+        )
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(shape)

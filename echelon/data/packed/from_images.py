@@ -32,15 +32,14 @@ class ImagePackingSource(PackingSource):
             raise DataError(f"{folder} has no images in folders per class ({', '.join(sorted(IMAGE_SUFFIXES))})")
         self._size = size
         self.samples, self.sample = len(self._files), {"tuple": ["image", "label"]}
-        image = (
-            Column(name="image", dtype="uint8", ragged=True, kind="image")
-            if size is None
-            else Column(name="image", dtype="uint8", shape=(3, *size))
-        )
-        self.columns = image, Column(name="label", dtype="int64")
         paths = [path for path, _ in self._files]
-        image_bytes = np.mean([path.stat().st_size for path in paths]) if size is None else image.item_bytes
-        self.row_bytes = 8 + float(image_bytes)
+        if size is None:
+            image = Column(name="image", dtype="uint8", ragged=True, kind="image")
+            self.row_bytes = 8 + float(np.mean([path.stat().st_size for path in paths]))
+        else:
+            image = Column(name="image", dtype="uint8", shape=(3, *size))
+            self.row_bytes = 8 + float(image.item_bytes)
+        self.columns = image, Column(name="label", dtype="int64")
         self.provenance = {
             "source": str(folder), "kind": "image folder", "classes": json.dumps(classes), "stamp": digest_file_stats(paths),
             "size": "as it is" if size is None else f"{size[0]}x{size[1]}",
@@ -58,7 +57,6 @@ class ImagePackingSource(PackingSource):
 
 
 def decode_image(content: bytes, source_name: str, size: tuple[int, int] | None = None) -> np.ndarray:
-    """Decode an image to uint8[3, height, width]."""
     try:
         from PIL import Image
     except ModuleNotFoundError:

@@ -98,13 +98,11 @@ class JsonLines(Sequence[Any]):
 
 
 def open_json_lines(path: Path) -> SamplePackingSource:
-    """Open a .jsonl file."""
     provenance = {"source": str(path), "kind": "JSON lines", "stamp": digest_file_stats([path])}
     return SamplePackingSource(JsonLines(path), provenance)
 
 
 def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> Column:
-    """Infer a column from its values in a few samples."""
     first = values[0]
     if isinstance(first, str | bytes):
         return Column(name=name, dtype="uint8", ragged=True, kind="text" if isinstance(first, str) else "bytes")
@@ -130,14 +128,10 @@ def _infer_column(name: str, values: Sequence[Any], indices: Sequence[int]) -> C
     if is_list or (len(shapes) > 1 and len(inner_shapes) == 1 and () not in shapes):
         return Column(name=name, dtype=dtype, shape=() if is_list else inner_shapes.pop(), ragged=True)
     if len(shapes) > 1:
-        expected = arrays[0][0].shape
-        shape, index = next(
-            (array.shape, i) for (array, _), i in zip(arrays, indices, strict=True) if array.shape != expected
-        )
-        raise DataError(
-            f"{name!r} has shape {list(expected)} in sample {indices[0]} and {list(shape)} in sample {index}: only the first dimension "
-            "may differ; resize or pad in the data set"
-        )
+        pairs = [(list(array.shape), index) for (array, _), index in zip(arrays, indices, strict=True)]
+        other_shape, index = next(pair for pair in pairs if pair[0] != pairs[0][0])
+        problem = f"{name!r} has shape {pairs[0][0]} in sample {indices[0]} and {other_shape} in sample {index}"
+        raise DataError(f"{problem}: only the first dimension may differ; resize or pad in the data set")
     shape = shapes.pop()
     if 0 in shape:
         raise DataError(f"{name!r} has shape {list(shape)}: it is empty")

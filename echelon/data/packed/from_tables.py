@@ -37,7 +37,8 @@ class TablePackingSource(PackingSource):
     has_random_access = False
 
     def __init__(self, paths: Sequence[Path], temp_folder: Path) -> None:
-        self._paths, self._temp_folder, self._format = list(paths), temp_folder, _format_of(paths[0])
+        self._paths, self._temp_folder = list(paths), temp_folder
+        self._format = TABLE_FORMATS[paths[0].suffix.lower()]
         source = ", ".join(map(str, paths))
         self.provenance = {"source": source, "kind": self._format, "stamp": digest_file_stats(paths)}
 
@@ -54,12 +55,11 @@ class TablePackingSource(PackingSource):
         for path in self._paths:
             file_schema, fragments = self._open_file(path)
             if schema is not None and not file_schema.equals(schema):
-                differences = f"{_describe_schema(file_schema)}, not {_describe_schema(schema)}"
-                raise DataError(f"{path} has other columns than {self._paths[0]}: {differences}")
+                here, there = (", ".join(f"{field.name}: {field.type}" for field in s) for s in (file_schema, schema))
+                raise DataError(f"{path} has other columns than {self._paths[0]}: {here}, not {there}")
             schema = file_schema
-            for fragment, rows in fragments:
-                self._fragments.append(fragment)
-                row_counts.append(rows)
+            self._fragments += [fragment for fragment, _ in fragments]
+            row_counts += [rows for _, rows in fragments]
         assert schema is not None
         self._starts = np.cumsum([0, *row_counts])
         self.samples = int(self._starts[-1])
@@ -70,7 +70,6 @@ class TablePackingSource(PackingSource):
         self.row_bytes = self._measure_row_bytes()
 
     def _open_file(self, path: Path) -> tuple[Any, list[tuple[Any, int]]]:
-        """The schema, and the fragments with their numbers of rows."""
         import pyarrow as pa
 
         try:
@@ -82,9 +81,8 @@ class TablePackingSource(PackingSource):
             return dataset.schema.remove_metadata(), list(_split_fragments(dataset))
         except (pa.ArrowException, OSError, ValueError) as error:
             if getattr(error, "errno", None) in _DISK_FULL_ERRNOS:
-                raise DataError(
-                    f"{self._temp_folder} has no room for the copy of {path} that is packed: free some, or pack into a folder on another disk"
-                ) from None
+                problem = f"{self._temp_folder} has no space for the copy of {path} that is packed"
+                raise DataError(f"{problem}: free some, or pack into a folder on another disk") from None
             raise DataError(f"{path} cannot be read as {self._format}: {error}") from None
 
     def _open_dataset(self, path: Path) -> Any:
@@ -123,10 +121,6 @@ class TablePackingSource(PackingSource):
         return [_column_rows(table.column(column.name), column, start) for column in self.columns]
 
 
-def _format_of(path: Path) -> str:
-    return TABLE_FORMATS[path.suffix.lower()]
-
-
 def _split_fragments(dataset: Any) -> Iterator[tuple[Any, int]]:
     for fragment in dataset.get_fragments():
         if hasattr(fragment, "split_by_row_group"):
@@ -159,10 +153,6 @@ def _read_csv(path: Path, temp_folder: Path) -> Any:
             return pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{arrow_file.fileno()}")).read_all()
     except pa.ArrowInvalid:
         return csv.read_csv(path, parse_options=parse_options, read_options=csv.ReadOptions(use_threads=False))
-
-
-def _describe_schema(schema: Any) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
 def _make_column(field: Any) -> Column:

@@ -62,9 +62,8 @@ class TokenPackingSource(PackingSource):
         total = int(self._file_ends[-1])
         self.samples = len(self._token_files) if self._length is None else total // self._length
         if not self.samples:
-            raise DataError(
-                f"{total:,} tokens do not fill a row of {self._length}: use a shorter --length or more text"
-            )
+            problem = f"{total:,} tokens do not fill a row of {self._length}"
+            raise DataError(f"{problem}: use a shorter --length or more text")
         self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
         self.remarks = {"left out": str(0 if self._length is None else total % self._length)}
 
@@ -83,25 +82,22 @@ class TokenPackingSource(PackingSource):
         return [self._read_tokens(start * self._length, stop * self._length).reshape(stop - start, self._length)]
 
     def _read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens `start` to `stop` of all files."""
         parts = []
         file_index = int(self._file_ends.searchsorted(start, "right")) - 1
         while start < stop:
             first, end = int(self._file_ends[file_index]), min(int(stop), int(self._file_ends[file_index + 1]))
             if start < end:
-                parts.append(self._read_file_tokens(self._token_files[file_index], start - first, end - start))
+                path, item_bytes = self._token_files[file_index], self._token_dtype.itemsize
+                part = np.fromfile(path, self._token_dtype, end - start, offset=(start - first) * item_bytes)
+                if len(part) < end - start:
+                    raise DataError(f"{path} became shorter since the packing began: run the command again")
+                parts.append(part)
             start, file_index = max(start, end), file_index + 1
         tokens = np.concatenate([np.empty(0, self._token_dtype), *parts])
         largest = int(tokens.max(initial=0))
         if largest > np.iinfo(self._dtype).max:
             raise DataError(f"token {largest} does not fit into {self._dtype}: use a wider --dtype")
         return tokens.astype(self._dtype)
-
-    def _read_file_tokens(self, path: Path, start: int, count: int) -> np.ndarray:
-        tokens = np.fromfile(path, self._token_dtype, count, offset=start * self._token_dtype.itemsize)
-        if len(tokens) < count:
-            raise DataError(f"{path} became shorter since the packing began: run the command again")
-        return tokens
 
 
 def _tokenize_files(
@@ -117,10 +113,8 @@ def _tokenize_files(
     total_bytes = sum(sizes.values())
     done_bytes = total_bytes - sum(sizes[target] for target in missing)
     progress(done_bytes, total_bytes)
-    tasks = [
-        Task(target=target, is_done=target.exists, run=partial(_tokenize_file, targets[target], target, tokenizer))
-        for target in missing
-    ]
+    runs = {target: partial(_tokenize_file, targets[target], target, tokenizer) for target in missing}
+    tasks = [Task(target=target, is_done=target.exists, run=run) for target, run in runs.items()]
     for new_bytes in run_tasks(tasks, processes):
         done_bytes += new_bytes
         progress(min(done_bytes, total_bytes), total_bytes)
@@ -206,7 +200,6 @@ class _SharedTempDir:
         self._folder, self._lock_path, self._lock = folder, folder / ".lock", -1
 
     def acquire(self) -> None:
-        """Keep every process from deleting the folder."""
         while self._lock < 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # deleted between the two calls

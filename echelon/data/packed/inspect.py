@@ -21,7 +21,6 @@ _TIMEOUT_SECONDS = 60.0
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Read the manifest of a folder, here or on a store."""
     if is_url(folder):
         return RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
     return documents.load_manifest(Path(folder))
@@ -79,7 +78,6 @@ def summarize(folder: str, samples: int) -> dict[str, Any]:
 
 
 def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str | None]:
-    """Format the first samples; the second value is why there are not more."""
     from echelon.data.packed.reader import Packed
 
     descriptions: list[str] = []
@@ -93,7 +91,6 @@ def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str |
 
 
 def format_sample(value: Any) -> str:
-    """Format a sample in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_sample(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):

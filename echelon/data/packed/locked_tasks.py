@@ -36,7 +36,6 @@ class Task:
 
     @property
     def lock(self) -> Path:
-        """Locked by the process that makes the file."""
         return self.target.with_name(f".{self.target.stem}.lock")
 
 
@@ -92,10 +91,9 @@ def _run_tasks_in_processes(tasks: Sequence[Task], processes: int) -> Iterator[i
                     worker = open_pipes.pop(pipe)
                     worker.join()
                     if worker.exitcode:
-                        raise DataError(
-                            f"a packing process died (exit code {worker.exitcode}); run the same command again, which continues where "
-                            "this one stopped, with --processes 1 if memory ran out"
-                        ) from None
+                        remedy = "run the same command again, which continues where this one stopped"
+                        problem = f"a packing process died (exit code {worker.exitcode})"
+                        raise DataError(f"{problem}; {remedy}, with --processes 1 if memory ran out") from None
                     continue
                 if isinstance(message, str):
                     raise DataError(message)

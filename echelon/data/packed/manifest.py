@@ -80,12 +80,10 @@ class Manifest:
 
     @property
     def samples(self) -> int:
-        """Rows of all files."""
         return sum(shard.samples for shard in self.shards)
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
         return sum(shard.bytes for shard in self.shards)
 
     def save(self, folder: Path) -> None:
@@ -96,7 +94,6 @@ class Manifest:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a packed data set."""
     path = folder / FILE_NAME
     try:
         return parse_manifest(path.read_bytes(), str(path))
@@ -145,7 +142,6 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def hash_document(document: Mapping[str, Any]) -> str:
-    """The hash that a manifest has of its other fields."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -185,7 +181,6 @@ def _is_valid_column(column: Column) -> bool:
 
 
 def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
-    """Parse and check one file's entry."""
     buffers = tuple(map(tuple, values["buffers"]))
     shard = Shard(**{**values, "buffers": buffers, "checksums": tuple(values["checksums"])})
     numbers = [shard.samples, shard.bytes, shard.frame, shard.offsets, *shard.checksums, *chain(*buffers)]
@@ -209,7 +204,6 @@ def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: i
 
 
 def list_column_names(sample: Any) -> list[str]:
-    """List the columns of a sample's structure, in order."""
     if isinstance(sample, str):
         return [sample]
     ((container, parts),) = sample.items()

@@ -63,7 +63,6 @@ class _PackingSpec:
         return {**self.intent, "from": dict(self.source.provenance)}
 
     def row_range(self, shard_index: int) -> tuple[int, int]:
-        """The first row of a shard and the end."""
         samples = self.source.samples
         return shard_index * samples // self.shards, (shard_index + 1) * samples // self.shards
 
@@ -82,7 +81,6 @@ class _PackingSpec:
         return None if _is_missing(self.folder, shard) else shard
 
     def write_note(self, shard_index: int, shard: Shard) -> None:
-        """Record that a shard is finished."""
         document = {"intent": self.intent, "shard": asdict(shard)}
         atomic_write(self.path(shard_index, ".json"), json.dumps(document))
 
@@ -191,7 +189,6 @@ def _read_record(folder: Path, manifest: Manifest | None) -> dict[str, Any] | No
 
 
 def _describe_differences(record: Mapping[str, Any], spec: _PackingSpec) -> str:
-    """Describe what is there and what would be packed now, where they differ."""
     there, here = (
         {key: side.get(key) for key in ("shards", "block", "version")}
         | (side["from"] if isinstance(side.get("from"), dict) else {})
@@ -263,7 +260,6 @@ def _make_shard_task(spec: _PackingSpec, shard_index: int) -> Task:
 
 
 def _write_shard(spec: _PackingSpec, shard_index: int) -> Iterator[int]:
-    """Write one shard; yields the number of rows after each read."""
     target = spec.path(shard_index, ".arrow")
     for path in spec.folder.glob(f".{target.stem}.[aj]*"):
         path.unlink()  # left by a process that was killed

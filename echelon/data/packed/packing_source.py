@@ -41,7 +41,6 @@ class PackingSource(ABC):
         return
 
     def finish(self) -> None:
-        """Remove temporary files once everything is packed."""
         return
 
     @abstractmethod
@@ -59,7 +58,6 @@ class PackingSource(ABC):
 
 
 def digest_file_stats(paths: Iterable[Path]) -> str:
-    """Digest the names, sizes and modification times of files."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in paths:
         stat = path.stat()
@@ -72,9 +70,8 @@ class ShuffledPackingSource(PackingSource):
 
     def __init__(self, source: PackingSource, seed: int) -> None:
         if not source.has_random_access:
-            raise DataError(
-                "--shuffle: rows of a table are read many at a time, one by one would take days; shuffle the file itself before packing"
-            )
+            problem = "rows of a table are read many at a time, and one by one would take days"
+            raise DataError(f"--shuffle: {problem}; shuffle the file itself before packing")
         self._source, self._seed = source, seed
         self.columns, self.sample = source.columns, source.sample
         self.provenance = {**source.provenance, "shuffled": f"seed {seed}"}

@@ -28,9 +28,8 @@ def prepare_dataset(
     """
     data = open_dataset(data)
     # Before anything is read, which may change what the objects hold.
-    provenance = {
-        "source": type_name(data), "kind": "prepared", "data": fingerprint(data), "transform": fingerprint(transform)
-    }  # fmt: skip
+    provenance = {"source": type_name(data), "kind": "prepared"}
+    provenance |= {"data": fingerprint(data), "transform": fingerprint(transform)}
     source = SamplePackingSource(_TransformedDataset(data, transform), provenance)
     shard_count = min(shards or max(_MIN_SHARDS, choose_shard_count(source)), source.samples)
     pack(source, Path(folder), shards=shard_count, processes=processes, overwrite="prepared")

@@ -170,7 +170,6 @@ class Packed:
         return ids
 
     def gather_columns(self, ids: np.ndarray, pin: bool = False) -> list[Any]:
-        """Read the columns of a batch; `ids` must be in range."""
         if self.pad is not None:
             return self._rows.take_padded(ids, self.pad, pin=pin)
         ragged = next((column.name for column in self.columns if column.ragged and column.kind == "array"), None)
@@ -194,7 +193,6 @@ class Packed:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its files come from a store."""
         return isinstance(self._rows, RemoteRowReader)
 
     def subset_identity(self, rows: np.ndarray | None) -> str:
@@ -253,8 +251,6 @@ def open_packed_source(
 
 
 class _PackedSource(GatherSource):
-    """Batches of a packed data set, each one gather per column."""
-
     def __init__(self, data: Packed, rows: np.ndarray | None) -> None:
         super().__init__(data.gather_columns, data.build_batch, len(data), rows)
         self._data = data
@@ -267,7 +263,6 @@ class _PackedSource(GatherSource):
 
 
 def describe_columns(manifest: Manifest) -> str:
-    """Name the columns and their types."""
     return ", ".join(f"{column.name}: {column}" for column in manifest.columns)
 
 
@@ -276,7 +271,6 @@ def _collate_padded(samples: list[Any], value: float) -> Any:
 
 
 def _pad_samples(samples: list[Any], value: float) -> list[Any]:
-    """Pad tensors in the same place of each sample to equal length."""
     first = samples[0]
     if isinstance(first, Tensor):
         lengths = {len(sample) if sample.ndim else 0 for sample in samples}

@@ -30,7 +30,6 @@ _LOCK_NAME = re.compile(r"[0-9a-f]{24}\.lock")
 
 
 def default_cache_folder() -> Path:
-    """Where copies are kept if data names no other folder."""
     return cache_folder() / "data"
 
 
@@ -59,7 +58,6 @@ class CachedFile:
         return _is_deleted(self._lock)
 
     def close(self) -> None:
-        """Close it: it is not needed any more."""
         if self._lock >= 0:
             if self._owner_pid == os.getpid():
                 self.unpin()  # closing does not unlock it while a forked process has it open
@@ -114,9 +112,8 @@ class FileCache:
     def _reserve(self, partial_path: Path, size: int, space_timeout: float) -> None:
         """Make space for `size` bytes and allocate it at once, so that two processes do not count on the same space."""
         if size > self.limit:
-            raise DataError(
-                f"{self.folder}: a cache of {format_bytes(self.limit)} cannot hold a file of {format_bytes(size)}: give it more"
-            )
+            problem = f"a cache of {format_bytes(self.limit)} cannot hold a file of {format_bytes(size)}"
+            raise DataError(f"{self.folder}: {problem}: increase cache_bytes=")
         deadline = time.monotonic() + space_timeout
         while True:
             with lock_file(self.folder / "room.lock"):
@@ -126,15 +123,15 @@ class FileCache:
                     return
                 free_bytes = shutil.disk_usage(self.folder).free
             if time.monotonic() > deadline:
-                is_disk_full = fits or free_bytes < size
-                problem = (
-                    f"its disk has {format_bytes(free_bytes)} left"
-                    if is_disk_full
-                    else f"all {format_bytes(self.limit)} of the cache are in use"
-                )
-                remedy = "free some, or give cache= another disk" if is_disk_full else "give it more (cache_bytes=)"
+                problem, remedy = f"all {format_bytes(self.limit)} of the cache are in use", "increase cache_bytes="
+                if fits or free_bytes < size:
+                    problem, remedy = (
+                        f"its disk has {format_bytes(free_bytes)} left",
+                        "free some, or give cache= another disk",
+                    )
+                needed = f"{format_bytes(size)} more is needed"
                 raise CacheFullError(
-                    f"{self.folder}: {problem}, {format_bytes(size)} more is needed: {remedy}, or shuffle fewer files at a time (window=)"
+                    f"{self.folder}: {problem}, {needed}: {remedy}, or shuffle fewer files at a time (window=)"
                 )
             time.sleep(0.05)
 
@@ -147,9 +144,8 @@ class FileCache:
             partial_path.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
                 return False
-            raise DataError(
-                f"{self.folder}: cannot hold a copy of {format_bytes(size)}: {error.strerror}; give cache= another folder"
-            ) from None
+            problem = f"cannot hold a copy of {format_bytes(size)}: {error.strerror}"
+            raise DataError(f"{self.folder}: {problem}; give cache= another folder") from None
         return True
 
     def _evict_for(self, size: int) -> bool:
@@ -177,7 +173,6 @@ class FileCache:
         return copies
 
     def usage(self) -> tuple[int, int]:
-        """The number of copies, and their bytes."""
         copies = self._list_copies()
         return len(copies), sum(size for _, size, _ in copies)
 
@@ -220,7 +215,6 @@ def _is_deleted(descriptor: int) -> bool:
 
 
 def _modified_ns(partial_path: Path) -> int:
-    """When an unfinished copy was last written to."""
     try:
         return partial_path.stat().st_mtime_ns
     except FileNotFoundError:

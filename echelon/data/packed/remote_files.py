@@ -102,7 +102,6 @@ class RemoteRowReader(RowReader):
             return np.concatenate(list(threads.map(read_file_lengths, self._files)))
 
     def select(self, file_indices: Sequence[int]) -> RemoteRowReader:
-        """A reader of some of the files."""
         return RemoteRowReader([self._files[file_index] for file_index in file_indices], self._cache, self._timeout)
 
     def find_damage(self) -> Iterator[tuple[int, int, str] | None]:
@@ -219,14 +218,12 @@ class RemoteRowReader(RowReader):
 def open_remote_rows(
     stores: Sequence[RemoteStore], manifests: Sequence[Manifest], cache: FileCache, timeout: float
 ) -> RemoteRowReader:
-    """Open consecutive data sets on stores."""
     file_stores = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
     files = list_shard_files([Path(store.display_url) for store in stores], manifests)
     return RemoteRowReader(list(zip(file_stores, files, strict=True)), cache, timeout)
 
 
 def _join_rows(count: int, positions: Sequence[np.ndarray], parts: Sequence[Any], pin: bool) -> Any:
-    """Join rows of one column from several files."""
     if isinstance(parts[0], Tensor):
         joined = torch.empty((count, *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=pin)
         for part_positions, part in zip(positions, parts, strict=True):

@@ -24,7 +24,6 @@ _T = TypeVar("_T")
 
 
 def is_url(folder: Any) -> bool:
-    """Whether `folder` is on a store, as s3://bucket/folder."""
     return isinstance(folder, str) and "://" in folder
 
 
@@ -46,7 +45,6 @@ class RemoteStore:
         self._connect = url_to_fs
 
     def read_manifest(self) -> Manifest:
-        """Read the folder's manifest."""
         (text,) = self.read_spans(documents.FILE_NAME, [(0, None)])
         return documents.parse_manifest(text, f"{self.display_url}/{documents.FILE_NAME}")
 
@@ -105,9 +103,8 @@ class RemoteStore:
         result = run_in_thread(lambda: operation(report))
         while not wait([result], last_progress + self._timeout - time.monotonic()).done:
             if time.monotonic() >= last_progress + self._timeout:
-                raise DataError(
-                    f"{location}: received nothing for {self._timeout:g} s (after {received_bytes:,} bytes); try again, or raise timeout="
-                )
+                problem = f"received nothing for {self._timeout:g} s (after {received_bytes:,} bytes)"
+                raise DataError(f"{location}: {problem}; try again, or increase timeout=")
         error = result.exception()
         if error is None or isinstance(error, DataError):
             return result.result()

@@ -67,7 +67,6 @@ class RaggedGather(RowGather):
         self._offset_pairs = _byte_windows(content, 16)
 
     def _byte_spans(self, ids: np.ndarray, file_indices: np.ndarray | None) -> np.ndarray:
-        """The first and the end byte of each row."""
         file_selector = 0 if file_indices is None else file_indices
         pairs = self._offset_pairs[ids * 8 + self._offsets[file_selector]].view(np.int64).reshape(-1, 2)
         if self._column.item_bytes > 1:

@@ -27,8 +27,6 @@ _MAX_SEPARATE_MAPS = 4096
 
 
 class RowReader(ABC):
-    """Rows of all files, by number."""
-
     @abstractmethod
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         """Read the rows `ids`: for each column a tensor, or a list of tensors, texts or bytes where rows differ in length."""
@@ -50,7 +48,6 @@ class RowReader(ABC):
         return self.take(ids)[column_index]
 
     def prefetch(self, ids: np.ndarray) -> None:
-        """Announce that these rows are needed soon."""
         return
 
 

@@ -34,7 +34,6 @@ def _join_path(path: str, name: str) -> str:
 
 
 def flatten_sample(sample: Any, structure: Any) -> list[Any]:
-    """List the sample's values in the order of the columns."""
     if isinstance(structure, str):
         return [sample]
     ((kind, parts),) = structure.items()

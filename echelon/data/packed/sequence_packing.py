@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from echelon.errors import DataError
 
-
-class _RaggedData(Protocol):
-    identity: str
-
-    def lengths(self, name: str) -> np.ndarray: ...
-
-    def read_column(self, name: str, ids: np.ndarray) -> Any: ...
+if TYPE_CHECKING:
+    from echelon.data.packed.reader import Packed
 
 
 class PackedSequences:
@@ -25,7 +20,7 @@ class PackedSequences:
     `positions` (of a token in its sample). Which samples share a row follows from their lengths alone. Each sample is in one row; one
     longer than a row is cut into pieces."""
 
-    def __init__(self, data: _RaggedData, column: str, length: int) -> None:
+    def __init__(self, data: Packed, column: str, length: int) -> None:
         if length < 1:
             raise DataError(f"length={length}: a row has at least one token")
         self._data, self._column, self._row_length = data, column, length

@@ -19,7 +19,6 @@ _STORAGE_DTYPES = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 def storage_dtype(column: Column) -> np.dtype[Any]:
-    """The NumPy dtype of a column in the file."""
     return np.dtype(_STORAGE_DTYPES.get(column.dtype, column.dtype))
 
 
@@ -62,10 +61,8 @@ class ShardWriter:
                 file.flush()
                 return _describe_shard(Path(file.name), path.name, self._columns, self._samples, block)
         except OSError as error:
-            raise DataError(
-                f"{path} cannot be written: {error.strerror or error}; once there is room, run the same command again, which "
-                "continues where this one stopped"
-            ) from None
+            remedy = "once there is space, run the same command again, which continues where this one stopped"
+            raise DataError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from None
 
     def _to_arrow(self, index: int) -> Any:
         import pyarrow as pa
@@ -104,10 +101,8 @@ def _describe_shard(path: Path, name: str, columns: Sequence[Column], samples: i
             values = buffers[-1]
             values_bytes = 0 if values is None else values.size
             values_start = values.address - file_buffer.address if values_bytes else 0
-            ragged_buffers = (
-                (buffers[1].address - file_buffer.address, values_start, values_bytes) if column.ragged else ()
-            )
-            column_buffers.append(ragged_buffers or (values_start,))
+            offsets_start = buffers[1].address - file_buffer.address if column.ragged else 0
+            column_buffers.append((offsets_start, values_start, values_bytes) if column.ragged else (values_start,))
         shard = Shard(
             file=name, samples=samples, bytes=file_buffer.size, buffers=tuple(column_buffers), checksums=(), frame=0, offsets=0,
         )  # fmt: skip

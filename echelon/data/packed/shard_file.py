@@ -49,9 +49,8 @@ class ShardFile:
                 if not is_ordered or not 0 <= begin * column.item_bytes <= end * column.item_bytes <= values_bytes:
                     return None
                 crc = zlib.crc32(offsets.data, crc)
-            crc = fold_crc(
-                content[values_start + begin * column.item_bytes : values_start + end * column.item_bytes], crc
-            )
+            first, last = (values_start + index * column.item_bytes for index in (begin, end))
+            crc = fold_crc(content[first:last], crc)
         return crc
 
     def frame_checksum(self, content: np.ndarray) -> int:
@@ -95,7 +94,6 @@ class ShardFile:
         return f"{self.describe()} {problem}: it has {size:,} bytes of {self.shard.bytes:,}; {RESTORE_SHARD}"
 
     def find_block_damage(self, contents: Sequence[np.ndarray], block: int) -> str | None:
-        """What is wrong with a block, if anything."""
         actual, expected = self.block_checksum(contents, block), self.shard.checksums[block]
         if actual == expected:
             return None
@@ -130,7 +128,6 @@ class ShardFile:
 
 
 def list_shard_files(folders: Sequence[Path], manifests: Sequence[Manifest]) -> list[ShardFile]:
-    """All files of consecutive data sets."""
     files: list[ShardFile] = []
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest.shards:
@@ -158,7 +155,6 @@ def fold_crc(content: np.ndarray, crc: int) -> int:
 
 
 def offsets_checksum(parts: Iterable[np.ndarray]) -> int:
-    """CRC-32 of the offsets of all ragged columns in turn."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part.data, crc)

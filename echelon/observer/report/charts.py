@@ -46,8 +46,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to the unit interval and back to tick labels."""
-
     low: float
     high: float
     log: bool = False

@@ -140,7 +140,6 @@ def _resumed_steps(record: RunRecord) -> list[tuple[float, str]]:
 
 
 def _metrics(record: RunRecord) -> dict[str, list[tuple[float, float]]]:
-    """Every metric of the evaluations that has numbers, over steps."""
     evaluations = [event.data.get("metrics") for event in record.events_of("evaluation")]
     names = dict.fromkeys(name for metrics in evaluations if isinstance(metrics, dict) for name in metrics)
     series = {name: record.series("evaluation", "metrics", name) for name in names}
@@ -276,7 +275,6 @@ def _warnings(record: RunRecord) -> list[tuple[int, str, list[int]]]:
 
 
 def _repeat_facts(record: RunRecord) -> list[tuple[str, str]]:
-    """What somebody else needs to repeat the run."""
     start, facts = record.start, []
     file, plan = start.get("file"), start.get("plan")
     if file:
