@@ -98,8 +98,7 @@ def test_more_rows_and_more_replicas_never_cost_less() -> None:
     before = server_traffic(profile, served("dp=2", profile), 64)
     assert server_traffic(profile, served("dp=2", profile), 128).transfer_bytes > before.transfer_bytes
     assert (
-        server_traffic(profile, served("dp=2 servers=2 replicas=2", profile), 64).server_seconds
-        > before.server_seconds
+        server_traffic(profile, served("dp=2 servers=2 replicas=2", profile), 64).server_seconds > before.server_seconds
     )
     assert server_traffic(profile, served("dp=2 dense=server", profile), 64).transfer_bytes > before.transfer_bytes
 

@@ -154,7 +154,9 @@ def test_goals_that_contradict_themselves_are_refused(goal: dict[str, object], t
 
 def test_a_deadline_that_nothing_meets_says_how_long_the_fastest_takes() -> None:
     profile, cluster = make_stack(width=4096, batch=32, length=2048), catalogue.parse_cluster("4xA100-80GB")
-    with pytest.raises(PlanError, match=r'the fastest, "dp=\d.*takes .* for 10 steps, and the limit is 1.00 ms') as caught:
+    with pytest.raises(
+        PlanError, match=r'the fastest, "dp=\d.*takes .* for 10 steps, and the limit is 1.00 ms'
+    ) as caught:
         search(profile, cluster, goal=Goal(within=1e-3, steps=10))
     assert caught.value.exit_code == 1
 
