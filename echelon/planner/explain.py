@@ -84,30 +84,23 @@ def _describe_changes(
 ) -> str:
     """The causes of the difference, largest first."""
     changes = {name: getattr(other, name) - getattr(best, name) for name in names}
-    changed_names = sorted(
-        (name for name in names if abs(changes[name]) > total / 200), key=lambda name: -abs(changes[name])
-    )
-    change_texts = [
-        f"{name} {'+' if changes[name] > 0 else '-'}{format_value(abs(changes[name]))}"
-        for name in changed_names[:_MAX_CAUSES]
-    ]
-    return f": {', '.join(change_texts)}" if change_texts else ""
+    changed = [name for name in names if abs(changes[name]) > total / 200]
+    changed.sort(key=lambda name: -abs(changes[name]))
+    signs = {name: "+" if changes[name] > 0 else "-" for name in changed}
+    texts = [f"{name} {signs[name]}{format_value(abs(changes[name]))}" for name in changed[:_MAX_CAUSES]]
+    return f": {', '.join(texts)}" if texts else ""
 
 
 def _describe_time(forecast: Forecast) -> str:
     time = forecast.time
-    causes = ", ".join(
-        f"{name} {format_seconds(getattr(time, name))}" for name in _CAUSES if getattr(time, name) > time.step / 200
-    )
+    seconds = {name: getattr(time, name) for name in _CAUSES}
+    causes = ", ".join(f"{name} {format_seconds(each)}" for name, each in seconds.items() if each > time.step / 200)
     hidden = f"; {format_seconds(time.hidden)} of exchange hidden behind backward" if time.hidden else ""
     return f"time: {causes}{hidden}"
 
 
 def _describe_memory(forecast: Forecast) -> str:
     memory = forecast.memory
-    parts = ", ".join(
-        f"{name} {format_bytes(getattr(memory, name))}"
-        for name in _MEMORY_PARTS
-        if getattr(memory, name) > memory.peak / 200
-    )
+    sizes = {name: getattr(memory, name) for name in _MEMORY_PARTS}
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size > memory.peak / 200)
     return f"memory per rank: {format_bytes(memory.total)} of {format_bytes(forecast.capacity)} ({parts}); the peak is at {forecast.peak_at}"

@@ -33,19 +33,13 @@ class Goal:
         if self.steps < 1:
             raise PlanError(f"steps={self.steps}: must be at least 1")
         if self.steps != 1 and self.within is None:
-            raise PlanError(
-                f"steps={self.steps} has no effect without a deadline; give one (--within), or leave it out"
-            )
+            raise PlanError(f"steps={self.steps} has no effect without a deadline (--within)")
         if self.price is not None and not 0 < self.price < float("inf"):
             raise PlanError(f"price={self.price}: the price of a device-hour must be above 0")
         if self.price is not None and self.kind != "cheapest":
-            raise PlanError(
-                f"price={self.price} has no effect with goal={self.kind}; use goal=cheapest, or leave it out"
-            )
+            raise PlanError(f"price={self.price} has no effect with goal={self.kind}; use goal=cheapest")
         if self.kind == "memory" and self.within is not None:
-            raise PlanError(
-                "goal=memory takes no deadline: the smallest plan is the slowest; use goal=devices, or leave one out"
-            )
+            raise PlanError("goal=memory takes no deadline: the smallest plan is the slowest; use goal=devices")
 
     @property
     def step_limit(self) -> float:

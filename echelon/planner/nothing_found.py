@@ -83,9 +83,8 @@ def _no_executable_plan_error(space: PlanSpace) -> PlanError:
 
 def _too_large_error(candidates: list[Candidate], device_kind: str) -> PlanError:
     """No plan fits: what the closest plan lacks, and what would help."""
-    closest = min(
-        (each.forecast for each in candidates), key=lambda forecast: forecast.memory.required / forecast.capacity
-    )
+    forecasts = [each.forecast for each in candidates]
+    closest = min(forecasts, key=lambda forecast: forecast.memory.required / forecast.capacity)
     required, capacity = closest.memory.required / 1e9, closest.capacity / 1e9
     return _refusal(
         f'no plan fits: the closest, "{closest.plan}", needs up to {required:.2f} GB per rank of {capacity:.2f} GB: '

@@ -61,9 +61,8 @@ class PlanSpace:
         self.first_cluster = self.simulator.uniform_clusters[0]
         node = self.first_cluster.nodes[0]
         self._is_measured_cpu = self.simulator.is_measured and cluster.device_kind == "cpu"
-        self.max_ranks = (
-            cluster.max_ranks if self.simulator.is_measured else len(node.devices) * len(self.first_cluster.nodes)
-        )
+        devices = len(node.devices) * len(self.first_cluster.nodes)
+        self.max_ranks = cluster.max_ranks if self.simulator.is_measured else devices
         domain = max(node.wire.domain if node.wire else 1, len(node.devices))
         self.max_tp = min(self.max_ranks if self.simulator.is_measured else domain, _MAX_TP)
         self._best_block_seconds: list[float] | None = None
@@ -188,10 +187,8 @@ class PlanSpace:
         block_seconds = [block for _, block, _ in self.simulator.part_seconds(plan)]
         if len(block_seconds) == 1:
             return ()
-        by_stage = [
-            max(block_seconds[kind] for kind in kinds)
-            for kinds in stage_device_kinds(plan, self.simulator.kind_by_rank)
-        ]
+        kinds_by_stage = stage_device_kinds(plan, self.simulator.kind_by_rank)
+        by_stage = [max(block_seconds[kind] for kind in kinds) for kinds in kinds_by_stage]
         return tuple(round(seconds / min(by_stage), 2) for seconds in by_stage) * _stages_per_rank(plan)
 
     def with_cuts(self, plan: Plan, template: Plan) -> Plan:

@@ -62,9 +62,8 @@ def inseparable_modules(plan: Plan, profile: Profile) -> list[frozenset[str]]:
     """Folded paths of modules that are cut together: a row with its columns, and modules with the same parameter."""
     cut_paths = {fold_path(placement.path) for placement in plan.tensor.placements}
     module_groups = [{path} for path in sorted(cut_paths)]
-    linked_sets = [
-        {fold_path(placement.path) for placement in (*columns, row)} for columns, row in column_row_pairs(plan)
-    ]
+    pairs = column_row_pairs(plan)
+    linked_sets = [{fold_path(placement.path) for placement in (*columns, row)} for columns, row in pairs]
     for parameter in profile.parameters:
         owners = {fold_path(name.rpartition(".")[0]) for name in (parameter.name, *parameter.aliases)}
         linked_sets.append(owners & cut_paths)

@@ -48,7 +48,7 @@ def split_by_device_kind(cluster: Cluster, ranks: int | None = None) -> list[Clu
     missing = next((device.name for device in devices if device.sheet is None), None)
     if missing is not None:
         raise PlanError(
-            f"{cluster.name}: {missing} has no data sheet and other devices do; describe it in the cluster file"
+            f"{cluster.name}: {missing} has no data sheet, unlike other devices; add it to the cluster file"
         )
     per_node = min(len(node.devices) for node in cluster.nodes)
     nodes = cluster.nodes if ranks is None else cluster.nodes[: -(-ranks // per_node)]

@@ -16,16 +16,11 @@ from echelon.simulator.whole_tensor_cost import TRANSFERS_PER_STEP
 
 def tp_seconds(placed: PlacedPlan, part: PartName, phase: Phase, samples: float) -> float:
     """Collectives of tp in one pass of a part, without those that recomputation repeats."""
-    return sum(
-        _message_seconds(placed, message, samples)
-        for message in placed.layout.part(part).tp_messages
-        if message.phase == phase
-    )
+    messages = placed.layout.part(part).tp_messages
+    return sum(_message_seconds(placed, message, samples) for message in messages if message.phase == phase)
 
 
-def block_pass_seconds(
-    placed: PlacedPlan, forward: PassTime, backward: PassTime, samples: float
-) -> tuple[float, float]:
+def block_seconds(placed: PlacedPlan, forward: PassTime, backward: PassTime, samples: float) -> tuple[float, float]:
     """Exposed communication of one block over tp, cp and ep: (in forward, in backward with recomputation)."""
     layout, cost, stack = placed.layout, placed.cost, placed.layout.stack
     mesh = layout.plan.mesh

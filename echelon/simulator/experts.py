@@ -28,9 +28,9 @@ class Experts:
 
     def computes(self, operator: Operator) -> bool:
         """Whether an operator belongs to an expert."""
-        return is_within_any(operator.module, self.module_paths) or (
-            bool(self.stacked_parameters) and _stack_size(operator) == self.count
-        )
+        if self.stacked_parameters and _stack_size(operator) == self.count:
+            return True
+        return is_within_any(operator.module, self.module_paths)
 
 
 def find_experts(profile: Profile, parts: ModelParts) -> Experts:

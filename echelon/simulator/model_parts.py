@@ -8,15 +8,8 @@ from echelon.plan.profile import Operator, Profile, fold_path
 from echelon.simulator.model_summary import OperatorKind, PartName
 
 #: Matrix products with a weight; others multiply activations (attention without a fused kernel).
-_WEIGHT_MATMULS = (
-    "mm",
-    "addmm",
-    "_int_mm",
-    "mkldnn_rnn_layer",
-    "mkldnn_rnn_layer_backward",
-    "_cudnn_rnn",
-    "_cudnn_rnn_backward",
-)
+_RNN_KERNELS = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
+_WEIGHT_MATMULS = ("mm", "addmm", "_int_mm", *_RNN_KERNELS)
 #: Operators whose backward needs neither inputs nor outputs.
 _ADDITIONS = ("add", "add_")
 

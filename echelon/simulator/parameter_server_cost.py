@@ -84,18 +84,18 @@ def _without_table_traffic(operator: Operator, tables_by_path: dict[str, TablePr
 
 
 def _without_table_memory(
-    snapshot: MemorySnapshot, tables_by_path: dict[str, TableProfile], max_gradient_bytes: float
+    snapshot: MemorySnapshot, tables: dict[str, TableProfile], max_gradients: float
 ) -> MemorySnapshot:
     path, _, operator = snapshot.module.partition(" ")
-    table = tables_by_path.get(path)
+    table = tables.get(path)
     if table is None or not operator.endswith("backward"):
-        return replace(snapshot, gradients=min(snapshot.gradients, max_gradient_bytes))
+        return replace(snapshot, gradients=min(snapshot.gradients, max_gradients))
     rows = table.lookups * table.row_bytes
     alive_bytes = Amount(max(snapshot.alive.fixed - table.bytes, 0.0), snapshot.alive.per_sample) + rows
     return replace(
         snapshot,
         alive=alive_bytes,
-        gradients=min(snapshot.gradients, max_gradient_bytes),
+        gradients=min(snapshot.gradients, max_gradients),
         blocks=max(snapshot.blocks - 1, 0),
         moved=rows * 2,
     )

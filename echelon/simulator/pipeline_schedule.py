@@ -109,13 +109,13 @@ def _steady_round_seconds(
 ) -> float | None:
     """Seconds of every further round; None: not certain yet. `longer` has one round more than `shorter`.
 
-    With one stage per rank, and in gpipe, no round takes longer than `_max_seconds_per_micro_batch` allows. Once one takes as long, the
+    With one stage per rank, and in gpipe, no round takes longer than `_slowest_rank_seconds` allows. Once one takes as long, the
     critical path goes through the slowest rank, and every further round adds the same to it. With several stages per rank: once the last
     rounds' actions are all delayed by the same time on all ranks, the next round starts as this one did.
     """
     difference = _last_end(longer) - _last_end(shorter)
     if schedule == "gpipe" or len(forward) == ranks:
-        limit = ranks * _max_seconds_per_micro_batch(schedule, forward, backward, ranks)
+        limit = ranks * _slowest_rank_seconds(schedule, forward, backward, ranks)
         return limit if difference >= limit * (1 - _RELATIVE_TOLERANCE) else None
     tolerance = _RELATIVE_TOLERANCE * _last_end(longer)
     for short, long in zip(shorter, longer, strict=True):
@@ -127,9 +127,7 @@ def _steady_round_seconds(
     return difference
 
 
-def _max_seconds_per_micro_batch(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int
-) -> float:
+def _slowest_rank_seconds(schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int) -> float:
     """The most that a further micro-batch adds: all work of the slowest rank. In gpipe, the slowest rank of each chunk, there and back."""
     if schedule != "gpipe":
         return max(sum(forward[rank::ranks]) + sum(backward[rank::ranks]) for rank in range(ranks))

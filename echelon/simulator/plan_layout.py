@@ -209,13 +209,9 @@ def lay_out_plan(
     if batch < mesh.dp:
         raise PlanError(f"dp={mesh.dp}: a batch of {batch} has fewer samples than ranks; use dp={batch} or less")
     if mesh.ep > 1 and not model.expert_elements:
-        raise PlanError(
-            f"ep={mesh.ep}: the model has no experts (a list of equal modules, or one 3-D weight) in its blocks; use ep=1"
-        )
+        raise PlanError(f"ep={mesh.ep}: the model has no experts (equal modules in a list, or a 3-D weight); use ep=1")
     if mesh.ep > 1 and model.expert_count % mesh.ep:
-        raise PlanError(
-            f"ep={mesh.ep}: does not divide the {model.expert_count} experts of a block; use an ep that divides them"
-        )
+        raise PlanError(f"ep={mesh.ep}: does not divide the {model.expert_count} experts of a block; use a divisor")
     micro_batches = plan.count_micro_batches(batch)
     samples = local_batch or largest_local_batch(batch, mesh.dp, plan.data.batch_shares)
     converted = convert_precision(model, plan.precision)

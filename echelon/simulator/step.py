@@ -151,7 +151,7 @@ def _stage_times(placed: PlacedPlan, samples: float) -> StageTimes:
     forward, backward = (pass_time(placed, "block", phase, samples) for phase in _PHASES)
     accumulate = _accumulate_seconds(placed, layout.held_block_elements)
     block_compute = [forward.total, backward.total + recompute_seconds(placed, samples) + accumulate]
-    block_comm = list(exchange.block_pass_seconds(placed, forward, backward, samples))
+    block_comm = list(exchange.block_seconds(placed, forward, backward, samples))
     hidden = 0.0
     for direction, seconds in enumerate(exchange.zero3_block_seconds(placed)):
         behind = cost.hidden_seconds(seconds, block_compute[direction]) if layout.stack.overlaps_data_parallel else 0.0
@@ -212,9 +212,8 @@ def _host_seconds(placed: PlacedPlan, rank: int, by_size: dict[float, StageTimes
     """How much the host of a rank lengthens a step."""
     layout, plan, blocks = placed.layout, placed.layout.plan, placed.layout.computed_blocks(rank)
     samples, micro_batches = layout.largest_micro_batch, layout.micro_batches
-    forward, backward, again = (
-        pass_time(placed, "block", which, samples) for which in ("forward", "backward", "recompute")
-    )
+    forward, backward = (pass_time(placed, "block", phase, samples) for phase in _PHASES)
+    again = pass_time(placed, "block", "recompute", samples)
     # (times, pass, whether it is forward)
     passes = [(blocks, forward, True), (blocks, backward, False)]
     for part, runs in zip(_OUTSIDE, (rank == 0, layout.computes_loss(rank)), strict=True):

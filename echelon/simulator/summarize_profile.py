@@ -175,10 +175,7 @@ def _moment_part(parts: ModelParts, moment: MemorySnapshot) -> PartName:
 def _key_value_bytes(profile: Profile, attention_modules: set[str], layers: int, block_output: float) -> float:
     """Bytes of keys and values of one block: the outputs of the products around attention, without the queries (as large as attention's
     output) and the last product's output. If unknown, twice the block's output."""
-    attention = next(
-        (each for each in profile.operators if each.phase == "forward" and each.kind == "attention"),
-        None,
-    )
+    attention = next((each for each in profile.operators if each.phase == "forward" and each.kind == "attention"), None)
     if attention is None:
         return 2 * block_output
     heads, queries, _, head_dim = attention.dims

@@ -68,9 +68,8 @@ def build_timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Tra
         if seconds > 0:
             events += [TimelineEvent(rank, last_kind, rank, 0, end, end + seconds) for rank in range(pp)]
             end += seconds
-    ranks_per_node = (
-        max(plan.ranks, 1) if simulator.is_measured else len(simulator.uniform_clusters[0].nodes[0].devices)
-    )
+    devices = simulator.uniform_clusters[0].nodes[0].devices
+    ranks_per_node = plan.ranks if simulator.is_measured else len(devices)
     return Timeline(
         plan=plan,
         events=tuple(events),

@@ -48,9 +48,7 @@ def launch_segments(work: HostWork, device: Device, ranks: int, sample_seconds: 
     accumulate = work.tensors * host_seconds("adding")
     for index, (samples, forward_seconds, backward_seconds) in enumerate(work.micro_batches):
         yield forward + samples * sample_seconds, forward_seconds
-        yield (
-            backward + (accumulate if index else 0.0),
-            backward_seconds + (work.accumulate_seconds if index else 0.0),
-        )
+        adds = float(index > 0)
+        yield backward + adds * accumulate, backward_seconds + adds * work.accumulate_seconds
     optimizer = "optimizer:fused" if work.fused_optimizer else "optimizer"
     yield work.tensors * host_seconds(optimizer), work.optimizer_seconds
