@@ -21,7 +21,7 @@ from echelon.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedCommand:
-    """How a command that was to be stopped ended. `step` is the last that its event log held when the signal went out."""
+    """How a command that was to be stopped ended. `step` is the last in its event log when the signal was sent."""
 
     step: int
     exit_code: int
@@ -38,22 +38,16 @@ def run_until_step(
     environment: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> StoppedCommand:
-    """Run `command` until the event log says that it has done step number `step`, send the signal, wait for its end.
+    """Run `command` until its event log reaches `step`, send the signal `delay` seconds later, and wait for its end.
 
-    `delay` seconds pass before the signal: it can hit anything that a step or a checkpoint does.
-    SIGKILL goes to every process that the command started, so that nobody can save anything. Any other signal goes to its
-    process group, as Ctrl-C in a terminal does.
+    SIGKILL goes to every process that the command started, so that none can save anything. Any other signal goes to its process
+    group, as Ctrl-C in a terminal does.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as output_file:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output_file,
-            stderr=output_file,
-            env=environment,
-            start_new_session=True,
-        )
+            command, stdin=subprocess.DEVNULL, stdout=output_file, stderr=output_file, env=environment, start_new_session=True,
+        )  # fmt: skip
         try:
             last_step = _wait_for_step(process, events, step, deadline)
             if last_step is not None:
@@ -66,11 +60,10 @@ def run_until_step(
             if process.poll() is None:
                 _send_signal(process, signal.SIGKILL)
                 process.wait()
+        output = _read_output(output_file)
         if last_step is None:
-            raise LaunchError(
-                f"the command ended with {process.returncode} before step {step}\n{_read_output(output_file)}"
-            )
-        return StoppedCommand(step=last_step, exit_code=process.returncode, output=_read_output(output_file))
+            raise LaunchError(f"the command ended with {process.returncode} before step {step}\n{output}")
+        return StoppedCommand(step=last_step, exit_code=process.returncode, output=output)
 
 
 def last_logged_step(events: Path) -> int:

@@ -1,10 +1,12 @@
-"""Ways to put a fault into a live run: a part of the engine is replaced from outside, for as long as a context lasts."""
+"""Put a fault into a live run: parts of the engine are replaced from outside, for as long as a context lasts."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -12,36 +14,59 @@ from torch import Tensor, nn
 
 from echelon.engine.backends import allreduce
 from echelon.engine.build_model import RankModel
-from echelon.engine.loss_weighing import LossWeighing
+from echelon.errors import EchelonError
 
-#: What takes the place of a part of the engine, for a while.
-FaultPatches = Callable[[], Sequence[AbstractContextManager[object]]]
+Patches = Sequence[AbstractContextManager[object]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One mistake. `needs` says which plans and jobs it shows under: under others it changes nothing."""
+    """One mistake. `needs`: the plans and jobs under which it shows; under others it changes nothing."""
 
     name: str
     description: str
     needs: str
-    patches: FaultPatches
+    patches: Callable[[], Patches]
 
 
-def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of its norm layers."""
-    norms = (norm for norm in model.modules() if "norm" in type(norm).__name__.lower())
-    return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
+#: By name.
+FAULTS: dict[str, Fault] = {}
 
 
-def patch_loss(change: Callable[[LossWeighing, Any], Any]) -> AbstractContextManager[object]:
-    """The loss of every micro-batch, changed."""
-    weigh = LossWeighing.weigh
+@contextlib.contextmanager
+def inject_fault(name: str) -> Iterator[None]:
+    """Runs that are made inside have this fault."""
+    if name not in FAULTS:
+        raise EchelonError(f"{name!r}: no such fault; the catalogue has {', '.join(FAULTS)}")
+    with contextlib.ExitStack() as stack:
+        for context in FAULTS[name].patches():
+            stack.enter_context(context)
+        yield
 
-    def weigh_changed(self: LossWeighing, loss: Any, *rest: Any) -> Tensor:
-        return weigh(self, change(self, loss), *rest)
 
-    return patch.object(LossWeighing, "weigh", weigh_changed)
+def register_fault(name: str, needs: str) -> Callable[[Callable[[], Patches]], None]:
+    """Register the decorated function, which returns a fault's patches and whose docstring describes it."""
+
+    def register(patches: Callable[[], Patches]) -> None:
+        FAULTS[name] = Fault(name=name, description=patches.__doc__ or "", needs=needs, patches=patches)
+
+    return register
+
+
+def register_wrapper(name: str, owner: Any, attribute: str, needs: str) -> Callable[[Callable[..., Any]], None]:
+    """Register the fault of calling the decorated function, with the original first, in place of `owner.attribute`."""
+
+    def register(wrapper: Callable[..., Any]) -> None:
+        patches = functools.wraps(wrapper)(lambda: [wrap(owner, attribute, wrapper)])
+        register_fault(name, needs)(patches)
+
+    return register
+
+
+def wrap(owner: Any, attribute: str, wrapper: Callable[..., Any]) -> AbstractContextManager[object]:
+    """Replace `owner.attribute` by `wrapper(original, ...)`."""
+    original = getattr(owner, attribute)
+    return patch.object(owner, attribute, lambda *args, **options: wrapper(original, *args, **options))
 
 
 def scale_loss(loss: Any, factor: int) -> Any:
@@ -49,30 +74,31 @@ def scale_loss(loss: Any, factor: int) -> Any:
     return (loss[0] * factor, loss[1]) if isinstance(loss, tuple) else loss * factor
 
 
+def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
+    norms = (norm for norm in model.modules() if "norm" in type(norm).__name__.lower())
+    return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
+
+
 def patch_model(change: Callable[[nn.Module], None]) -> AbstractContextManager[object]:
     """The model, changed before anything holds its parameters."""
-    original_build = RankModel._build
 
-    def build_changed(self: RankModel, warn: Any) -> nn.Module:
-        model = original_build(self, warn)
+    def build_changed(build: Callable[..., nn.Module], self: RankModel, warn: Any) -> nn.Module:
+        model = build(self, warn)
         change(model)
         return model
 
-    return patch.object(RankModel, "_build", build_changed)
+    return wrap(RankModel, "_build", build_changed)
 
 
-def skip_gradient_reduction(
-    choose: Callable[[nn.Module], Iterable[Tensor]],
-) -> Sequence[AbstractContextManager[object]]:
-    """Parameters whose gradients the data ranks do not add up."""
+def skip_gradient_reduction(choose: Callable[[nn.Module], Iterable[Tensor]]) -> Patches:
+    """Parameters whose gradients the data ranks do not sum."""
     skipped: set[int] = set()
-    original_exchange = allreduce.GradientAllReduce
 
     def record_skipped(model: nn.Module) -> None:
         skipped.clear()
         skipped.update(map(id, choose(model)))
 
-    def exchange_others(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
-        return original_exchange([parameter for parameter in parameters if id(parameter) not in skipped], *rest)
+    def reduce_others(make: Callable[..., Any], parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
+        return make([parameter for parameter in parameters if id(parameter) not in skipped], *rest)
 
-    return [patch_model(record_skipped), patch.object(allreduce, "GradientAllReduce", exchange_others)]
+    return [patch_model(record_skipped), wrap(allreduce, "GradientAllReduce", reduce_others)]

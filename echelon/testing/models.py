@@ -22,10 +22,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (
-            projection.view(batch, length, self.heads, -1).transpose(1, 2)
-            for projection in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        projections = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in projections)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
         x = x + self.dropout(self.out(attended))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
@@ -57,16 +55,13 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = (
-            nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(out_channels),
-        )
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2, self.bn2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False), nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
-            )
+            projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))

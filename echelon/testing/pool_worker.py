@@ -1,7 +1,6 @@
 """One rank of the pool: a process that runs what `echelon.testing.rank_pool.Pool` sends it, one task after another.
 
-The pipe's end is the process's end: when the parent is gone, however it went, a thread sees it and the process leaves at once,
-even out of a collective that hangs.
+When the parent is gone, the pipe closes: a thread sees that and ends the process at once, even out of a collective that hangs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from echelon.world import STORE_VARIABLE, World
 
-#: Has a rank print the stacks of its threads.
+#: Makes a rank print the stacks of its threads.
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 
 
@@ -43,10 +42,10 @@ class Task:
     target: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: The parent's, so that the tests' own modules can be found.
+    #: The parent's: ranks import the tests' own modules.
     sys_path: tuple[str, ...]
     working_directory: str
-    #: Address of the file where the group meets; None: no process group is made.
+    #: The file at which the process group meets; None: no process group.
     init_method: str | None
     #: Seconds after which a collective gives up.
     timeout: float
@@ -54,7 +53,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """What came of a task. Either a result, or the error with its traceback and the time at which it was raised."""
+    """What a task returned, or its error with the traceback and the time at which it was raised."""
 
     run_number: int
     result: Any = None
@@ -73,7 +72,7 @@ def main(fd: int) -> None:
     frozen_counts = (0, 0)
     while True:
         pipe.send_bytes(_run_task(inbox.get()))
-        # Between answer and tidying: a rank that failed reports first, and only then its neighbours lose the connection to it.
+        # The result first: neighbours of a rank that failed lose the connection to it only now.
         frozen_counts = _clean_up(frozen_counts)
         pipe.send_bytes(pickle.dumps("tidy"))
 
@@ -92,27 +91,19 @@ def _run_task(message: bytes) -> bytes:
         task = pickle.loads(message)
         assert isinstance(task, Task)
         _reset_process(task)
-        return pickle.dumps(
-            TaskResult(
-                run_number=task.run_number, result=_resolve_target(task.target)(task.world, *task.args, **task.kwargs)
-            )
-        )
+        result = _resolve_target(task.target)(task.world, *task.args, **task.kwargs)
+        return pickle.dumps(TaskResult(run_number=task.run_number, result=result))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raised_at = time.monotonic()
-        result = TaskResult(
-            run_number=task.run_number if task else -1,
-            error=_picklable_error(error),
-            traceback=traceback.format_exc(),
-            raised_at=raised_at,
-        )
-        return pickle.dumps(result)
+        raised_at, number = time.monotonic(), task.run_number if task else -1
+        failure, trace = _picklable_error(error), traceback.format_exc()
+        return pickle.dumps(TaskResult(run_number=number, error=failure, traceback=trace, raised_at=raised_at))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def _reset_process(task: Task) -> None:
-    """Make this process what a fresh rank of the task's world would be."""
+    """Put this process into the state of a fresh rank of the task's world."""
     sys.path[:] = task.sys_path
     os.chdir(task.working_directory)
     torch.set_num_threads(1)
@@ -122,34 +113,25 @@ def _reset_process(task: Task) -> None:
     random.seed(0)
     np.random.seed(0)
     world = task.world
-    os.environ |= {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        STORE_VARIABLE: world.address.removeprefix("file://"),
-    }
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
+    os.environ[STORE_VARIABLE] = world.address.removeprefix("file://")
+    os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
     if task.init_method is not None:
-        dist.init_process_group(
-            "gloo",
-            init_method=task.init_method,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=task.timeout),
-        )
-        # A rank that ends at once would close connections that others still make; their next group would then have another name than its own.
+        rank, size, timeout = world.rank, world.size, timedelta(seconds=task.timeout)
+        dist.init_process_group("gloo", init_method=task.init_method, rank=rank, world_size=size, timeout=timeout)
+        # A rank that ends at once would close connections that others are still making, and group names would get out of step.
         dist.barrier()
 
 
 def _clean_up(frozen_counts: tuple[int, int]) -> tuple[int, int]:
-    """Drop what the task left, and set apart what was imported: a search for garbage among all of torch takes longer than many tasks.
+    """Drop what the task left, and freeze what was imported: collecting garbage in all of torch takes longer than many tasks.
 
-    `frozen_counts`: how many modules and objects were set apart by the last; as it is now is returned.
+    Takes and returns the numbers of modules and of objects that are frozen.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     module_count, object_count = frozen_counts
-    # A task's data workers freeze what there is at their start: the task itself, too.
+    # A task's data workers freeze whatever exists when they start, the task included.
     if len(sys.modules) > module_count or gc.get_freeze_count() > object_count:
         gc.unfreeze()
         gc.collect()
@@ -164,12 +146,11 @@ def _resolve_target(target: str) -> Callable[..., Any]:
     resolved: Any = importlib.import_module(module)
     for part in name.split("."):
         resolved = getattr(resolved, part)
-    assert callable(resolved)
     return resolved
 
 
 def _picklable_error(error: BaseException) -> BaseException | None:
-    """The error itself if it survives the pipe; the traceback goes as text in any case."""
+    """The error itself if it can be pickled; the traceback goes as text in any case."""
     try:
         restored = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever an exception class does in its constructor

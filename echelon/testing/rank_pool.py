@@ -3,8 +3,8 @@
     with Pool() as pool:
         losses = pool.run(4, "my_tests:train", "dp=4 zero=3")     # train(world, "dp=4 zero=3") on each of four ranks
 
-Each run has a process group of its own (gloo, met through a file), so nothing leaks from one into the next. When a rank fails
-the run ends at once: the rank that failed first is blamed, with its traceback and its output, and ranks that hang are replaced.
+Each run has its own gloo group, which meets at a file, so nothing leaks from one into the next. When a rank fails, the run ends at
+once with the traceback and the output of the rank that failed first, and ranks that hang are replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from echelon.errors import LaunchError
@@ -30,7 +29,7 @@ from echelon.launchers.environment import child_environment
 from echelon.testing.pool_worker import STACK_DUMP_SIGNAL, Task, TaskResult
 from echelon.world import World
 
-#: Seconds that the other ranks get to notice a failure by themselves before they are replaced.
+#: Seconds in which the other ranks may notice a failure by themselves before they are replaced.
 FAILURE_GRACE_SECONDS = 2.0
 #: Seconds that a cold rank may take to import torch, on a loaded machine.
 STARTUP_TIMEOUT = 120.0
@@ -43,16 +42,11 @@ class RankError(LaunchError):
     """The first rank that failed: `rank`, its `error` (None if it died without one), `outputs` of all ranks."""
 
     def __init__(
-        self,
-        rank: int,
-        reason: str,
-        error: BaseException | None,
-        outputs: Sequence[str],
-        related_ranks: Sequence[int] = (),
+        self, rank: int, reason: str, error: BaseException | None, outputs: Sequence[str], others: Sequence[int] = ()
     ) -> None:
-        """`related_ranks`: other ranks whose output may show why."""
-        shown_ranks = [shown_rank for shown_rank in (rank, *related_ranks) if outputs[shown_rank].strip()]
-        output_text = "".join(f"\nrank {shown_rank} printed:\n{outputs[shown_rank]}" for shown_rank in shown_ranks)
+        """`others`: ranks whose output may show why."""
+        shown_ranks = [shown for shown in (rank, *others) if outputs[shown].strip()]
+        output_text = "".join(f"\nrank {shown} printed:\n{outputs[shown]}" for shown in shown_ranks)
         super().__init__(f"rank {rank} of {len(outputs)} {reason}{output_text}")
         self.rank, self.error, self.outputs = rank, error, tuple(outputs)
 
@@ -61,20 +55,16 @@ class _Worker:
     """A process of the pool and the parent's end of its pipe."""
 
     def __init__(self, log: Path) -> None:
-        self.pipe, worker_end = Pipe()
-        self.log = log
+        self.log, (self.pipe, worker_end) = log, Pipe()
+        code = f"from echelon.testing.pool_worker import main; main({worker_end.fileno()})"
         paths = os.pathsep.join(directory or os.getcwd() for directory in sys.path)
         environment = child_environment(threads=1) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         with log.open("ab") as output:
+            # A process group of its own, killed with everything it starts.
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from echelon.testing.pool_worker import main; main({worker_end.fileno()})"],
-                pass_fds=[worker_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # a group of its own: it and whatever it starts are killed together
-            )
+                [sys.executable, "-c", code], pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
         worker_end.close()
         self.ready = False
 
@@ -83,16 +73,16 @@ class _Worker:
 
     def await_ready(self) -> None:
         """Block until the process has imported torch and listens."""
-        if not self.ready:
-            if not self.pipe.poll(STARTUP_TIMEOUT):
-                raise LaunchError(
-                    f"a rank did not start within {STARTUP_TIMEOUT:.0f} s; it printed:\n{self.log.read_text()}"
-                )
-            try:
+        if self.ready:
+            return
+        problem = f"did not start within {STARTUP_TIMEOUT:.0f} s"
+        with contextlib.suppress(EOFError):
+            if self.pipe.poll(STARTUP_TIMEOUT):
+                problem = "died while starting"
                 self.receive()
-            except EOFError:
-                raise LaunchError(f"a rank died while starting; it printed:\n{self.log.read_text()}") from None
-            self.ready = True
+                self.ready = True
+        if not self.ready:
+            raise LaunchError(f"a rank {problem}; it printed:\n{self.log.read_text()}")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -107,17 +97,14 @@ class RankPool:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-ranks-"))
         self._workers: list[_Worker] = []
-        self._run_count = 0
-        self._started_count = 0
+        self._run_count = self._started_count = 0
         #: What each rank of the last run printed.
         self.outputs: list[str] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(
@@ -131,8 +118,8 @@ class RankPool:
     ) -> list[Any]:
         """Call `target(world, *args, **kwargs)` on each of `ranks` processes; the results in rank order.
 
-        `target` is "package.module:function" or a module's function. `group=False` leaves the process group to the callee; a
-        world of one never has one, as outside of tests. Raises RankError for the first rank that fails or outlasts `timeout`.
+        `target` is "package.module:function" or a module's function. `init_process_group=False` leaves that to the callee; a
+        world of one never has a group. Raises RankError for the first rank that fails or outlasts `timeout`.
         """
         if not isinstance(target, str):
             target = _target_name(target)
@@ -143,25 +130,13 @@ class RankPool:
         workers = self._workers[:ranks]
         log_offsets = [worker.log.stat().st_size for worker in workers]
         for rank, worker in enumerate(workers):
-            world = World(
-                rank=rank,
-                size=ranks,
-                local_rank=rank,
-                local_size=ranks,
-                launched=True,
-                address=f"file://{rendezvous}/world" if ranks > 1 else "",
-            )
+            address = f"file://{rendezvous}/world" if ranks > 1 else ""
+            world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, launched=True, address=address)
+            init_method = f"file://{rendezvous}/group" if init_process_group and ranks > 1 else None
             task = Task(
-                run_number=self._run_count,
-                world=world,
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                sys_path=tuple(sys.path),
-                working_directory=os.getcwd(),
-                init_method=f"file://{rendezvous}/group" if init_process_group and ranks > 1 else None,
-                timeout=timeout,
-            )
+                run_number=self._run_count, world=world, target=target, args=args, kwargs=kwargs, sys_path=tuple(sys.path),
+                working_directory=os.getcwd(), init_method=init_method, timeout=timeout,
+            )  # fmt: skip
             worker.pipe.send_bytes(pickle.dumps(task))
         task_results, busy_ranks, timed_out = _collect_results(workers, timeout)
         if timed_out:
@@ -174,7 +149,6 @@ class RankPool:
         return [task_result.result for task_result in task_results if task_result is not None]
 
     def close(self) -> None:
-        """End every process."""
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -201,30 +175,23 @@ class RankPool:
         self, results: Sequence[TaskResult | None], exit_codes: Sequence[int | None], timed_out: bool, timeout: float
     ) -> None:
         # A rank that died comes first: the others' errors are lost connections to it.
-        for rank, exit_code in enumerate(exit_codes):
-            if exit_code is not None:
-                cause = (
-                    f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with {exit_code}"
-                )
+        for rank, code in enumerate(exit_codes):
+            if code is not None:
+                cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
                 raise RankError(rank, cause, None, self.outputs)
-        failures = [
-            (result.raised_at, rank, result) for rank, result in enumerate(results) if result and result.traceback
-        ]
+        failures = [(result, rank) for rank, result in enumerate(results) if result and result.traceback]
         if failures:
             # A rank that fails closes its connections before its error arrives here.
-            _, rank, result = min(
-                failures, key=lambda failure: (_PEER_CLOSED_MESSAGE in failure[2].traceback, *failure[:2])
-            )
+            result, rank = min(failures, key=lambda f: (_PEER_CLOSED_MESSAGE in f[0].traceback, f[0].raised_at, f[1]))
             raise RankError(rank, f"failed:\n{result.traceback}", result.error, self.outputs) from result.error
         if timed_out:
-            hung_ranks = [rank for rank, result in enumerate(results) if result is None]
-            rank_names = ", ".join(map(str, hung_ranks))
-            reason = f"did not finish within {timeout:g} s (ranks still busy: {rank_names})"
-            raise RankError(hung_ranks[0], reason, None, self.outputs, hung_ranks[1:])
+            hung = [rank for rank, result in enumerate(results) if result is None]
+            reason = f"did not finish within {timeout:g} s (ranks still busy: {', '.join(map(str, hung))})"
+            raise RankError(hung[0], reason, None, self.outputs, hung[1:])
 
 
 def _collect_results(workers: Sequence[_Worker], timeout: float) -> tuple[list[TaskResult | None], list[int], bool]:
-    """Each rank's answer (None where it died or hangs), the ranks that are still busy, and whether the time ran out before any failed."""
+    """Each rank's result (None where it died or hangs), the ranks that are still busy, and whether the time ran out before any failed."""
     results: list[TaskResult | None] = [None] * len(workers)
     rank_by_pipe: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
     deadline, has_failed = time.monotonic() + timeout, False
@@ -245,15 +212,13 @@ def _collect_results(workers: Sequence[_Worker], timeout: float) -> tuple[list[T
                 del rank_by_pipe[pipe]
             if not has_failed and (message is None or (isinstance(message, TaskResult) and message.traceback)):
                 has_failed, deadline = True, min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
-            if all(results):
-                deadline = (
-                    time.monotonic() + FAILURE_GRACE_SECONDS
-                )  # only tidying is left, and that must not cost the answers
+            if all(results):  # only cleaning up is left, which must not cost the results
+                deadline = time.monotonic() + FAILURE_GRACE_SECONDS
     return results, [], False
 
 
 def _print_stacks(workers: Sequence[_Worker]) -> None:
-    """Have ranks that hang print where they are, into their output."""
+    """Make ranks that hang print their stacks into their output."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.process.send_signal(STACK_DUMP_SIGNAL)
@@ -266,9 +231,8 @@ def _target_name(function: Callable[..., Any]) -> str:
     if module == "__main__":
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         if spec is None:
-            raise LaunchError(
-                f"{function.__qualname__} is in the script itself: put it into a module, where ranks can import it"
-            )
+            name = function.__qualname__
+            raise LaunchError(f"{name} is in the script itself: put it into a module, where ranks can import it")
         module = spec.name
     return f"{module}:{function.__qualname__}"
 
