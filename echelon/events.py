@@ -1,4 +1,4 @@
-"""What happened, one line each. The engine emits, the observer listens; neither knows the other.
+"""Events of a training, one line each. The engine emits them and the observer listens; neither imports the other.
 
 Kinds and their `data`:
 
@@ -9,8 +9,8 @@ Kinds and their `data`:
     evaluation  epoch, metrics: {"loss": ..., "accuracy": ...}, samples, seconds
     checkpoint  path, seconds, bytes, best (whether it is the best so far)
     memory      peak (bytes, of the largest rank), held (parameters, gradients, optimizer of the largest rank)
-    verified    message: what the gate found before the first step, seconds (0: from the cache)
-    checked     count and seconds of the steps that were computed again on one device, left_out (why there were no more, or empty)
+    verified    message: the gate's verdict before the first step, seconds (0: from the cache)
+    checked     count and seconds of the steps that were recomputed on one device, left_out (why there were no more, or empty)
     warning     message
     end         reason: "finished" | "interrupted" | "failed", seconds, message
 """
@@ -18,18 +18,19 @@ Kinds and their `data`:
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Refuses NaN, so that the walk which replaces it is made only where there is one: it costs three times the encoding, once per step.
+#: Refuses NaN: replacing it costs three times the encoding, so only lines that have one pay for it.
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened at a step, on a rank."""
+    """Something that happened at a step, on a rank."""
 
     kind: str
     step: int = 0
@@ -38,7 +39,7 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> str:
-        """As one line of JSON. A value that is not a number is written as null (JSON has no NaN)."""
+        """One line of JSON, with null for NaN and infinity."""
         line = {"kind": self.kind, "step": self.step, "rank": self.rank, "time": round(self.time, 3), **self.data}
         try:
             return _encode(line)
@@ -47,7 +48,6 @@ class Event:
 
     @classmethod
     def from_line(cls, line: str) -> Event:
-        """The event that `to_line` wrote."""
         fields = json.loads(line)
         header = {name: fields.pop(name) for name in ("kind", "step", "rank", "time")}
         return cls(**header, data=fields)
@@ -57,7 +57,7 @@ Listener = Callable[[Event], None]
 
 
 def _replace_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
         return {key: _replace_non_finite(item) for key, item in value.items()}

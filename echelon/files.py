@@ -24,7 +24,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Write `path` through a new binary file that replaces it once every byte is on disk; on an error `path` stays as it was.
 
-    A process that is killed may leave `.NAME.*.partial` beside it.
+    A process that is killed may leave `.NAME.*.partial` next to it.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -41,13 +41,13 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` (text as UTF-8): after a crash it has all bytes of the old content or of the new."""
+    """Replace `path` by `content` (text as UTF-8): after a crash it has the complete old content or the new."""
     with atomic_writer(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make files created, renamed or deleted in `folder` survive a power cut, where its file system can sync folders."""
+    """Make files created, renamed or deleted in `folder` survive a power cut, if its file system can sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,10 +108,8 @@ def release_lock(descriptor: int) -> None:
 def _explain_failure(error: OSError, path: Path) -> Exception:
     if error.errno not in _UNSUPPORTED:
         return error
-    return FileLockError(
-        f"{path} cannot be locked: {error.strerror}; its file system has no locks (Lustre without flock, some of FUSE): use "
-        "another folder"
-    )
+    reason = f"{error.strerror}; its file system has no locks (Lustre without flock, some of FUSE)"
+    return FileLockError(f"{path} cannot be locked: {reason}: use another folder")
 
 
 def _write_holder(descriptor: int) -> None:
@@ -122,18 +120,14 @@ def _write_holder(descriptor: int) -> None:
 
 def describe_holders(path: Path) -> str:
     """The processes that hold a lock on `path`: those of this machine that the kernel lists, else the one that the file names."""
+    pids: set[str] = set()
+    with suppress(OSError):
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+        inode = f":{path.stat().st_ino}"
+        pids = {lock[4] for lock in locks if lock[1] == "FLOCK" and lock[5].endswith(inode)}
+    if pids:
+        return f"process {', '.join(sorted(pids))} on {socket.gethostname()}"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        pids = _local_holders(path)
-        if pids:
-            return f"process {', '.join(pids)} on {socket.gethostname()}"
         holder = json.loads(path.read_bytes())
         return f"process {int(holder['pid'])} on {holder['host']}"
     return "another process"
-
-
-def _local_holders(path: Path) -> list[str]:
-    inode = path.stat().st_ino
-    with suppress(OSError):
-        entries = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
-        return sorted({entry[4] for entry in entries if entry[1] == "FLOCK" and entry[5].endswith(f":{inode}")})
-    return []

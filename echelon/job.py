@@ -1,10 +1,11 @@
-"""What to train: a model, a loss, an optimizer, data and a global batch. It says nothing of devices."""
+"""What to train: a model, a loss, an optimizer, data and a global batch. Devices are the plan's."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
@@ -27,8 +28,7 @@ class Job:
     """What to train.
 
     `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens). `loss=None`
-    takes the model's own `output.loss`, over the labels that are not -100. `batch_size` is the global batch: micro-batches and accumulation
-    are the plan's.
+    takes the model's own `output.loss`, over the labels that are not -100. `batch_size` is the global batch: micro-batches are the plan's.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -50,105 +50,60 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     seed: int = 0
-    #: Leave out the last batch of an epoch where it is short, instead of training on it as it is.
+    #: Leave out the last batch of an epoch if it is short, instead of training on it.
     drop_last: bool = False
     #: What to train on before `data`, once: a data set, or a fraction of `data` (0.05), drawn by the seed.
     warmup_data: Any = None
     #: None: named after the job file.
     name: str | None = None
-    #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
+    #: Initial parameters: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
     weights: str | Path | None = None
 
     def __new__(cls, *positional: Any, **arguments: Any) -> Self:
         """Refuse a wrong name with a hint; copies are made without arguments."""
         job_fields = cls.__dataclass_fields__
         if positional:
-            raise JobError(
-                f"a Job's fields are given by name: Job(model=...), not Job({type(positional[0]).__name__}, ...)"
-            )
+            kind = type(positional[0]).__name__
+            raise JobError(f"a Job's fields are given by name: Job(model=...), not Job({kind}, ...)")
         for name in arguments:
             if name not in job_fields:
-                known = _OTHER_NAMES.get(name, "")
-                hint = (
-                    f"did you mean {known}=?" if known else suggest_name(f"{name}=", (f"{key}=" for key in job_fields))
-                )
+                hint = suggest_name(f"{name}=", (f"{key}=" for key in job_fields))
+                hint = f"did you mean {_OTHER_NAMES[name]}=?" if name in _OTHER_NAMES else hint
                 raise JobError(f"a Job has no {name}=; {hint}")
         required = [key for key, item in job_fields.items() if item.default is MISSING is item.default_factory]
         missing = [f"{name}=" for name in required if name not in arguments]
         if arguments and missing:
-            raise JobError(
-                f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given"
-            )
+            verb = "is" if len(missing) == 1 else "are"
+            raise JobError(f"a Job needs {' and '.join(missing)}, which {verb} not given")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
-            raise JobError(f"batch_size={self.batch_size!r}: the global batch is a whole number of samples, at least 1")
+        for name, (is_valid, rule) in _FIELD_RULES.items():
+            value = getattr(self, name)
+            if not is_valid(value):
+                is_short = value is None or isinstance(value, str | int | float)
+                shown = f"={value!r}" if is_short else f"= is a {type(value).__name__}"
+                raise JobError(f"{name}{shown}: {rule}")
         if (self.epochs is None) == (self.steps is None):
             raise JobError("give one of epochs= and steps=: how long to train")
-        for name in ("epochs", "steps"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise JobError(f"{name}={value!r}: a whole number of at least 1")
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
-            raise JobError(f"clip_norm={self.clip_norm!r}: a gradient norm, a number above 0, or None for no clipping")
-        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
-            raise JobError(f"seed={self.seed!r}: a whole number of 64 bits at most")
-        if type(self.drop_last) is not bool:
-            raise JobError(
-                f"drop_last={self.drop_last!r}: True leaves out the short last batch of each epoch, False trains on it"
-            )
-        if self.name is not None and not isinstance(self.name, str):
-            raise JobError(f"name={self.name!r}: text, or None for the name of the job file")
-        if self.weights is not None and not isinstance(self.weights, str | Path):
-            raise JobError(
-                f"weights= is a {type(self.weights).__name__}: give the path of a file, a checkpoint or a run"
-            )
-        if self.precision not in ("fp32", "tf32", "bf16", "fp16"):
-            raise JobError(f"precision={self.precision!r} is not one of fp32, tf32, bf16, fp16")
-        if not callable(self.model) and not hasattr(self.model, "forward"):
-            raise JobError(f"model={self.model!r}: give an nn.Module or a function that returns one")
-        if not callable(self.optimizer):
-            raise JobError(
-                "optimizer= is a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
-            )
-        for name in ("loss", "inputs", "collate", "lr_schedule"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise JobError(f"{name}={value!r} is not a function")
-        self._check_metrics()
-        if _is_empty(self.eval_data):
-            raise JobError(
-                f"eval_data= is empty ({type(self.eval_data).__name__}): give at least one sample to evaluate on, or leave it out"
-            )
-        if _is_number(self.warmup_data) and not 0 < self.warmup_data < 1:
-            raise JobError(
-                f"warmup_data={self.warmup_data!r}: a data set, or the fraction of data= to begin with, above 0 and below 1 (0.05)"
-            )
-        if _is_empty(self.warmup_data):
-            raise JobError("warmup_data= is empty: give at least one sample to begin with, or leave it out")
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                rule = "give text as the name and a function of (output, batch)"
+                raise JobError(f"metrics={{{name!r}: {metric!r}}}: {rule}")
+            if name == "loss":
+                reason = "the loss is always evaluated, under this name"
+                raise JobError(f"metrics={{'loss': ...}}: {reason}; give another name")
+        for name in ("eval_data", "warmup_data"):
+            data = getattr(self, name)
+            if _is_empty(data):
+                raise JobError(f"{name}= is empty ({type(data).__name__}): give at least one sample, or leave it out")
         self._check_signatures()
         if self.collate is None:
             for name in ("data", "eval_data", "warmup_data"):
                 object.__setattr__(self, name, with_torch_format(getattr(self, name)))
 
-    def _check_metrics(self) -> None:
-        if not isinstance(self.metrics, Mapping):
-            raise JobError(
-                f"metrics= is a {type(self.metrics).__name__}: give each a name, metrics={{'accuracy': accuracy}}"
-            )
-        for name, metric in self.metrics.items():
-            if not isinstance(name, str) or not callable(metric):
-                raise JobError(
-                    f"metrics={{{name!r}: {metric!r}}}: give text as the name and a function of (output, batch)"
-                )
-            if name == "loss":
-                raise JobError(
-                    "metrics={'loss': ...}: the loss is always evaluated, under this name; give another name"
-                )
-
     def _check_signatures(self) -> None:
-        """Each function takes what it will be called with: told now, with its place, not in the first step."""
+        """Refuse functions that do not take what they will be called with now, not in the first step."""
         is_factory = isinstance(self.model, type) or not hasattr(self.model, "forward")
         calls: list[tuple[str, Any, tuple[str, ...]]] = [
             ("model", self.model if is_factory else None, ("",)),
@@ -160,16 +115,45 @@ class Job:
             *((f"metrics[{name!r}]", metric, ("output, batch",)) for name, metric in self.metrics.items()),
         ]
         for name, function, forms in calls:
-            if function is not None and not any(
-                accepts_arguments(function, len(form.split(", ")) if form else 0) for form in forms
-            ):
+            counts = [len(form.split(", ")) if form else 0 for form in forms]
+            if function is not None and not any(accepts_arguments(function, count) for count in counts):
                 call_forms = " or ".join(f"{name}({form})" for form in forms)
-                raise JobError(
-                    f"{name}= is called as {call_forms}, and {function_location(function)} takes {inspect.signature(function)}"
-                )
+                signature = f"{function_location(function)} takes {inspect.signature(function)}"
+                raise JobError(f"{name}= is called as {call_forms}, and {signature}")
 
 
-#: What earlier versions and other libraries call a Job's fields.
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
+
+
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+#: By field, the test of its value and the rule to report.
+_FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "batch_size": (lambda size: size is not None and _is_count(size), "the global batch, an integer of at least 1"),
+    "epochs": (_is_count, "an integer of at least 1"),
+    "steps": (_is_count, "an integer of at least 1"),
+    "clip_norm": (lambda norm: norm is None or (_is_number(norm) and norm > 0), "a gradient norm, a number above 0, or None for no clipping"),
+    "seed": (lambda seed: type(seed) is int and -(2**63) <= seed < 2**64, "an integer of at most 64 bits"),
+    "drop_last": (lambda drop: type(drop) is bool, "True leaves out the short last batch of each epoch, False trains on it"),
+    "name": (lambda name: name is None or isinstance(name, str), "text, or None for the name of the job file"),
+    "weights": (lambda path: path is None or isinstance(path, str | Path), "give the path of a file, a checkpoint or a run"),
+    "precision": (lambda precision: precision in _PRECISIONS, f"expected one of {', '.join(_PRECISIONS)}"),
+    "model": (lambda model: callable(model) or hasattr(model, "forward"), "give an nn.Module or a function that returns one"),
+    "optimizer": (callable, "give a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"),
+    **dict.fromkeys(("loss", "inputs", "collate", "lr_schedule"), (_is_function, "give a function")),
+    "metrics": (lambda metrics: isinstance(metrics, Mapping), "give each a name, metrics={'accuracy': accuracy}"),
+    "warmup_data": (lambda data: not _is_number(data) or 0 < data < 1, "a data set, or the fraction of data= to begin with, above 0 and below 1 (0.05)"),
+}  # fmt: skip
+
+#: Names of a Job's fields in earlier versions and other libraries.
 _OTHER_NAMES = {
     "batch": "batch_size", "schedule": "lr_schedule", "scheduler": "lr_schedule", "lr_scheduler": "lr_schedule", "clip": "clip_norm",
     "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm", "evaluation": "eval_data", "eval_dataset": "eval_data",
@@ -178,12 +162,8 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def with_torch_format(data: Any) -> Any:
-    """Ask a Hugging Face data set without a format of its own for tensors: torch collates the Python lists it returns item by item."""
+    """Make a Hugging Face data set without a format of its own return tensors: torch collates its Python lists item by item."""
     if type(data).__module__.partition(".")[0] != "datasets" or not hasattr(data, "with_format"):
         return data
     # A stream has no public name for its format.
@@ -194,25 +174,24 @@ def with_torch_format(data: Any) -> Any:
 def _is_empty(data: Any) -> bool:
     try:
         return data is not None and len(data) == 0
-    except Exception:  # a data set without a length, or with one that fails, is told of where it is opened
+    except Exception:  # a data set without a length, or with one that fails, is reported where it is opened
         return False
 
 
 def accepts_arguments(function: Callable[..., Any], count: int) -> bool:
-    """Whether it can be called with `count` values; of what Python cannot say nothing is held against it."""
+    """Whether it can be called with `count` values; True if Python does not know its signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return True
-    try:
+    with suppress(TypeError):
         signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def function_location(function: Any) -> str:
-    """Where a function stands: `job.py line 12`, or its name."""
+    """Where a function is defined: `job.py line 12`, or its name."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -223,7 +202,7 @@ def function_location(function: Any) -> str:
 
 
 def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
-    """The model's output for a collated batch: how a batch reaches the model is decided here and nowhere else."""
+    """The model's output for a collated batch: the one place that decides how a batch reaches the model."""
     arguments, keywords = _select_inputs(model, batch) if job.inputs is None else job.inputs(batch)
     if job.loss is None:
         keywords = {**_count_keyword(model, batch), **keywords}
@@ -238,26 +217,26 @@ def _select_inputs(model: nn.Module, batch: Any) -> tuple[Sequence[Any], Mapping
         keywords = {key: value for key, value in batch.items() if key in accepted}
         if not keywords:
             raise JobError(
-                f"the batch has the keys {', '.join(map(str, batch))} and {type(model).__name__}.forward takes "
-                f"{', '.join(sorted(accepted))}: none match; give inputs=lambda batch: (args, kwargs)"
+                f"the batch has the keys {', '.join(map(str, batch))} and {type(model).__name__}.forward takes {', '.join(sorted(accepted))}: none match; give inputs=lambda batch: (args, kwargs)"
             )
         return (), keywords
     if isinstance(batch, tuple | list):
         if len(batch) < 2:
             raise JobError(
-                f"the batch is a {type(batch).__name__} of {len(batch)}: the last element is the target, which leaves nothing for "
-                "the model; give inputs=lambda batch: (args, kwargs)"
+                f"the batch is a {type(batch).__name__} of {len(batch)}: the last element is the target, which leaves nothing for the model; give inputs=lambda batch: (args, kwargs)"
             )
         return batch[:-1], {}
     return (batch,), {}
 
 
 def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None) -> Tensor | tuple[Tensor, Any]:
-    """The batch's loss: a scalar mean, or `(sum, count)`. `model` tells how a model's own loss counts its labels."""
+    """The batch's loss: a scalar mean, or `(sum, count)`. `model` decides how a model's own loss counts its labels."""
     loss = job.loss(output, batch) if job.loss is not None else _model_loss(output, batch, model)
     if isinstance(loss, tuple):
-        if len(loss) == 2 and _is_number(loss[0]):
-            loss = _as_tensor(loss[0], like=loss[1]), loss[1]
+        if len(loss) == 2 and _is_number(loss[0]):  # (0, 0) where nothing counts
+            import torch
+
+            loss = torch.tensor(float(loss[0]), device=getattr(loss[1], "device", None)), loss[1]
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
         total, count = loss
@@ -269,26 +248,17 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
         raise JobError(f"loss= gave {type(loss).__name__}, not a tensor; give a scalar mean, or (sum, count)")
     if loss.numel() != 1:
         raise JobError(
-            f"loss= gave a tensor of shape {tuple(shape)}, not a scalar; average it (.mean()), or give (sum, count): "
-            "(losses.sum(), losses.numel())"
+            f"loss= gave a tensor of shape {tuple(shape)}, not a scalar; average it (.mean()), or give (losses.sum(), losses.numel())"
         )
     return loss.reshape(())
 
 
-def _as_tensor(number: Any, *, like: Any) -> Tensor:
-    """A plain number as a tensor: (0, 0) where nothing counts."""
-    import torch
-
-    return torch.tensor(float(number), device=getattr(like, "device", None))
-
-
 def _model_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
-    """`output.loss`, weighed by the labels that count where there are such labels: ragged batches then average rightly."""
+    """`output.loss`, weighted by the number of labels that count, if there are any: ragged batches then average correctly."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise JobError(
-            f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda "
-            "output, batch: ..., or put the labels into the batch under the name that the model knows"
+            f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda output, batch: ..., or put the labels into the batch under the name that the model knows"
         )
     if loss.numel() != 1:
         return loss
@@ -296,26 +266,18 @@ def _model_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
         from echelon.loss_counts import read_counts
 
         loss_counts = read_counts(loss, accept_sums=False)
-        if (
-            loss_counts.only_term is not None
-            and model is not None
-            and model not in _LABEL_COUNTING
-            and not _is_fake(loss)
-        ):
-            _LABEL_COUNTING[model] = _infer_label_counting(loss_counts.only_term, batch)
+        term = loss_counts.only_term
+        if term is not None and model is not None and model not in _LABEL_COUNTING and not _is_fake(loss):
+            _LABEL_COUNTING[model] = _infer_label_counting(term, batch)
         if loss_counts.terms:
-            # Of several averages each has its own count, which the engine reads and watches.
-            return (
-                loss
-                if loss_counts.only_term is None or loss_counts.only_term.counted_by_shape
-                else _mean_to_sum(loss, loss_counts.only_term.count)
-            )
+            # Each of several averages has its own count, which the engine reads.
+            return loss if term is None or term.counted_by_shape else _mean_to_sum(loss, term.count)
     count = _count_labels(batch, model)
     return loss if count is None else _mean_to_sum(loss, count)
 
 
 def _mean_to_sum(mean: Tensor, count: Any) -> tuple[Tensor, Any]:
-    """A mean as (sum, count). A mean over no label is NaN; as a part of the step's sum it is nothing."""
+    """A mean as (sum, count). A mean over no label is NaN, but adds nothing to the step's sum."""
     import torch
 
     count = torch.as_tensor(count, device=mean.device)
@@ -323,7 +285,7 @@ def _mean_to_sum(mean: Tensor, count: Any) -> tuple[Tensor, Any]:
     return loss_sum.where(count > 0, loss_sum.new_zeros(())), count
 
 
-#: By model: which labels its own loss was seen to average over, for losses without a graph: "all" that count, "shifted", or "none".
+#: Which labels a model's own loss was seen to average over, for losses without a graph: "all" that count, "shifted", or "none".
 _LABEL_COUNTING: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -344,12 +306,12 @@ def _infer_label_counting(term: Any, batch: Any) -> str:
 
 
 def _count_keyword(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """`num_items_in_batch` for a model that takes it: it then divides its sum by that, whatever labels it counts itself."""
+    """`num_items_in_batch` for a model that takes it and then divides its sum by that."""
     forward = model.forward
     owner = getattr(forward, "__self__", model)
     accepted = _accepted_keywords(getattr(forward, "__func__", forward))
     if accepted is None:
-        # Any keyword may end anywhere: only models that say so (as HF's do) use this one for their loss.
+        # Any keyword may end anywhere: only models that declare it (as HF's do) use this one for their loss.
         accepts_count = getattr(owner, "accepts_loss_kwargs", hasattr(owner, "loss_function"))
     else:
         accepts_count = "num_items_in_batch" in accepted
@@ -364,15 +326,15 @@ def _count_labels(batch: Any, model: nn.Module | None) -> Any:
     if labels is None or counting == "none":
         return None
     model_kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
-    if labels.dim() > 1 and (
-        counting == "shifted" or (counting is None and ("CausalLM" in model_kind or "LMHead" in model_kind))
-    ):
+    if counting is None and ("CausalLM" in model_kind or "LMHead" in model_kind):
+        counting = "shifted"
+    if labels.dim() > 1 and counting == "shifted":
         labels = labels[..., 1:]  # token t predicts token t + 1: the first label is never counted
     return (labels != -100).sum()
 
 
 def _class_labels(batch: Any) -> Any:
-    """Labels that are classes; detection has lists of boxes, regression has numbers: such losses are means over samples."""
+    """Labels that are classes. Those of detection (boxes) and regression (floats) have losses that average over samples."""
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels if hasattr(labels, "is_floating_point") and not labels.is_floating_point() else None
 
@@ -387,64 +349,53 @@ def _accepted_keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`model` in `dtype`, in place; complex numbers stay complex, of twice the width."""
-    complex_dtype = dtype.to_complex()
-    return model._apply(
-        lambda tensor: (
-            tensor.to(complex_dtype if tensor.is_complex() else dtype)
-            if tensor.is_complex() or tensor.is_floating_point()
-            else tensor
-        )
-    )
+    """`model` in `dtype`, in place; complex tensors stay complex, of twice the width."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return model._apply(cast)
 
 
-def disable_sparse_gradients(model: nn.Module, kept_ids: Collection[int] = ()) -> list[str]:
-    """Have no module give sparse gradients, which cannot be added up over ranks; returns the paths of those that did.
-
-    The same is trained: an optimizer that takes either kind makes the same update of both. `kept_ids`: ids of weights whose optimizer does not.
-    """
-    paths = []
-    for path, module in model.named_modules():
+def disable_sparse_gradients(model: nn.Module, kept_ids: Collection[int] = ()) -> None:
+    """Make all gradients dense, since sparse ones cannot be summed over ranks. An optimizer that takes both kinds makes the same update;
+    `kept_ids`: ids of weights whose optimizer does not."""
+    for _, module in model.named_modules():
         if getattr(module, "sparse", False) is True and hasattr(module, "weight") and id(module.weight) not in kept_ids:
             module.sparse = False
-            paths.append(path or "model")
-    return paths
 
 
 def call_optimizer(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
-    """What `optimizer=` returns for parameters or, where it fails on them, for (name, parameter) pairs. Pairs come second: a function that asks
-    `getattr(p, "_no_decay", False)` or `id(p) in mine` would take a pair without an error, and group it wrongly."""
+    """What `optimizer=` returns for parameters or, if it fails on them, for (name, parameter) pairs. Pairs come second: a function that
+    tests `getattr(p, "_no_decay", False)` or `id(p) in mine` would take a pair without an error, and group it wrongly."""
     try:
         return job.optimizer(value for _, value in parameters)
     except Exception as parameters_error:
         try:
             return job.optimizer(iter(parameters))
         except Exception as pairs_error:
-            # The message of a function that unpacks pairs says nothing where it was given parameters.
-            raise (
-                pairs_error
-                if isinstance(parameters_error, TypeError | ValueError)
-                and _UNPACKING_ERROR.search(str(parameters_error))
-                else parameters_error
-            ) from None
+            # A function that unpacks pairs fails on parameters with a message that does not help.
+            is_kind = isinstance(parameters_error, TypeError | ValueError)
+            unpacks = is_kind and _UNPACKING_ERROR.search(str(parameters_error))
+            raise (pairs_error if unpacks else parameters_error) from None
 
 
 _UNPACKING_ERROR = re.compile(r"unpack|0-d tensor|update sequence")
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Refuse a model of which a step would change nothing: torch would fail in backward, and not say why."""
+    """Refuse a model without trainable parameters: torch would fail in backward without naming the reason."""
     parameters = dict(model.named_parameters())
     if any(value.requires_grad for value in parameters.values()):
         return
     model_type = type(model).__name__
     if not parameters:
         raise JobError(
-            f"model ({model_type}) has no parameters: there is nothing to train; add a layer that has some, or keep tensors "
-            "that shall learn as nn.Parameter"
+            f"model ({model_type}) has no parameters: there is nothing to train; make the tensors that it should train nn.Parameter"
         )
     names = ", ".join(list(parameters)[:3]) + (", ..." if len(parameters) > 3 else "")
     raise JobError(
-        f"model ({model_type}): all {len(parameters)} parameters have requires_grad=False ({names}): there is nothing to train; "
-        "call requires_grad_() on those that shall learn"
+        f"model ({model_type}): all {len(parameters)} parameters have requires_grad=False ({names}): there is nothing to train; call requires_grad_() on those to train"
     )

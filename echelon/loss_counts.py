@@ -1,15 +1,14 @@
 """Read from a loss's autograd graph how many items each of its means averages over.
 
-A mean over the batch splits exactly over ranks and micro-batches only where every part averages over the same number of items per sample.
-`ignore_index`, masks and class weights break that in rare batches, so the counts are read from the graph of each loss instead of being
-inferred from labels:
+A mean over the batch splits exactly over ranks and micro-batches only if every part averages over the same number of items per sample.
+`ignore_index`, masks and class weights break that in rare batches, so the counts are read from the graph of each loss:
 
     loss = 0.9 * nll_loss + 0.1 * sum / count          AddBackward0
                                                        ├── MulBackward1 ── NllLossBackward0      term: total_weight
                                                        └── MulBackward1 ── DivBackward0 ── Sum   term: count
 
-A term's count is such that `term = sum / count`, constant factors included. Reading does not wait for an accelerator: what it counted
-stays a tensor there.
+A term's count is such that `term = sum / count`, constant factors included. Reading does not synchronize with an accelerator: counts
+stay tensors there.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ class LossTerm:
 
     name: str
     count: Scalar
-    #: The factor that makes it its sum again: `count`, unless nothing was counted (a focal loss is a sum over negatives too).
+    #: The factor that restores its sum: `count`, unless nothing was counted (a focal loss sums over negatives too).
     scale: Scalar
-    #: Whether the count is the number of elements of a tensor, not of those that a loss chose to count.
+    #: Whether the count is a tensor's number of elements, not of those that a loss chose to count.
     counted_by_shape: bool = False
-    #: Whether it is a sum divided by a number, which may be `max(count, least)`; and whether that number is 1, the usual least.
+    #: Whether it is a sum divided by a number, which may be `max(count, minimum)`; and whether that is 1, the usual minimum.
     is_divided: bool = False
     divided_by_one: bool | Tensor = False
     #: Whether that number is more than what was counted.
     is_clamped: bool = False
     #: Whether it is multiplied by zero.
     is_zeroed: bool = False
-    #: A further divisor: the length of the list whose mean is the loss, if it is an entry of one.
+    #: A further divisor: the length of the list whose mean is the loss.
     list_length: Scalar = 1.0
 
 
@@ -57,7 +56,7 @@ class LossReading:
 
     @property
     def only_term(self) -> LossTerm | None:
-        """The one average that the loss is, up to constant factors; None where it is a sum of several, or not readable."""
+        """The average that is the loss up to constant factors; None for a sum of several, or one that is not readable."""
         return self.terms[0] if len(self.terms) == 1 and not self.opaque_operators else None
 
 
@@ -80,23 +79,21 @@ _SUM_OPERATORS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
 #: `reduction=` as autograd saves it.
 _REDUCED_BY_MEAN, _REDUCED_BY_SUM = 1, 2
 #: Operators through which numbers that do not require gradients may be samples.
-_MIXING_OPERATORS = {
-    "Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div",
-}  # fmt: skip
+_MIXING_OPS = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div"}
 #: Suffixes of operators that compare outputs with targets.
 _LOSS_SUFFIXES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
 _MAX_PENALTY_NODES = 16
-#: A count that grows by more than rounding, and how far a sum may be off.
+#: Growth of a count beyond rounding, and the relative tolerance of a sum.
 _MIN_GROWTH, _SUM_TOLERANCE = 1 + 1e-6, 1e-3
-#: Elements of outputs and batches that are repeated more than twice.
+#: Elements of outputs and batches that are repeated more than twice, at most.
 _MAX_REPEATED_NUMEL = 2**24
-#: A loss that adds up more terms than this is not one that a person wrote term by term.
+#: Operators of a loss that are read, more than anyone writes term by term.
 _MAX_NODES = 1024
 
 
 class ModelOutputMarker(torch.autograd.Function):
-    """Marks a model's output in a graph without the model: it is no parameter."""
+    """Marks a model's output, which is no parameter, in a graph without the model."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -110,23 +107,23 @@ class ModelOutputMarker(torch.autograd.Function):
 def read_counts(loss: Tensor, *, accept_sums: bool = True, max_terms: int | None = None) -> LossReading:
     """The averages in `loss`, a single number; empty where it has no graph.
 
-    `accept_sums`: a loss with reduction="sum" that is divided by a count is an average too (not in a model that gets `num_items_in_batch`: that
-    number is the whole batch's). `max_terms`: averages after which reading ends.
+    `accept_sums`: a loss with reduction="sum" that is divided by a count is an average too (not in a model that gets `num_items_in_batch`,
+    which is the whole batch's). `max_terms`: averages after which reading ends.
     """
     terms: list[LossTerm] = []
     opaque: list[str] = []
     if loss.grad_fn is not None:
-        _collect_terms(loss.grad_fn, terms, opaque, accept_sums=accept_sums, max_terms=max_terms)
+        _collect_terms(loss.grad_fn, terms, opaque, accept_sums, max_terms)
     return LossReading(terms=tuple(terms), opaque_operators=tuple(opaque))
 
 
 def recount_term(
     terms: Sequence[LossTerm], repeat_loss: Callable[[int], Tensor | None]
 ) -> tuple[LossTerm | None, bool]:
-    """The only term with what it really counts, where `max(count, least)` may hide that (None where it does not show), and whether that is certain.
+    """The only term with its true count, which `max(count, minimum)` may hide (None if it does not show), and whether that is certain.
 
-    `repeat_loss(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`.
-    So does its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum. A sum of zero does not show whether it grows.
+    `repeat_loss(times)` is the same loss with every sample repeated; None if it cannot be computed. Its sum must grow by `times`, and so
+    must its count; one that a minimum hides grows less until it exceeds the minimum. A sum of zero does not show whether it grows.
     """
     term, first_loss = terms[0], repeat_loss(1)
     if len(terms) > 1 or first_loss is None:
@@ -137,7 +134,7 @@ def recount_term(
         reading = None if loss is None else read_counts(loss).only_term
         if loss is None or reading is None:
             break
-        # If it draws, asks other ranks, has no row per sample or is the model's own, it does not grow so.
+        # A loss that draws random numbers, communicates, has no row per sample or is the model's own does not grow like this.
         if not math.isclose(float(loss.detach()) * float(reading.scale), times * total, rel_tol=_SUM_TOLERANCE):
             return None, False
         if times > 1 and reading.scale > term.scale * _MIN_GROWTH:
@@ -148,22 +145,18 @@ def recount_term(
 
 
 def repeat_samples(value: Any, sample_count: int, times: int) -> Any:
-    """An output or a batch with every sample given `times` times; tensors without one row per sample stay as they are. None where that is too
-    large (twice never is), or where samples hold more than tensors."""
+    """An output or a batch with every sample repeated `times` times; tensors without one row per sample stay. None if that is too large
+    (twice never is), or if samples hold more than tensors."""
     if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value)):
         return None
     if times > 2 and times * sum(tensor.numel() for tensor in tree_tensors(value)) > _MAX_REPEATED_NUMEL:
         return None
-    return map_tensors(
-        lambda tensor: torch.cat([tensor] * times) if tensor.dim() and len(tensor) == sample_count else tensor, value
-    )
+    return map_tensors(lambda t: torch.cat([t] * times) if t.dim() and len(t) == sample_count else t, value)
 
 
-def _collect_terms(
-    node: Any, terms: list[LossTerm], opaque: list[str], *, accept_sums: bool, max_terms: int | None
-) -> None:
-    """Add the averages below `node`, the loss itself."""
-    # Operators, each with the factor by which its output enters the loss, the last divisor on the way, if any, and the factor before that.
+def _collect_terms(node: Any, terms: list[LossTerm], opaque: list[str], sums: bool, max_terms: int | None) -> None:
+    """Add the averages below `node`, the loss itself. `sums`: `accept_sums` of `read_counts`."""
+    # Operators with the factor by which their output enters the loss, the last divisor on the way, if any, and the factor before that.
     pending: list[tuple[Any, Scalar, Scalar | None, Scalar]] = [(node, 1.0, None, 1.0)]
     zeroed_term: LossTerm | None = None
     visits = 0
@@ -176,15 +169,13 @@ def _collect_terms(
             return
         operator = _operator_name(node)
         mean_divisor = _mean_divisor(node, operator)
-        is_sum = mean_divisor is None and (
-            operator in _SUM_OPERATORS or (accept_sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
-        )
-        is_sum = is_sum and not _has_single_inputs(node)
+        is_sum_loss = sums and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM
+        is_sum = mean_divisor is None and (operator in _SUM_OPERATORS or is_sum_loss) and not _has_single_inputs(node)
         if mean_divisor is not None or is_sum:
             name = (f"{operator} / count" if is_sum else operator).lower()
             if not isinstance(factor, Tensor) and factor == 0:
                 zeroed_term = zeroed_term or LossTerm(name=name, count=0.0, scale=0.0, is_zeroed=True)
-            # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
+            # An undivided sum is no mean, and a penalty on parameters does not depend on how samples are split.
             elif (mean_divisor is not None or divisor is not None) and not _is_penalty(node):
                 count = scale = _absolute(_divide(1.0 if mean_divisor is None else mean_divisor, factor))
                 is_empty = is_sum and _is_empty_sum(node, divisor)
@@ -192,22 +183,16 @@ def _collect_terms(
                     count = torch.where(is_empty, 0.0, count)
                 elif is_empty:
                     count = 0.0
-                terms.append(
-                    LossTerm(
-                        name=name,
-                        count=count,
-                        scale=scale,
-                        counted_by_shape=not is_sum and "NllLoss" not in operator,
-                        is_divided=is_sum,
-                        divided_by_one=is_sum and divisor == 1,
-                        list_length=_absolute(_divide(1.0, list_length if is_sum else factor)),
-                    )
-                )
+                by_shape, by_one = not is_sum and "NllLoss" not in operator, is_sum and divisor == 1
+                length = _absolute(_divide(1.0, list_length if is_sum else factor))
+                terms.append(LossTerm(
+                    name=name, count=count, scale=scale, counted_by_shape=by_shape, is_divided=is_sum, divided_by_one=by_one, list_length=length,
+                ))  # fmt: skip
         elif operator == "Div" and _numel(node) == 1 and not _has_gradient_divisor(node):
             other = node._saved_other
             pending.append((node.next_functions[0][0], _divide(factor, other), _to_scalar(other), factor))
         elif operator == "Mul" and _numel(node) == 1 and _multiplies_averages(node):
-            opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
+            opaque.append("a product of averages")  # no weighting of its parts gives the whole batch's
         elif operator == "Mul" and _numel(node) == 1:
             pending.extend((*side, list_length) for side in _product_sides(node, factor, divisor))
         elif operator in _LIST_OPERATORS or (operator in _TRANSPARENT_OPERATORS and _numel(node) == 1):
@@ -223,9 +208,9 @@ def _collect_terms(
 
 
 def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
-    """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then.
+    """Whether an empty sum was divided by 1, as by `mask.sum().clamp(min=1)`, so the part has no weight.
 
-    One sample whose targets are all zero looks the same where a sum is divided by the number of samples: `recount_term` decides.
+    A single sample with all-zero targets, divided by the number of samples, looks the same: `recount_term` decides.
     """
     summed = node.next_functions[0][0]
     if divisor is None or summed is None or (not isinstance(divisor, Tensor) and divisor != 1):
@@ -243,7 +228,6 @@ def _is_empty_sum(node: Any, divisor: Scalar | None) -> bool | Tensor:
 
 
 def _mean_divisor(node: Any, operator: str) -> Scalar | None:
-    """What an operator that averages divides by; None: it does not average."""
     if operator == "Mean" and not _has_single_inputs(node):
         numel = getattr(node, "_saved_self_sym_numel", None)
         return float(math.prod(node._saved_self_sym_sizes) if numel is None else numel)
@@ -257,7 +241,7 @@ def _mean_divisor(node: Any, operator: str) -> Scalar | None:
 
 
 def _is_penalty(node: Any) -> bool:
-    """Whether an average or a sum is over parameters alone: a penalty, whatever the samples are."""
+    """Whether an average or a sum is over parameters alone, independent of the samples."""
     pending, node_count = [node], 0
     while pending:
         node = pending.pop()
@@ -265,20 +249,19 @@ def _is_penalty(node: Any) -> bool:
         operator = _operator_name(node)
         if operator == "AccumulateGrad":
             continue
-        if operator.endswith(_LOSS_SUFFIXES):  # first: for most losses nothing else is looked at
+        if operator.endswith(_LOSS_SUFFIXES):  # first, because it decides for most losses
             return False
         inputs = [input_node for input_node, _ in node.next_functions]
         has_constant = None in inputs and not _has_scalar_operand(node)
         if node_count > _MAX_PENALTY_NODES or not inputs or operator == ModelOutputMarker.__name__:
             return False
-        if "Convolution" in operator or (has_constant and (operator in _MIXING_OPERATORS or _broadcasts(node))):
+        if "Convolution" in operator or (has_constant and (operator in _MIXING_OPS or _broadcasts(node))):
             return False
         pending += [input_node for input_node in inputs if input_node is not None]
     return True
 
 
 def _broadcasts(node: Any) -> bool:
-    """Whether an operator broadcasts its differentiable inputs, as over samples."""
     largest = max(_numel(input_node) for input_node, _ in node.next_functions if input_node is not None)
     return _numel(node) > largest
 
@@ -295,7 +278,6 @@ def _has_scalar_operand(node: Any) -> bool:
 
 
 def _multiplies_averages(node: Any) -> bool:
-    """Whether both sides of a product depend on samples."""
     sides = [side for side, _ in node.next_functions if side is not None]
     return len(sides) > 1 and not any(_is_penalty(side) for side in sides)
 
@@ -354,7 +336,7 @@ def _absolute(weight: Scalar) -> Scalar:
 
 
 def _to_scalar(value: Any) -> Scalar:
-    """A number; on an accelerator, which must not be waited for, a tensor in double precision."""
+    """A number; on an accelerator, with which this must not synchronize, a tensor in double precision."""
     if isinstance(value, Tensor):
         value = value.detach() if value.requires_grad else value
         if not value.is_cpu or type(value) is not Tensor:

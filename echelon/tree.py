@@ -19,31 +19,29 @@ from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
 
-#: The template of an object of which only the type is needed.
+#: The template of an object that is rebuilt from its type and attributes.
 _ATTRIBUTE_CONTAINER = object()
 _PACKED_SEQUENCE_FIELDS = ("data", "batch_sizes", "sorted_indices", "unsorted_indices")
 _IsLeaf = Callable[[Any], bool]
 
 
 class TreeSpec:
-    """A tree without its leaves. Two are equal where the containers are of the same types with the same keys."""
+    """A tree without its leaves. Two are equal if their containers have the same types and keys."""
 
     __slots__ = ("_context", "_template", "_type", "children")
 
     def __init__(self, container_type: Any, context: Any, children: tuple[TreeSpec, ...], template: Any = None) -> None:
-        self._type, self._context, self.children = container_type, context, children
-        self._template = template
+        self._type, self._context, self.children, self._template = container_type, context, children, template
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TreeSpec) and (
-            self is other or (self._type, self._context, self.children) == (other._type, other._context, other.children)
-        )
+        if self is other or not isinstance(other, TreeSpec):
+            return self is other
+        return (self._type, self._context, self.children) == (other._type, other._context, other.children)
 
     def __hash__(self) -> int:
         return hash((self._type, self.children))
 
     def unflatten(self, leaves: Iterator[Any]) -> Any:
-        """Build the tree from the next leaves."""
         if self._type is None:
             return next(leaves)
         parts = [child.unflatten(leaves) for child in self.children]
@@ -70,13 +68,11 @@ def tree_leaves(value: Any) -> list[Any]:
 
 
 def tree_map(change: Callable[..., Any], value: Any, *others: Any, is_leaf: _IsLeaf | None = None) -> Any:
-    """`value` with `change` applied to every leaf, and to the leaves in its place in `others`; ValueError where their structures differ."""
-    leaves, structure = tree_flatten(value, is_leaf)
-    other_trees = [tree_flatten(other, is_leaf) for other in others]
-    if any(other_structure != structure for _, other_structure in other_trees):
+    """`value` with `change` applied to every leaf, together with the same leaves of `others`; ValueError if their structures differ."""
+    leaves, structures = zip(*(tree_flatten(tree, is_leaf) for tree in (value, *others)), strict=True)
+    if any(structure != structures[0] for structure in structures):
         raise ValueError("trees of different structures")
-    other_leaves = [leaves_of_other for leaves_of_other, _ in other_trees]
-    return tree_unflatten(map(change, leaves, *other_leaves), structure)
+    return tree_unflatten(map(change, *leaves), structures[0])
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -148,12 +144,11 @@ def _open_container(value: Any) -> tuple[Any, Any, Iterable[Any], Any] | None:
 
 
 def _container_attributes(value: Any) -> tuple[str, ...]:
-    """The attributes of an object that is a container; none for a leaf, and where it holds its parts in another way."""
+    """The attributes that are a container's parts; none for a leaf or for any other container."""
     if isinstance(value, type | Module | Enum):
         return ()
-    holds_parts = dataclasses.is_dataclass(value) or isinstance(value, Mapping)
-    holds_parts = holds_parts or any(isinstance(item, Tensor) for item in instance_dict(value).values())
-    return _stored_names(value) if holds_parts else ()
+    has_tensors = any(isinstance(item, Tensor) for item in instance_dict(value).values())
+    return _stored_names(value) if has_tensors or dataclasses.is_dataclass(value) or isinstance(value, Mapping) else ()
 
 
 def instance_dict(value: Any) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def instance_dict(value: Any) -> dict[str, Any]:
 
 
 def _stored_names(value: Any) -> tuple[str, ...]:
-    """The names under which an object stores values, also in slots."""
+    """The names of an object's attributes, also in slots."""
     slots: list[str] = []
     for base in type(value).__mro__:
         base_slots = base.__dict__.get("__slots__", ())
@@ -181,7 +176,7 @@ def _new_instance(container_type: Any) -> Any:
 
 
 def _fill_dict(new: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
-    """`new`, a dict with attributes, with other values; also where it mirrors them as attributes."""
+    """`new`, a dict with attributes, with other values; attributes that mirror its items change too."""
     attributes = instance_dict(new)
     for key, part in zip(keys, parts, strict=True):
         dict.__setitem__(new, key, part)
@@ -212,7 +207,7 @@ def _rebuild_container(container_type: Any, context: Any, parts: list[Any], temp
 
 
 def _construct_container(container_type: Any, parts: Any) -> Any:
-    """A container of the same type; a plain one where its constructor takes something else."""
+    """A container of the same type; a plain one if its constructor takes something else."""
     try:
         return container_type(parts)
     except TypeError:

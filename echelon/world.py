@@ -1,7 +1,7 @@
-"""This process among the others: rank, sizes, address. The one place that reads RANK and its relatives.
+"""This process among the others: rank, sizes, address. The one place that reads RANK, WORLD_SIZE and the like.
 
-Ways to be started, tried in this order: torchrun and our launchers (RANK, WORLD_SIZE, ...), Slurm (SLURM_PROCID, ...), Open MPI
-(OMPI_COMM_WORLD_RANK, ...), alone. A half-set environment is an error: a guess would train N separate models.
+Launchers are tried in this order: torchrun and our own (RANK, WORLD_SIZE, ...), Slurm (SLURM_PROCID, ...), Open MPI
+(OMPI_COMM_WORLD_RANK, ...), none. An incomplete environment is an error: a guess would train N separate models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,24 +21,19 @@ STORE_VARIABLE = "ECHELON_STORE"
 _LAUNCHER_VARIABLES = {
     "torchrun": {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
     "slurm": {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"},
-    "mpi": {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "size": "OMPI_COMM_WORLD_SIZE",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    },
+    "mpi": {name: f"OMPI_COMM_WORLD_{name.upper()}" for name in ("rank", "size", "local_rank", "local_size")},
 }
 #: Variables that hold the number of processes.
 WORLD_SIZE_VARIABLES = frozenset(names["size"] for names in _LAUNCHER_VARIABLES.values())
-#: Where Slurm says how many tasks each node has, the step's own first. SLURM_NTASKS_PER_NODE is there only where it was asked for.
+#: Slurm's numbers of tasks per node, the step's own first. SLURM_NTASKS_PER_NODE is set only on request.
 _SLURM_TASK_VARIABLES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-#: Slurm numbers the steps that `srun` starts from 0; from this number on they are its own: batch script, interactive shell.
+#: Slurm numbers the steps that `srun` starts from 0; those from this number on are its own: batch script, interactive shell.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who this process is. `launched` says whether a launcher made it one of several (or the only one) on purpose."""
+    """Who this process is. `launched`: a launcher started it as one of several, or as the only one."""
 
     rank: int = 0
     size: int = 1
@@ -51,13 +47,12 @@ class World:
         if not 0 <= self.rank < self.size:
             raise WorldError(f"rank {self.rank} is outside a world of {self.size}; ranks run from 0 to WORLD_SIZE - 1")
         if not 0 <= self.local_rank < self.local_size <= self.size:
-            raise WorldError(
-                f"local rank {self.local_rank} of {self.local_size} does not fit a world of {self.size} ranks"
-            )
+            local = f"local rank {self.local_rank} of {self.local_size}"
+            raise WorldError(f"{local} does not fit a world of {self.size} ranks")
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that speaks."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
 
@@ -76,23 +71,18 @@ def read_world(environment: Mapping[str, str] | None = None) -> World:
 def single_process_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables of launchers that are set, with the values that describe a world of one."""
     env = os.environ if environment is None else environment
-    single_process = {"rank": "0", "size": "1", "local_rank": "0", "local_size": "1"}
-    return {
-        variable: single_process[field]
-        for variables in _LAUNCHER_VARIABLES.values()
-        for field, variable in variables.items()
-        if variable in env
-    }
+    fields = {variable: field for names in _LAUNCHER_VARIABLES.values() for field, variable in names.items()}
+    return {variable: "1" if "size" in field else "0" for variable, field in fields.items() if variable in env}
 
 
 def _is_started_by_srun(env: Mapping[str, str]) -> bool:
-    """Slurm describes the allocation to any shell in it, whatever its size; only what `srun` starts is a task of a step."""
+    """Whether this is a task of a step: Slurm describes the allocation to any shell in it, too."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where profiles, clusters, plans and copies of remote data are kept between runs: ECHELON_CACHE, else the user's cache folder."""
+    """The cache of profiles, clusters, plans and copies of remote data: ECHELON_CACHE, else the user's cache folder."""
     env = os.environ if environment is None else environment
     if env.get("ECHELON_CACHE"):
         return Path(env["ECHELON_CACHE"])
@@ -101,13 +91,13 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the user set as ECHELON_*, by name without the prefix: ECHELON_KEEP=5 is {"keep": "5"}."""
+    """The ECHELON_* variables by name without the prefix: ECHELON_KEEP=5 is {"keep": "5"}."""
     env = os.environ if environment is None else environment
     return {name.removeprefix("ECHELON_").lower(): value for name, value in env.items() if name.startswith("ECHELON_")}
 
 
 def visible_devices(environment: Mapping[str, str] | None = None) -> str:
-    """Which GPUs this process is allowed to see, as CUDA_VISIBLE_DEVICES says it; "all" without it."""
+    """The value of CUDA_VISIBLE_DEVICES, or "all"."""
     env = os.environ if environment is None else environment
     return env.get("CUDA_VISIBLE_DEVICES", "all")
 
@@ -116,14 +106,10 @@ def _parse_world(env: Mapping[str, str], launcher: str, variables: Mapping[str, 
     missing = [variables[field] for field in ("rank", "size") if variables[field] not in env]
     if missing:
         present = variables["rank"] if missing[0] == variables["size"] else variables["size"]
-        raise WorldError(
-            f"{present}={env[present]} is set but {missing[0]} is not ({launcher}); start the ranks with torchrun or srun, "
-            f"or unset {present} to run alone"
-        )
+        problem = f"{present}={env[present]} is set but {missing[0]} is not ({launcher})"
+        raise WorldError(f"{problem}; start the ranks with torchrun or srun, or unset {present} to run alone")
     defaults = {"local_rank": env[variables["rank"]], "local_size": env[variables["size"]]}
-    values = {
-        field: _parse_int(variable, env.get(variable, defaults.get(field, ""))) for field, variable in variables.items()
-    }
+    values = {name: _parse_int(key, env.get(key, defaults.get(name, ""))) for name, key in variables.items()}
     if launcher == "slurm":
         values["local_size"] = _slurm_local_size(env, values["size"])
     address = _rendezvous_address(env, launcher) if values["size"] > 1 else ""
@@ -134,27 +120,25 @@ def _parse_int(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"{variable}={text!r} is not a whole number") from None
+        raise WorldError(f"{variable}={text!r} is not an integer") from None
 
 
 def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
-    """How many of a step's tasks share this node."""
+    """The number of a step's tasks on this node."""
     if size == 1:
         return 1
     variable = next((variable for variable in _SLURM_TASK_VARIABLES if env.get(variable)), None)
     if variable is None:
         raise WorldError(
-            f"{size} tasks under Slurm and none of {', '.join(_SLURM_TASK_VARIABLES)} is set: how many share a node is unknown; start the "
-            "ranks with srun, or with torchrun on each node"
+            f"{size} tasks under Slurm and none of {', '.join(_SLURM_TASK_VARIABLES)} is set: how many share a node is unknown; start the ranks with srun, or with torchrun on each node"
         )
     counts = _tasks_per_node(variable, env[variable])
     if len(set(counts)) == 1:
         return counts[0]
     node = env.get("SLURM_NODEID", "")
     if not node.isdigit() or int(node) >= len(counts):
-        raise WorldError(
-            f"{variable}={env[variable]} and SLURM_NODEID={node!r}: which of these nodes this is is unknown; start the ranks with srun"
-        )
+        values = f"{variable}={env[variable]} and SLURM_NODEID={node!r}"
+        raise WorldError(f"{values}: which of these nodes this is is unknown; start the ranks with srun")
     return counts[int(node)]
 
 
@@ -176,24 +160,20 @@ def _rendezvous_address(env: Mapping[str, str], launcher: str) -> str:
     if not host or not port:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
-        raise WorldError(
-            f"several ranks but {' and '.join(missing)} {verb} not set: they cannot find each other; torchrun sets {pronoun}, under Slurm "
-            f"or MPI export {pronoun}"
-        )
+        problem = f"several ranks but {' and '.join(missing)} {verb} not set: they cannot find each other"
+        raise WorldError(f"{problem}; torchrun sets {pronoun}, under Slurm or MPI export {pronoun}")
     if not port.isdigit():
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")
-    # torchrun's agent already listens on that port: torch's own env:// knows how to join it, tcp:// would bind it again.
+    # torchrun's agent already listens on that port: env:// joins it, tcp:// would bind it again.
     return "env://" if launcher == "torchrun" else f"tcp://{host}:{port}"
 
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity, and the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
+    with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(int(quota) // int(period), 1))
-    except (OSError, ValueError):
-        pass
     return cores
 
 

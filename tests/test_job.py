@@ -130,9 +130,9 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": "abc"}, r"seed='abc': a whole number"),
+        ({"seed": "abc"}, r"seed='abc': an integer"),
         ({"drop_last": 1}, r"drop_last=1: True leaves out the short last batch"),
-        ({"seed": 2**64}, r"seed=18446744073709551616: a whole number of 64 bits"),
+        ({"seed": 2**64}, r"seed=18446744073709551616: an integer of at most 64 bits"),
         ({"clip_norm": "1.0"}, r"clip_norm='1.0': a gradient norm, a number above 0"),
         ({"clip_norm": True}, r"clip_norm=True: a gradient norm"),
         ({"metrics": [print]}, r"metrics= is a list: give each a name, metrics=\{'accuracy': accuracy\}"),
@@ -140,7 +140,7 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
         ({"metrics": {"loss": lambda output, batch: 0}}, r"the loss is always evaluated, under this name"),
         ({"name": 3}, r"name=3: text"),
         ({"weights": {"a": 1}}, r"weights= is a dict: give the path"),
-        ({"eval_data": []}, r"eval_data= is empty \(list\): give at least one sample to evaluate on"),
+        ({"eval_data": []}, r"eval_data= is empty \(list\): give at least one sample, or leave it out"),
         ({"modle": nn.Identity}, r"a Job has no modle=; did you mean model=\?"),
         ({"batch": 8}, r"a Job has no batch=; did you mean batch_size=\?"),
         ({"evaluation": [1]}, r"a Job has no evaluation=; did you mean eval_data=\?"),

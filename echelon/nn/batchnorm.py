@@ -1,6 +1,6 @@
-"""Batch norm whose statistics are those of all data ranks' samples together.
+"""Batch norm with statistics over all data ranks' samples.
 
-Written by hand because torch's SyncBatchNorm refuses CPU tensors; one implementation then serves both kinds of device.
+torch's SyncBatchNorm refuses CPU tensors; this implementation serves both kinds of device.
 """
 
 from __future__ import annotations
@@ -78,13 +78,9 @@ class _SyncNormalize(torch.autograd.Function):
         sum_grad, sum_grad_normalized = reduced_sums.chunk(2)
         centered_grad = grad - (sum_grad.view(shape) + normalized * sum_grad_normalized.view(shape)) / count
         input_grad = centered_grad * (scale if weight is None else scale * weight).view(shape)
-        return (
-            input_grad.to(grads[0].dtype),
-            None if weight is None else weight_grad.to(weight.dtype),
-            bias_grad if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        weight_result = None if weight is None else weight_grad.to(weight.dtype)
+        bias_result = bias_grad if ctx.needs_input_grad[2] else None
+        return input_grad.to(grads[0].dtype), weight_result, bias_result, None, None
 
 
 def _combine_moments(local_moments: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,14 +107,13 @@ def _broadcast_shape(x: Tensor) -> list[int]:
 
 
 def synchronise(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """`model` with every batch norm synchronised over `group`; parameters, buffers and names stay the very same."""
+    """`model` with every batch norm synchronised over `group`; parameters, buffers and names stay the same objects."""
     for name, child in model.named_children():
         setattr(model, name, synchronise(child, group))
     if not isinstance(model, _BatchNorm):
         return model
-    replacement = SynchronisedBatchNorm(
-        model.num_features, model.eps, model.momentum, False, model.track_running_stats, device="meta"
-    )
+    tracks = model.track_running_stats
+    replacement = SynchronisedBatchNorm(model.num_features, model.eps, model.momentum, False, tracks, device="meta")
     replacement.affine = model.affine
     replacement._parameters.update(model._parameters)
     replacement._buffers.update(model._buffers)

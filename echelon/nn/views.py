@@ -1,7 +1,7 @@
-"""Views by a width of which a rank has a part.
+"""Views by a width of which a rank has only a part.
 
-Code that takes the width from what it was given (`b, t, c = x.shape`), not from its columns, asks for all of them when it puts heads
-together again: `y.transpose(1, 2).reshape(b, t, c)`. Where one rank has some of the heads, it is given those.
+Code that takes the width from its input (`b, t, c = x.shape`) asks for all columns when it joins heads again:
+`y.transpose(1, 2).reshape(b, t, c)`. On a rank with some of the heads, it gets their columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VIEW_FUNCTIONS = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class LocalWidthViews(TorchFunctionMode):
-    """Inside, a view that asks for `width` columns where there are `mine` of them gets those."""
+    """Inside, a view that asks for `full_width` columns of a tensor that has `local_width` gets those."""
 
     def __init__(self, full_width: int, local_width: int) -> None:
         super().__init__()
@@ -33,27 +33,19 @@ class LocalWidthViews(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def fit_to_local_width(
-    shape: Sequence[int], requested: Sequence[Any], full_width: int, local_width: int
-) -> list[int] | None:
-    """`requested` with one of its sizes reduced as `local_width` is to `full_width`; None: it needs no fitting, or none helps.
+def fit_to_local_width(shape: Sequence[int], requested: Sequence[Any], full: int, local: int) -> list[int] | None:
+    """`requested` with one of its sizes scaled by `local / full`; None if that is not needed or does not help.
 
-    The last one that is the width; else the first after those that stay as they are (samples and positions).
+    The last size that is the width, else the first after those that stay (samples and positions).
     """
     if not all(type(size) is int and size > 0 for size in requested):
         return None
-    if math.prod(requested) * local_width != math.prod(shape) * full_width or full_width == local_width:
+    if math.prod(requested) * local != math.prod(shape) * full or full == local:
         return None
-    unchanged = next(
-        (
-            dim
-            for dim, (requested_size, actual_size) in enumerate(zip(requested, shape, strict=False))
-            if requested_size != actual_size
-        ),
-        len(requested),
-    )
-    candidates = [dim for dim in reversed(range(len(requested))) if requested[dim] == full_width]
-    candidates += [dim for dim in range(unchanged, len(requested)) if requested[dim] * local_width % full_width == 0]
+    pairs = enumerate(zip(requested, shape, strict=False))
+    unchanged = next((dim for dim, (wanted, actual) in pairs if wanted != actual), len(requested))
+    candidates = [dim for dim in reversed(range(len(requested))) if requested[dim] == full]
+    candidates += [dim for dim in range(unchanged, len(requested)) if requested[dim] * local % full == 0]
     if not candidates:
         return None
-    return [size * local_width // full_width if dim == candidates[0] else size for dim, size in enumerate(requested)]
+    return [size * local // full if dim == candidates[0] else size for dim, size in enumerate(requested)]
