@@ -20,25 +20,19 @@ from echelon.plan.input_digests import hash_bytes
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
+Emit = Callable[..., None]
+
 
 class Checkpoints:
-    """Every rank has one; rank 0 writes the folder's notes."""
+    """Every rank has one; rank 0 writes the folder's notes. `emit` and `warn` report."""
 
-    def __init__(
-        self,
-        run: Run,
-        folder: RunFolder,
-        job_source: JobSource,
-        *,
-        emit: Callable[..., None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._run, self._folder, self._job_source, self._emit, self._warn = run, folder, job_source, emit, warn
+    def __init__(self, run: Run, folder: RunFolder, source: JobSource, emit: Emit, warn: Callable[[str], None]) -> None:
+        self._run, self._folder, self._source, self._emit, self._warn = run, folder, source, emit, warn
         self.saved_step = self.resumed_step = self.evaluated_step = -1
         #: Of the last evaluation.
         self.metrics: dict[str, float] = {}
         self._best_loss: float | None = None
-        #: Path, bytes and seconds of a written checkpoint whose evaluation, which may make it the best, is still to come.
+        #: Path, bytes and seconds of a written checkpoint until its evaluation, which may make it the best.
         self._unreported: tuple[Path, int, float] | None = None
 
     @property
@@ -50,7 +44,7 @@ class Checkpoints:
         """Load the newest intact checkpoint; warn about damaged ones."""
         run, ranks = self._run, self._run.ranks
         own_checkpoints = self._folder.list_checkpoints() if settings.resume else []
-        # Rank 0's list counts: a network disk may show the others an older one.
+        # Rank 0's list counts: a network disk may show an older one to the others.
         checkpoints = ranks.broadcast_object([str(path) for path in own_checkpoints])
         resumption.check(self._folder, checkpoints, settings.override)
         reasons: list[str] = []
@@ -70,9 +64,8 @@ class Checkpoints:
         else:
             if checkpoints:
                 causes = "\n".join(f"  - {reason}" for reason in reasons)
-                raise CheckpointError(
-                    f"{self._folder.checkpoints}: none of {len(checkpoints)} checkpoints can be read; --fresh starts over in another folder:\n{causes}"
-                )
+                problem = f"none of {len(checkpoints)} checkpoints can be read; --fresh starts over in another folder"
+                raise CheckpointError(f"{self._folder.checkpoints}: {problem}:\n{causes}")
         best = self._folder.best_checkpoint(self._evaluation_digest(), run.step_number)
         self._best_loss = ranks.broadcast_object(best and best[1])
 
@@ -80,8 +73,7 @@ class Checkpoints:
         step, total_steps = self._run.step_number, self._run.total_steps
         if step > total_steps:
             raise JobError(
-                f"{checkpoint}: step {step}, and the job now ends at step {total_steps}: there is nothing left to train; give it more epochs= or "
-                "steps=, or --fresh to start over in another folder"
+                f"{checkpoint}: step {step}, but the job now ends at step {total_steps}, so nothing is left to train; give it more epochs= or steps=, or --fresh to start over in another folder"
             )
 
     def clear_leftovers(self) -> list[str]:
@@ -113,7 +105,7 @@ class Checkpoints:
         except CheckpointError as error:
             if is_final:
                 raise
-            # A disk that is full for a while must not end hours of work: the next checkpoint is tried again.
+            # A temporarily full disk must not end hours of work: the next checkpoint is tried again.
             self._warn(f"{error}; training continues, the last good checkpoint stays")
             return
         self.saved_step = run.step_number
@@ -143,7 +135,7 @@ class Checkpoints:
 
     def _evaluation_digest(self) -> str:
         """Digest of what decides an evaluation's loss besides the weights: losses with different digests are not comparable."""
-        parts = self._job_source.identity.digests
+        parts = self._source.identity.digests
         names = ("eval_data", "code loss", "code inputs", "code collate")
         return hash_bytes(json.dumps([parts.get(name) for name in names]).encode())
 
@@ -157,11 +149,10 @@ class Checkpoints:
             remaining = self._folder.list_checkpoints()
             names = ", ".join(path.name for path in reversed(quarantined))
             self._warn(
-                f"step {error.last_agreed_step} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: "
-                f"{names}; a resumed run starts from {remaining[0].name if remaining else 'the beginning'}"
+                f"step {error.last_agreed_step} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: {names}; a resumed run starts from {remaining[0].name if remaining else 'the beginning'}"
             )
 
     def evaluation_event(self, **data: Any) -> dict[str, Any]:
-        """What the event of the last evaluation holds."""
+        """Data of the last evaluation's event."""
         eval_data = self._run.job.eval_data
         return {"metrics": self.metrics, "samples": len(eval_data) if hasattr(eval_data, "__len__") else None, **data}

@@ -37,13 +37,12 @@ _EXIT_GRACE_SECONDS = 10.0
 def watch_for_deadlock(
     world: World, store: Store | None, plan: Plan, limit: float, limit_factor: float = MAX_LIMIT_FACTOR
 ) -> Iterator[None]:
-    """Disconnect all ranks and raise UnprovedPlan if the code inside deadlocks and `limit` seconds have passed, or after `limit_factor` times that.
-    `store`: the ranks' own; None where there is one rank, which waits for no other."""
+    """Disconnect all ranks and raise UnverifiedPlanError if the code inside deadlocks after `limit` seconds, or takes `limit_factor` times that.
+    `store`: the ranks' own; None for one rank, which cannot deadlock."""
     if store is None:
         yield
         return
-    done = threading.Event()
-    watchdog = _Watchdog(world, store, plan, limit, limit_factor, done)
+    watchdog = _Watchdog(world, store, plan, limit, limit_factor)
     thread = threading.Thread(target=watchdog.run, daemon=True, name="echelon-watchdog")
     thread.start()
     try:
@@ -54,32 +53,31 @@ def watch_for_deadlock(
                 raise UnverifiedPlanError(store.get(_REASON_KEY).decode()) from error
         raise
     finally:
-        done.set()
+        watchdog.done.set()
         thread.join()
 
 
 class _Watchdog:
     """Of one rank. All publish the CPU time they have used; rank 0's decides."""
 
-    def __init__(
-        self, world: World, store: Store, plan: Plan, limit: float, limit_factor: float, done: threading.Event
-    ) -> None:
-        self._world, self._store, self._plan, self._limit, self._done = world, store, plan, limit, done
+    def __init__(self, world: World, store: Store, plan: Plan, limit: float, limit_factor: float) -> None:
+        self._world, self._store, self._plan, self._limit = world, store, plan, limit
         self._start_time, self._main_thread_id = time.monotonic(), threading.get_ident()
         self._hard_limit = limit_factor * limit
-        #: By time, what each rank has used.
+        self.done = threading.Event()
+        #: By time, the CPU seconds of each rank.
         self._cpu_samples: deque[tuple[float, list[float]]] = deque()
 
     def run(self) -> None:
-        """Until the proof is done, or a rank's watchdog has ended it."""
+        """Watch until the proof is done, or a rank's watchdog has ended it."""
         try:
-            if not self._done.wait(max(self._limit - WINDOW_SECONDS, 0.0)):
+            if not self.done.wait(max(self._limit - WINDOW_SECONDS, 0.0)):
                 self._watch()
         except RuntimeError:  # rank 0, which may host the store, has exited
             pass
 
     def _watch(self) -> None:
-        while not self._done.wait(_POLL_SECONDS):
+        while not self.done.wait(_POLL_SECONDS):
             self._store.set(f"used/{self._world.rank}", f"{time.process_time()} {self._find_waiting_line()}")
             if self._world.is_main and (reason := self._find_reason()):
                 self._store.set(_REASON_KEY, reason)
@@ -97,34 +95,24 @@ class _Watchdog:
         self._cpu_samples.append((now, cpu_seconds))
         while now - self._cpu_samples[0][0] > WINDOW_SECONDS + _POLL_SECONDS:
             self._cpu_samples.popleft()
-        then, cpu_seconds_before = self._cpu_samples[0]
-        elapsed = now - self._start_time
+        then, earlier_cpu_seconds = self._cpu_samples[0]
+        elapsed, window = now - self._start_time, now - then
         if elapsed < self._limit:
             return ""
         summary = f'"{self._plan}" was not verified in {elapsed:.0f} s'
-        is_busy = any(
-            new - old > IDLE_CPU_SHARE * (now - then) for new, old in zip(cpu_seconds, cpu_seconds_before, strict=True)
-        )
-        if now - then < WINDOW_SECONDS - _POLL_SECONDS or is_busy:
-            return (
-                f"{summary}: it takes too long on this machine; --no-verify trains it unproved"
-                if elapsed > self._hard_limit
-                else ""
-            )
-        rank_locations = [f"rank {rank} at {location}" for rank, (_, _, location) in enumerate(reports) if location]
-        location = f" ({', '.join(rank_locations)})" if rank_locations else ""
-        return (
-            f"{summary}: its ranks wait for each other{location}; under tp and pp not every rank runs all of the model and the loss, so "
-            "collectives of torch.distributed that they call themselves deadlock; use a plan with dp alone, or leave such calls to echelon"
-        )
+        used = [new - old for new, old in zip(cpu_seconds, earlier_cpu_seconds, strict=True)]
+        if window < WINDOW_SECONDS - _POLL_SECONDS or max(used) > IDLE_CPU_SHARE * window:
+            is_late = elapsed > self._hard_limit
+            return f"{summary}: it takes too long on this machine; --no-verify trains it unproved" if is_late else ""
+        lines = [f"rank {rank} at {line}" for rank, (_, _, line) in enumerate(reports) if line]
+        location = f" ({', '.join(lines)})" if lines else ""
+        return f"{summary}: its ranks wait for each other{location}; under tp and pp not every rank runs all of the model and the loss, so collectives of torch.distributed that they call themselves deadlock; use a plan with dp alone, or leave such calls to echelon"
 
     def _find_waiting_line(self) -> str:
-        """The line of the user's that waits in torch; empty where none does."""
+        """The line of the user's code that waits in torch; empty if none does."""
         frame = sys._current_frames().get(self._main_thread_id)
-        package_folder, stdlib_folder = (
-            Path(__file__).resolve().parent.parent,
-            Path(sysconfig.get_paths()["stdlib"]).resolve(),
-        )
+        package_folder = Path(__file__).resolve().parent.parent
+        stdlib_folder = Path(sysconfig.get_paths()["stdlib"]).resolve()
         for summary in reversed(traceback.extract_stack(frame)):
             path = Path(summary.filename)
             if summary.name == "__torch_function__":  # of a mode, which is called in between
@@ -139,7 +127,7 @@ class _Watchdog:
         from echelon.engine.connections import close_connections
 
         close_connections()
-        if self._done.wait(_EXIT_GRACE_SECONDS):
+        if self.done.wait(_EXIT_GRACE_SECONDS):
             return
         error = UnverifiedPlanError(reason)
         if not report_failure(error, self._world.rank):

@@ -2,17 +2,17 @@
 
     one process, whole batches     nothing to prove: this is what plans are compared with
     a certificate in the cache     made by an earlier start from the same inputs, for the same plan and versions
-    anything else                  verified now, on the first steps' own data, in a bounded time
+    anything else                  verified now, on the first steps' own data, in bounded time
 
-`auto` walks down its candidates until one is proved and ends at one process, so it refuses no job that one process trains.
-A given plan that is disproved before it trains is replaced by the nearest proved one, and the reason is logged; `fallback=False` raises instead.
+`auto` tries its candidates until one is proved and ends with one process, so it refuses no job that one process trains. A requested plan
+that is disproved before it trains is replaced by the nearest proved one, and the reason is logged; `fallback=False` raises instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -34,13 +34,11 @@ from echelon.flow.deadlock_watchdog import watch_for_deadlock
 from echelon.flow.job_identity import bind_certificate
 from echelon.flow.job_source import JobSource
 from echelon.flow.resolve_plan import PlanLike, ResolvedPlan, parse_plan, resolve_plan
-from echelon.flow.spawn import DISPROOF_ERRORS
 from echelon.launchers.rank_ipc import format_error
 from echelon.plan.check import require_executable
 from echelon.plan.check_model import unsplit_batch_changes
-from echelon.plan.document_cache import DocumentCache
 from echelon.plan.plan import Plan
-from echelon.world import World, cache_folder
+from echelon.world import World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -56,15 +54,15 @@ TimeLimit = Callable[["ResolvedPlan"], float]
 MIN_SECONDS, RUN_SHARE = 30.0, 0.05
 #: Steps from the start that are verified, besides a short last one of the epoch.
 VERIFIED_STEPS = 2
-_NOT_VERIFIED = (
-    "not verified (--no-verify): nothing shows that this plan computes what one device computes; leave --no-verify out "
-    "to prove it first"
-)
+_DISPROOF_ERRORS = (
+    "UnverifiedPlanError", "DivergenceError", "UnshardableStateError", "PlanError", "UnsplittableModelError",
+)  # fmt: skip
+_NOT_VERIFIED = "not verified (--no-verify): nothing shows that this plan computes what one device computes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the gate found: the certificate, if a proof was needed and wanted, and one line about it."""
+    """The certificate, if a proof was needed and wanted, and one line about it."""
 
     certificate: Certificate | None = None
     message: str = ""
@@ -77,42 +75,39 @@ class Verdict:
 def is_baseline(plan: Plan, job: Job) -> bool:
     """Whether the plan is what others are compared with: one process that computes each batch whole, kernel by kernel."""
     splits_batch = plan.micro is not None and plan.micro < job.batch_size
-    changes_computation = (
-        plan.recompute != "none" or plan.compile or plan.uses_servers or plan.precision not in (None, job.precision)
-    )
-    return plan.ranks == 1 and not splits_batch and not changes_computation
+    changes_kernels = plan.recompute != "none" or plan.compile or plan.precision not in (None, job.precision)
+    return plan.ranks == 1 and not (splits_batch or changes_kernels or plan.uses_servers)
 
 
 def require_proof(
-    job_source: JobSource, resolved: ResolvedPlan, world: World, *, verify: bool, quiet: bool = False
+    source: JobSource, resolved: ResolvedPlan, world: World, *, verify: bool, quiet: bool = False
 ) -> Verdict:
-    """The proof that covers `prepared.plan`, from the cache or made now; raises UnprovedPlan. Every rank must call it."""
-    job, plan = job_source.job, resolved.plan
+    """The proof that covers `resolved.plan`, cached or made now, or an UnverifiedPlanError. Every rank must call it."""
+    job, plan = source.job, resolved.plan
     if is_baseline(plan, job):
         return Verdict()
     if not verify:
         return Verdict(message=_NOT_VERIFIED, is_unproved=True)
     from echelon.engine.process_groups import WorldCommunicator, open_shared_store
 
-    ranks = WorldCommunicator(world)  # also so that the proof's own runs need not meet again and again
+    ranks = WorldCommunicator(world)  # stays open, which saves the proof's own runs a rendezvous each
     error_store: dist.Store | None = None
     try:
         error_store = open_shared_store(world, "proof") if world.size > 1 else None
-        cached = _load_certificate(job_source, plan) if world.is_main else None
-        certificate_json = ranks.all_gather_object(cached.to_json() if cached is not None else "")[0]
+        cached = _load_certificate(source, plan) if world.is_main else None
+        certificate_json = ranks.broadcast_object(cached.to_json() if cached is not None else "")
         if certificate_json:
             from echelon.plan.certificate import Certificate
 
-            return _make_verdict(
-                Certificate.from_json(certificate_json, source="the certificate of rank 0"), plan, seconds=0.0
-            )
+            certificate = Certificate.from_json(certificate_json, source="the certificate of rank 0")
+            return _make_verdict(certificate, plan, seconds=0.0)
         start_time, limit = time.perf_counter(), verification_limit(job, resolved)
         if world.is_main and not quiet:
             print(f'verifying "{plan}" on the first steps\' data, at most {limit:.0f} s ...', file=sys.stderr)  # noqa: T201
         with watch_for_deadlock(world, error_store, plan, limit):
-            certificate = _verify(job_source, resolved, ranks, limit)
+            certificate = _verify(source, resolved, ranks, limit)
         if world.is_main:
-            save_certificate(job_source, certificate)
+            save_certificate(source, certificate)
         return _make_verdict(certificate, plan, seconds=time.perf_counter() - start_time)
     except Exception as error:
         first_error = _first_error(error_store, error)
@@ -125,14 +120,12 @@ def require_proof(
 
 
 def _first_error(error_store: dist.Store | None, error: Exception) -> str:
-    """What the first rank that failed raised: the others only lost their connections to it."""
+    """The error of the first rank that failed: the others only lost their connections to it."""
     own_error = str(error)
-    if error_store is None:
-        return own_error
-    try:
-        return error_store.compare_set("error", "", own_error.encode(errors="replace").decode()).decode()
-    except Exception:  # rank 0, which may host the store, has exited
-        return own_error
+    if error_store is not None:
+        with contextlib.suppress(Exception):  # rank 0, which may host the store, has exited
+            return error_store.compare_set("error", "", own_error.encode(errors="replace").decode()).decode()
+    return own_error
 
 
 def verification_limit(job: Job, resolved: ResolvedPlan) -> float:
@@ -145,105 +138,75 @@ def verification_limit(job: Job, resolved: ResolvedPlan) -> float:
     return max(MIN_SECONDS, RUN_SHARE * expected_seconds)
 
 
-def _verify(job_source: JobSource, resolved: ResolvedPlan, ranks: WorldCommunicator, limit: float) -> Certificate:
-    from echelon.verifier.fingerprints import job_hash
+def _verify(source: JobSource, resolved: ResolvedPlan, ranks: WorldCommunicator, limit: float) -> Certificate:
     from echelon.verifier.frozen_data import freeze_samples
     from echelon.verifier.verify import verify
 
     plan, world = resolved.plan, ranks.world
 
+    options: dict[str, Any] = {"profile": resolved.profile, "seconds": limit, "steps": VERIFIED_STEPS}
+
     def prove(job: Job) -> Certificate:
-        job_digest = job_hash(job_source.spec) if job_source.spec else ""
-        with job_source.record_build():
-            return verify(
-                job,
-                plan,
-                world=world,
-                job_hash=job_digest,
-                profile=resolved.profile,
-                seconds=limit,
-                steps=VERIFIED_STEPS,
-            )
+        with source.record_build():
+            return verify(job, plan, world=world, job_hash=source.file_hash, **options)
 
     try:
-        certificate = prove(job_source.job)
-        if (
-            _is_unreadable(certificate) and plan.ranks == plan.mesh.dp
-        ):  # ranks of one data group would train on different samples
-            frozen_job = freeze_samples(job_source.job, ranks, VERIFIED_STEPS)
+        certificate = prove(source.job)
+        # Data that gives other samples at each reading; ranks of one data group would train on different ones.
+        is_unreadable = any(item.kind == "self" and item.where.startswith("data") for item in certificate.findings)
+        if is_unreadable and plan.ranks == plan.mesh.dp:
+            frozen_job = freeze_samples(source.job, ranks, VERIFIED_STEPS)
             certificate = certificate if frozen_job is None else prove(frozen_job)
-        return bind_certificate(certificate, job_source.identity, resolved.profile)
+        return bind_certificate(certificate, source.identity, resolved.profile)
     except (UnshardableStateError, PlanError) as error:
         raise UnverifiedPlanError(str(error)) from error
-    except Exception as error:  # whatever a model does that one process may still train
-        raise UnverifiedPlanError(
-            f'"{plan}" cannot be verified (--no-verify trains it unproved): {format_error(error)}'
-        ) from error
-
-
-def _is_unreadable(certificate: Certificate) -> bool:
-    """Whether the proof failed only because the data gives other samples at each reading."""
-    return any(finding.kind == "self" and finding.where.startswith("data") for finding in certificate.findings)
+    except Exception as error:  # one process may still train the model
+        message = f'"{plan}" cannot be verified (--no-verify trains it unproved): {format_error(error)}'
+        raise UnverifiedPlanError(message) from error
 
 
 def _make_verdict(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
-    """The verdict of a certificate that covers the plan; raises where it says no."""
+    """The verdict of a certificate that covers the plan; raises where it does not verify it."""
     if not certificate.deterministic:
         raise UnverifiedPlanError(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
+    reference = certificate.reference_description
     if not certificate.verified:
         raise UnverifiedPlanError(
-            f'"{plan}" does not compute what {certificate.reference_description} computes, first at {certificate.divergent}; fix the cause, or '
-            "use another plan; --no-verify trains it as it is"
+            f'"{plan}" does not compute what {reference} computes, first at {certificate.divergent}; fix the cause, or use another plan; '
+            "--no-verify trains it as it is"
         )
-    worst_difference = max((finding.max_difference for finding in certificate.findings), default=0.0)
+    difference = max((finding.max_difference for finding in certificate.findings), default=0.0)
     timing = f"in {seconds:.1f} s" if seconds else "by an earlier start"
-    weakness_note = f"; weaker: {certificate.limitation}" if certificate.limitation else ""
-    return Verdict(
-        certificate=certificate,
-        message=f'verified {timing}: "{plan}" computes what {certificate.reference_description} computes (worst difference {worst_difference:.0e}){weakness_note}',
-        seconds=seconds,
-    )
+    weakness = f"; weaker: {certificate.limitation}" if certificate.limitation else ""
+    details = f"(worst difference {difference:.0e}){weakness}"
+    message = f'verified {timing}: "{plan}" computes what {reference} computes {details}'
+    return Verdict(certificate=certificate, message=message, seconds=seconds)
 
 
-# The cache of certificates. Verdicts of "no" are kept too: `auto` need not find out again.
+# The cache of certificates, failed ones included: `auto` does not try those plans again.
 
 
-def _load_certificate(job_source: JobSource, plan: Plan) -> Certificate | None:
+def _load_certificate(source: JobSource, plan: Plan) -> Certificate | None:
     from echelon.plan.certificate import Certificate
     from echelon.verifier.fingerprints import versions
 
-    return DocumentCache(cache_folder()).get(
-        Certificate,
-        _cache_key(job_source, plan),
-        versions=versions(),
-        environment=os.environ,
-        arguments=job_source.arguments(),
-    )
+    return source.load_cached(Certificate, _cache_key(source, plan), versions())
 
 
-def save_certificate(job_source: JobSource, certificate: Certificate) -> None:
+def save_certificate(source: JobSource, certificate: Certificate) -> None:
     """Remember the verdict for later starts from the same inputs."""
     from echelon.verifier.fingerprints import versions
 
-    try:
-        inputs = job_source.digest_inputs()
-        DocumentCache(cache_folder()).put(
-            _cache_key(job_source, certificate.plan), certificate, versions=versions(), inputs=inputs
-        )
-    except OSError as error:
-        job_source.warnings.append(
-            f"{cache_folder()}: the certificate could not be kept there ({error.strerror or error}), so the plan is verified at "
-            "each start; make the folder writable, or name another in ECHELON_CACHE"
-        )
+    source.save_cached(_cache_key(source, certificate.plan), certificate, versions())
 
 
-def revoke_certificate(job_source: JobSource, certificate: Certificate, reason: str) -> None:
-    """Withdraw a certificate after the run departed from it, so that no later start relies on it."""
+def revoke_certificate(source: JobSource, certificate: Certificate, reason: str) -> None:
+    """Withdraw a certificate after the run diverged from its reference, so that no later start relies on it."""
     from echelon.plan.certificate import Finding
 
     run_finding = Finding(kind="run", tensors=1, max_difference=sys.float_info.max, where=reason, bound=0.0)
     findings = (*certificate.findings, run_finding)
-    save_certificate(job_source, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
+    save_certificate(source, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
 
 
 def require_certificate(path: str | Path, **scope: Any) -> Certificate:
@@ -258,62 +221,56 @@ def require_certificate(path: str | Path, **scope: Any) -> Certificate:
     return certificate
 
 
-def _cache_key(job_source: JobSource, plan: Plan) -> str:
-    # For which model a plan was made does not change what it computes; the inputs decide the model.
-    return f"{job_source.identity.digest} {dataclasses.replace(plan, model=None).digest}"
+def _cache_key(source: JobSource, plan: Plan) -> str:
+    # The model that a plan was made for does not change what it computes; the inputs decide the model.
+    return f"{source.identity.digest} {dataclasses.replace(plan, model=None).digest}"
 
 
 # Which plan is tried after which
 
 
 def candidate_plans(
-    job_source: JobSource, requested_plan: PlanLike, *, ranks: int | None = None, fallback: bool = True
+    source: JobSource, plan: PlanLike, *, ranks: int | None = None, fallback: bool = True
 ) -> Iterator[ResolvedPlan]:
-    """The plan that was asked for and what may replace it; for `auto` the candidates, best first. In the end one process."""
-    if parse_plan(requested_plan) is not None:
-        requested = resolve_plan(job_source, requested_plan, ranks=ranks)
+    """The requested plan and its replacements; for `auto` the candidates, best first. The last one is one process."""
+    if parse_plan(plan) is not None:
+        requested = resolve_plan(source, plan, ranks=ranks)
         if not fallback:
             require_requested_plan(requested)
         yield requested
         yield from fallback_plans(requested) if fallback else ()
         return
     try:
-        first = resolve_plan(job_source, requested_plan, ranks=ranks)
+        first = resolve_plan(source, plan, ranks=ranks)
     except PlanError as error:
         if error.exit_code == 1:  # it fits nowhere
             raise
         yield single_process_plan(f"no plan could be searched for: {error}")
         return
-    except Exception as error:  # whatever a model does that cannot be traced: one process asks nothing of it
+    except Exception as error:  # a model that cannot be traced: one process need not
         if isinstance(error, EchelonError) and not isinstance(error, PlanError):
             raise
         yield single_process_plan(f"the job could not be profiled ({type(error).__name__}: {error})")
         return
     yield first
     for candidate in first.candidates[1:]:
-        warnings = tuple(map(str, require_executable(candidate.plan, first.profile, first.cluster)))
-        yield dataclasses.replace(
-            first, plan=candidate.plan, forecast=candidate.forecast, warnings=warnings, candidates=()
-        )
+        plan, forecast = candidate.plan, candidate.forecast
+        warnings = tuple(map(str, require_executable(plan, first.profile, first.cluster)))
+        yield dataclasses.replace(first, plan=plan, forecast=forecast, warnings=warnings, candidates=())
     yield dataclasses.replace(single_process_plan(""), profile=first.profile, cluster=first.cluster)
 
 
 def require_requested_plan(resolved: ResolvedPlan) -> None:
-    """Raise where another plan than the given one was prepared."""
+    """Raise if the requested plan had to be replaced."""
     if resolved.fallback:
-        raise UnverifiedPlanError(
-            f"{resolved.fallback} (--no-fallback forbids that: leave it out, or give the plan named here)"
-        )
+        remedy = "--no-fallback forbids that: leave it out, or give the plan named here"
+        raise UnverifiedPlanError(f"{resolved.fallback} ({remedy})")
 
 
 def fallback_plans(requested: ResolvedPlan) -> Iterator[ResolvedPlan]:
-    """What may take the place of a plan that the user gave, nearest first: without recomputation, with whole batches, one process."""
-    plans = [
-        dataclasses.replace(requested.plan, recompute="none"),
-        requested.plan.replace(**dict(unsplit_batch_changes(requested.plan))),
-        Plan(),
-    ]
-    for plan in dict.fromkeys(plans):
+    """Replacements of a requested plan, nearest first: without recomputation, with whole batches, one process."""
+    unsplit = requested.plan.replace(**dict(unsplit_batch_changes(requested.plan)))
+    for plan in dict.fromkeys((dataclasses.replace(requested.plan, recompute="none"), unsplit, Plan())):
         if plan != requested.plan:
             yield dataclasses.replace(requested, plan=plan, forecast=None, candidates=(), is_fallback=True)
 
@@ -327,10 +284,10 @@ def single_process_plan(reason: str) -> ResolvedPlan:
 def run_first_proved(
     plans: Iterator[ResolvedPlan], execute: Callable[[ResolvedPlan], T], limit: TimeLimit | None = None
 ) -> T:
-    """What `execute` returns for the first plan that is not disproved; each next one says why those before it were left.
+    """Call `execute` with the first plan that is not disproved; each one carries the reasons why those before it were left.
 
-    A plan of `auto` that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it
-    fails there too, and that error counts. One process also follows once failed proofs took longer together than `limit` of the last of them.
+    A plan of `auto` that fails otherwise before its first step is followed by the last one, one process: if the job is at fault, it
+    fails there too, and that error counts. One process also follows once failed proofs together took longer than the last one's `limit`.
     """
     reasons: list[str] = []
     resolved = next(plans)
@@ -353,10 +310,9 @@ def run_first_proved(
         if next_plan is None or (next_plan.is_fallback and (not is_wrong or has_started(error))):
             raise error
         resolved = next_plan
-        transition = (
-            f'"{failed_plan}" runs as "{resolved.plan}"' if resolved.is_fallback else f'auto left "{failed_plan}"'
-        )
-        reasons.append(f"{transition}: {format_error(error)}")
+        outcome = f'"{failed_plan}" runs as "{resolved.plan}"'
+        outcome = outcome if resolved.is_fallback else f'auto left "{failed_plan}"'
+        reasons.append(f"{outcome}: {format_error(error)}")
 
 
 def _add_reasons(resolved: ResolvedPlan, reasons: list[str]) -> ResolvedPlan:
@@ -367,9 +323,9 @@ def _add_reasons(resolved: ResolvedPlan, reasons: list[str]) -> ResolvedPlan:
 
 
 def is_disproved(error: Exception) -> bool:
-    """Whether an error, perhaps of ranks that this process started, says that the plan computes something else or cannot be executed."""
+    """Whether an error, perhaps of ranks that this process started, shows that the plan computes something else or cannot be executed."""
     kind = error.error_class if isinstance(error, LaunchError) else type(error).__name__
-    return kind in DISPROOF_ERRORS
+    return kind in _DISPROOF_ERRORS
 
 
 def has_started(error: Exception) -> bool:

@@ -1,9 +1,9 @@
 """Digests of a job's functions, data and weights: equal in every process, and different once they do something else.
 
-Functions count by their code, what they hold and what of the user's own code they name (data/packed/fingerprint.py). Arrays, lists,
-mappings and bytes count whole up to a bound (`_FULL_HASH_BYTES` bytes in one description, `_MAX_ENTRIES` entries) and at many fixed positions above it. A
-random generator counts by its type, because its state differs from launch to launch. So do values of parameters, which nobody may have
-seeded: they have a digest of their own, `ValueDigest.parameter_values`.
+Functions count by their code, their closures and the user's own code that they name (data/packed/fingerprint.py). Arrays, lists,
+mappings and bytes count in full up to a bound (`_FULL_HASH_BYTES` per digest, `_MAX_ENTRIES` entries), and at many fixed positions
+above it. A random generator counts by its type, because its state differs between launches. So may parameter values, which have a
+digest of their own, `ValueDigest.parameter_values`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from echelon.data.packed.fingerprint import FingerprintWalker, is_user_module
 from echelon.errors import EchelonError
 from echelon.plan.input_digests import ABSENT, digest_file
 
-#: Bytes of arrays that are hashed whole (0.3 s); of larger ones, the number and the size of the blocks that are.
+Write = Callable[[Any], Any]
+
+#: Bytes of arrays that are hashed in full (0.3 s); number and size of the blocks of larger ones.
 _FULL_HASH_BYTES, _SAMPLED_BLOCKS, _BLOCK_BYTES = 256 << 20, 4096, 16 << 10
-#: Files of weights are hashed whole up to this size.
+#: Files of weights are hashed in full up to this size.
 _FULL_HASH_FILE_BYTES = 1 << 30
-#: How many entries of a container are described (of more, those at fixed positions), and how many files that they name.
+#: Entries of a container that are digested (of more, those at fixed positions), and files named by them.
 _MAX_ENTRIES, _MAX_FILES = 20_000, 64
-#: Things are described up to this many; what lies deeper has no say.
+#: Objects that are digested; those that follow do not count.
 _MAX_OBJECTS = 400_000
 #: Smaller numbers are no addresses of objects.
 _MIN_ADDRESS = 1 << 32
@@ -51,7 +53,7 @@ _HOOK_ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True)
 class ValueDigest:
-    """Digests of a value: what it does, and the values of the parameters that it holds ("" where it has none)."""
+    """Digests of a value's code and of the values of its parameters ("": none)."""
 
     code: str
     parameter_values: str = ""
@@ -63,33 +65,27 @@ def digest_value(
     *,
     is_model: bool = False,
     include_length: bool = False,
-    training_lengths: Collection[int] = (),
+    lengths: Collection[int] = (),
 ) -> ValueDigest:
-    """What a field of a job does and holds. `folder`: where names of files in its code are looked for, besides the current one. `is_model`:
-    buffers are values as well. `include_length`: its length counts. `training_lengths`: whole numbers that stand for the length of the training."""
-    code_hasher, value_hasher = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    """The digest of a job's field. `folder`: where file names in its code are looked up, besides the current one. `is_model`: buffers are
+    parameter values too. `include_length`: its length counts. `lengths`: integers that stand for the length of the training."""
+    code, values = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     if include_length and hasattr(value, "__len__"):
         try:
-            code_hasher.update(f"{len(value)} ".encode())
-        except Exception:  # a data set without a length says so where it is opened
-            code_hasher.update(b"no length ")
+            code.update(f"{len(value)} ".encode())
+        except Exception:  # a data set without a length is reported where it is opened
+            code.update(b"no length ")
     folders = [Path.cwd(), *([folder] if folder is not None else [])]
-    walker = _BoundedWalker(
-        code_hasher.update,
-        folders,
-        write_values=value_hasher.update,
-        is_model=is_model,
-        training_lengths=frozenset(training_lengths),
-    )
+    walker = _BoundedWalker(code.update, values.update, folders, is_model=is_model, lengths=lengths)
     try:
         walker.walk(value)
-    except Exception:  # an object that answers no question about itself: it counts by its kind
-        code_hasher.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-    return ValueDigest(code_hasher.hexdigest(), value_hasher.hexdigest() if walker.has_values else "")
+    except Exception:  # an object that cannot be inspected: it counts by its type
+        code.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
+    return ValueDigest(code.hexdigest(), values.hexdigest() if walker.has_values else "")
 
 
 def digest_weights(path: str | Path) -> str:
-    """What `weights=` names, by content: a file, an index and its files, or the checkpoint of a folder."""
+    """The digest of what `weights=` names: a file, an index and its files, or the checkpoint of a folder."""
     from echelon.checkpoint_files.checkpoint_reader import read_manifest
     from echelon.engine.weights import find_checkpoint, list_shards
 
@@ -100,7 +96,7 @@ def digest_weights(path: str | Path) -> str:
             return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         paths = [path, *(list_shards(path) if path.name.endswith(".index.json") else ())]
         stats = [(file, file.stat()) for file in paths]
-    except (OSError, EchelonError):  # loading it raises the reason
+    except (OSError, EchelonError):  # loading it reports the reason
         return ABSENT
     digests = [_file_hash(str(file), stat.st_mtime_ns, stat.st_size) for file, stat in stats]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
@@ -108,7 +104,7 @@ def digest_weights(path: str | Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _file_hash(path: str, mtime_ns: int, size: int) -> str:
-    """Of a file's content; `mtime_ns` and `size` invalidate the cache."""
+    """Of a file; `mtime_ns` and `size` invalidate the cache."""
     hasher = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
         if size <= _FULL_HASH_FILE_BYTES:
@@ -122,31 +118,21 @@ def _file_hash(path: str, mtime_ns: int, size: int) -> str:
 
 
 class _BoundedWalker(FingerprintWalker):
-    """A walk that is quick. `folders`: where files are that text may name. `values`: takes what parameters hold."""
+    """A walk in bounded time. `write_values` takes the values of parameters; text may name files in `folders`."""
 
     def __init__(
-        self,
-        write: Callable[[Any], Any],
-        folders: Sequence[Path],
-        *,
-        write_values: Callable[[Any], Any],
-        is_model: bool,
-        training_lengths: frozenset[int],
+        self, write: Write, write_values: Write, folders: Sequence[Path], *, is_model: bool, lengths: Collection[int]
     ) -> None:
         super().__init__(write, frozenset(name for folder in folders for name in os.listdir(folder)))
-        self._folders, self._write_values, self._is_model, self._training_lengths = (
-            folders,
-            write_values,
-            is_model,
-            training_lengths,
-        )
+        self._write_values, self._folders = write_values, folders
+        self._is_model, self._training_lengths = is_model, frozenset(lengths)
         self._remaining_bytes = _FULL_HASH_BYTES
         self._object_ids: frozenset[int] | None = None
         #: Whether anything went to `write_values`.
         self.has_values = False
 
     def visit(self, value: Any) -> None:
-        """A small value, or the number of a thing that has its turn."""
+        """A small value, or a reference to an object that is visited later."""
         if isinstance(value, np.memmap):
             self.write_words("memory map", str(value.dtype), str(value.shape))
             self._write_array(value)
@@ -165,7 +151,7 @@ class _BoundedWalker(FingerprintWalker):
             super().visit(value)
 
     def _is_address(self, value: Any) -> bool:
-        """Whether it is the `id` of an object (a parameter): another one in each process."""
+        """Whether it is the `id` of an object (a parameter), which differs between processes."""
         if type(value) is not int or value < _MIN_ADDRESS:
             return False
         if self._object_ids is None:
@@ -173,7 +159,8 @@ class _BoundedWalker(FingerprintWalker):
         return value in self._object_ids
 
     def visit_object(self, value: Any) -> None:
-        """A thing in its turn."""
+        """An object whose turn has come."""
+        is_container = isinstance(value, list | tuple | Mapping | Set)
         dataset_fingerprint = getattr(value, "__dict__", {}).get("_fingerprint")  # of Hugging Face's data sets
         if isinstance(value, _GENERATORS):
             self.write_words("generator", type(value).__name__)
@@ -186,18 +173,12 @@ class _BoundedWalker(FingerprintWalker):
             self._visit_module(value)
         elif isinstance(dataset_fingerprint, str) and not isinstance(value, type):
             self.write_words(dataset_fingerprint)
-        elif isinstance(value, list | tuple | Mapping | Set) and len(value) > _MAX_FILES:
+        elif is_container and len(value) > _MAX_FILES:
             self._visit_container(value)
         elif isinstance(value, np.ndarray) and len(value.shape) and len(value) > _MAX_ENTRIES:
-            self.visit_parts(
-                f"objects {value.shape}",
-                *(value[position] for position in _even_positions(len(value) - 1, _MAX_ENTRIES)),
-            )
-        elif (
-            isinstance(value, torch.utils.data.Dataset)
-            and not hasattr(value, "packed_collate")
-            and not isinstance(value, list | tuple | Mapping | Set)
-        ):
+            positions = _even_positions(len(value) - 1, _MAX_ENTRIES)
+            self.visit_parts(f"objects {value.shape}", *(value[position] for position in positions))
+        elif isinstance(value, torch.utils.data.Dataset) and not (is_container or hasattr(value, "packed_collate")):
             self.visit_parts("data set", type(value), dict(vars(value)))
             if slots := _read_slots(value):
                 self.visit(slots)
@@ -205,15 +186,12 @@ class _BoundedWalker(FingerprintWalker):
             super().visit_object(value)
 
     def visit_referenced(self, value: Any, used_names: Set[str]) -> None:
-        """Of settings that many functions share (`config["lr"]`, `args.lr`) only those that this one names, where it names any."""
-        entries = value if isinstance(value, Mapping) else vars(value) if type(value) in _NAMESPACES else None
-        used_entries = (
-            {key: entry for key, entry in entries.items() if key in used_names} if entries is not None else {}
-        )
-        self.visit(used_entries or value)
+        """Of settings that functions share (`config["lr"]`, `args.lr`), only those that this function names, where it names any."""
+        entries = vars(value) if type(value) in _NAMESPACES else value if isinstance(value, Mapping) else {}
+        self.visit({key: entry for key, entry in entries.items() if key in used_names} or value)
 
     def write_text(self, text: str | bytes) -> None:
-        """Text; the path of a file counts with the file's content, not with its date."""
+        """Text; a path counts with the file's content, not with its date."""
         self.write_words("text", repr(text))
         name = os.fsdecode(text)
         if (os.sep in name or (name in self._local_names and "." in name)) and len(name) < 1024 and "\0" not in name:
@@ -222,11 +200,11 @@ class _BoundedWalker(FingerprintWalker):
                 self.write_words(digest_file(file))
 
     def class_name(self, value: type) -> str:
-        """The user's own without its module: `python job.py` and `echelon train job.py` call that differently."""
+        """A user's class without its module, which `python job.py` and `echelon train job.py` name differently."""
         return value.__qualname__ if is_user_module(value.__module__) else super().class_name(value)
 
     def _visit_container(self, value: Any) -> None:
-        """A long one: plain values at once, with some of the files that they may name; else one by one."""
+        """A long container: plain values at once, with some of the files that they may name; else one by one."""
         self.write_words(type(value).__name__, str(len(value)))
         if plain_bytes := _marshal_plain(value):
             self._write_bytes(np.frombuffer(plain_bytes, dtype=np.uint8), self.write)
@@ -255,25 +233,23 @@ class _BoundedWalker(FingerprintWalker):
         for part in _raw_arrays(value):
             self._write_bytes(part, self._write_values)
 
-    def _write_bytes(self, value: np.ndarray[Any, Any], write: Callable[[Any], Any]) -> None:
-        """All of it while the bound allows, else blocks at fixed positions."""
+    def _write_bytes(self, value: np.ndarray[Any, Any], write: Write) -> None:
+        """In full while the bound allows, else blocks at fixed positions."""
         for part in _byte_blocks(value, in_full=value.nbytes <= self._remaining_bytes):
             write(part)
         self._remaining_bytes -= min(value.nbytes, self._remaining_bytes)
 
     def _visit_module(self, value: nn.Module) -> None:
-        """Classes, settings and hooks of every part. Values of parameters, and of a model all of its tensors, have their own digest."""
+        """Classes, settings and hooks of every submodule; values of parameters, and of a model all its tensors, go to their own digest."""
         for name, submodule in value.named_modules():
             self.write_words("module", name)
             self.visit(type(submodule))
-            own_attributes = {
-                key: attribute for key, attribute in vars(submodule).items() if key not in _TORCH_ATTRIBUTES
-            }
-            self.visit({key: attribute for key, attribute in own_attributes.items() if _is_setting(attribute)})
+            attributes = {key: item for key, item in vars(submodule).items() if key not in _TORCH_ATTRIBUTES}
+            self.visit({key: attribute for key, attribute in attributes.items() if _is_setting(attribute)})
             for key in _HOOK_ATTRIBUTES:
                 if hooks := list(vars(submodule).get(key, {}).values()):
                     self.visit_parts(key, *hooks)
-            for key, tensor in _find_tensors(own_attributes):
+            for key, tensor in _find_tensors(attributes):
                 self._write_tensor(f"{name}.{key}", tensor)
         for name, tensor in value.named_parameters():
             self._write_parameter(name, tensor)
@@ -288,7 +264,7 @@ class _BoundedWalker(FingerprintWalker):
             self._write_array(value)
 
 
-#: What torch itself keeps in every module.
+#: Torch's own attributes of every module.
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -311,18 +287,15 @@ def _find_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_slots(value: Any) -> dict[str, Any]:
-    names = [name for base in type(value).__mro__ for name in _as_list(vars(base).get("__slots__", ()))]
+    slots = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
+    names = {name for entry in slots for name in ([entry] if isinstance(entry, str) else entry)}
     return {name: getattr(value, name) for name in sorted(names) if name[:2] != "__" and hasattr(value, name)}
 
 
-def _as_list(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
-
-
 def _marshal_plain(value: Any) -> bytes:
-    """A container of plain values as bytes, equal in every process; empty where it holds anything else."""
+    """A container of plain values as bytes, equal in every process; empty for any other."""
     try:
-        # Version 2: later ones mark objects that are used twice, which differs from process to process.
+        # Version 2: later ones mark objects that are used twice, which differs between processes.
         if isinstance(value, Set):
             return b"".join(sorted(marshal.dumps(item, 2) for item in value))
         if isinstance(value, Mapping):
@@ -333,7 +306,7 @@ def _marshal_plain(value: Any) -> bytes:
 
 
 def _raw_arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """What an array or a tensor of any layout holds, as arrays of plain numbers."""
+    """The contents of an array or of a tensor of any layout, as arrays of plain numbers."""
     if not isinstance(value, Tensor):
         yield value
     elif value.is_meta:
@@ -352,13 +325,9 @@ def _raw_arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:
     else:
         strided = value.detach().resolve_conj().resolve_neg()
         is_large_view = strided.nbytes > _FULL_HASH_BYTES and strided.dim() and not strided.is_contiguous()
-        # A view of much memory is not copied: some rows of it are.
-        chunks = (
-            [strided[position] for position in _even_positions(len(strided) - 1, _SAMPLED_BLOCKS)]
-            if is_large_view
-            else [strided]
-        )
-        for chunk in chunks:
+        # Of a large view only some rows are copied.
+        positions = _even_positions(len(strided) - 1, _SAMPLED_BLOCKS) if is_large_view else []
+        for chunk in [strided[position] for position in positions] if is_large_view else [strided]:
             yield chunk.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

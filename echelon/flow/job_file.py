@@ -1,4 +1,4 @@
-"""From a file to a job: the file is run once to find the job in it, the same way in every process."""
+"""Load a job from its file, which is run once, the same way in every process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,8 @@ from echelon.job import Job, accepts_arguments, function_location
 
 
 def load_job(spec: str) -> Job:
-    """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
-    file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
-    path = Path(file)
-    if path.is_dir():
-        raise JobError(f"{file} is a folder: give a job file in it, as {path / 'job.py'}")
-    if not path.is_file():
-        raise JobError(f"{file}: no such file")
-    if not name:
-        raise JobError(f"{spec} names no function after the colon: give {file}, or {file}:name")
-    module = _import_file(path)
+    """The job that `file.py` or `file.py:name` describes. `name` is a Job, or a function that returns one."""
+    file, name, module = _load_module(spec)
     loaded = getattr(module, name, None)
     if loaded is None:
         candidates = ", ".join(f"{file}:{key}" for key in _find_jobs(module))
@@ -36,12 +26,8 @@ def load_job(spec: str) -> Job:
 
 
 def load_data(spec: str) -> Any:
-    """The data set that `file.py:name` names: itself, what a function of that name returns, or the data of a job."""
-    file, _, name = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "job")
-    path = Path(file)
-    if not path.is_file():
-        raise JobError(f"{file}: no such file")
-    module = _import_file(path)
+    """The data set that `file.py:name` names: a data set, a function that returns one, or a job with one."""
+    file, name, module = _load_module(spec)
     if not hasattr(module, name):
         raise JobError(f"{file}: no `{name}` in it; give the name of a data set, or of a function that returns one")
     loaded = getattr(module, name)
@@ -51,31 +37,37 @@ def load_data(spec: str) -> Any:
     return loaded.data if isinstance(loaded, Job) else loaded
 
 
+def _load_module(spec: str) -> tuple[str, str, Any]:
+    """The file and the name in `spec`, and the file run as a module."""
+    file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
+    path = Path(file)
+    if path.is_dir():
+        raise JobError(f"{file} is a folder: give a job file in it, as {path / 'job.py'}")
+    if not path.is_file():
+        raise JobError(f"{file}: no such file")
+    if not name:
+        raise JobError(f"{spec} names no function after the colon: give {file}, or {file}:name")
+    return file, name, _import_file(path)
+
+
 def make_job(function: Any, name: str | None = None) -> Job:
-    """The job that a function returns, called the same way everywhere: random data that it makes is equal on every rank."""
+    """The job that a function returns, called with the same seeds everywhere: random data that it makes is equal on every rank."""
     name = name or getattr(function, "__name__", type(function).__name__)
-    if callable(function):
-        if not accepts_arguments(function, 0):
-            raise JobError(
-                f"{name} takes {inspect.signature(function)} ({function_location(function)}): a job function is called without arguments; "
-                "give them defaults"
-            )
-        _seed_all()
-        try:
-            result = function()
-        except SystemExit as error:
-            file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", "")
-            raise _exit_error(
-                error, file, f"while {name} was called; let it return an echelon.Job, or raise"
-            ) from error
-    else:
-        result = function
+    if callable(function) and not accepts_arguments(function, 0):
+        place = f"{inspect.signature(function)} ({function_location(function)})"
+        raise JobError(f"{name} takes {place}: a job function is called without arguments; give them defaults")
+    _seed_all()
+    try:
+        result = function() if callable(function) else function
+    except SystemExit as error:
+        file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", "")
+        raise _exit_error(error, file, f"while {name} was called; let it return an echelon.Job, or raise") from error
     if not isinstance(result, Job):
         raise JobError(f"{name} gives {type(result).__name__}, not an echelon.Job")
     return result
 
 
-#: Not the usual 0, which is the model's: weights must not be drawn from the very numbers that data was made of.
+#: Not 0, the model's: weights must not be drawn from the numbers that random data was made from.
 _JOB_SEED = 0xEC4E104
 
 
@@ -101,29 +93,18 @@ _ENTRY_POINTS = frozenset({"train", "verify", "parallelize"})
 
 
 def _find_jobs(module: Any) -> list[str]:
-    """Names in a job file that could be meant: jobs, and functions without arguments that make one, directly or by another."""
-    public_objects = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    job_makers = {key for key, value in public_objects.items() if isinstance(value, Job) or _returns_job(value)}
-    own_objects = {
-        key: value for key, value in public_objects.items() if getattr(value, "__module__", "") == module.__name__
-    }
-    called_names = {
-        key: frozenset(inspect.unwrap(function).__code__.co_names)
-        for key, function in own_objects.items()
-        if inspect.isfunction(function)
-    }
-    job_makers |= {key for key, names in called_names.items() if "Job" in names}
-    # What calls a maker and then trains is a script's main part, no job.
-    while (
-        new_makers := {key for key, names in called_names.items() if names & job_makers and not names & _ENTRY_POINTS}
-        - job_makers
-    ):
-        job_makers |= new_makers
-    return [
-        key
-        for key in public_objects
-        if key in job_makers and (isinstance(public_objects[key], Job) or accepts_arguments(public_objects[key], 0))
-    ]
+    """Names in a job file that could be meant: jobs, and functions without arguments that make one, directly or through another."""
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    makers = {key for key, value in public.items() if isinstance(value, Job) or _returns_job(value)}
+    own = {k: f for k, f in public.items() if inspect.isfunction(f) and f.__module__ == module.__name__}
+    called_names = {key: frozenset(inspect.unwrap(function).__code__.co_names) for key, function in own.items()}
+    makers |= {key for key, names in called_names.items() if "Job" in names}
+    # What calls a maker and then trains is the main part of a script.
+    callers = {key: names for key, names in called_names.items() if not names & _ENTRY_POINTS}
+    while new_makers := {key for key, names in callers.items() if names & makers} - makers:
+        makers |= new_makers
+    jobs = {key: value for key, value in public.items() if key in makers}
+    return [key for key, value in jobs.items() if isinstance(value, Job) or accepts_arguments(value, 0)]
 
 
 def _returns_job(value: Any) -> bool:
@@ -134,20 +115,8 @@ _files_being_read: list[Path] = []
 
 
 def file_being_read() -> Path | None:
-    """The job file that is being read just now: whoever would train then would train in every process that reads it."""
+    """The job file that is being run now: a training in it would run in every process that reads it."""
     return _files_being_read[-1] if _files_being_read else None
-
-
-@contextmanager
-def _mark_being_read(path: Path) -> Iterator[None]:
-    _files_being_read.append(path)
-    try:
-        yield
-    except SystemExit as error:
-        context = "while it was read; put that under if __name__ == '__main__':"
-        raise _exit_error(error, str(path), context) from error
-    finally:
-        _files_being_read.pop()
 
 
 def _import_file(path: Path) -> Any:
@@ -164,47 +133,45 @@ def _import_file(path: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     _seed_all()
+    _files_being_read.append(path)
     try:
-        with _mark_being_read(path):
-            spec.loader.exec_module(module)
-    except BaseException:
-        # Half a module must not answer a later import.
-        del sys.modules[path.stem]
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[path.stem]  # a partial module must not answer a later import
         if previous_module is not None:
             sys.modules[path.stem] = previous_module
+        if isinstance(error, SystemExit):
+            context = "while it was read; put that under if __name__ == '__main__':"
+            raise _exit_error(error, str(path), context) from error
         raise
+    finally:
+        _files_being_read.pop()
     return module
 
 
-#: Set in modules that are job files: one may take another's name, as `job.py` of two folders do.
+#: Marks modules that are job files: two may have the same name, as `job.py` in two folders.
 _JOB_FILE_MARK = "__echelon_job__"
 
 
 def _require_free_name(path: Path) -> None:
-    """Refuse a file whose name is another module's: whoever imports that one would get the job file."""
-    name = path.stem
+    """Refuse a file whose name is another module's, which it would replace for all imports."""
+    name, loaded = path.stem, sys.modules.get(path.stem)
+    owner = None
     if name in sys.stdlib_module_names:
-        raise JobError(f"{path}: `{name}` is a module of Python's own, which this file would replace; rename the file")
-    loaded = sys.modules.get(name)
-    if loaded is not None and hasattr(loaded, _JOB_FILE_MARK):
-        return
-    if loaded is None:
+        owner = "a module of Python's own"
+    elif loaded is None:
         installed = _find_installed(name, path.parent)
-        if installed is not None:
-            raise JobError(
-                f"{path}: `{name}` is the name of an installed module ({installed}), which this file would replace; rename the file"
-            )
-        return
-    file = getattr(loaded, "__file__", None)
-    if file is None or Path(file).resolve() != path:
-        raise JobError(
-            f"{path}: `{name}` is the name of a module that is loaded already ({file or 'built in'}), which this file would "
-            "replace; rename the file"
-        )
+        owner = installed and f"the name of an installed module ({installed})"
+    elif not hasattr(loaded, _JOB_FILE_MARK):
+        file = getattr(loaded, "__file__", None)
+        if file is None or Path(file).resolve() != path:
+            owner = f"the name of a module that is loaded already ({file or 'built in'})"
+    if owner:
+        raise JobError(f"{path}: `{name}` is {owner}, which this file would replace; rename the file")
 
 
 def _find_installed(name: str, folder: Path) -> str | None:
-    """Where a package that pip installed under this name begins, seen without the job file's own folder."""
+    """The file of an installed package of this name, without regard to the job file's own folder."""
     paths = [entry for entry in sys.path if Path(entry).resolve() != folder]
     module_spec = importlib.machinery.PathFinder.find_spec(name, paths)
     origin = module_spec.origin if module_spec is not None else None

@@ -4,18 +4,19 @@
     file config.json     77ab...   files, folders, variables and arguments that were read while the job was made
     environment LR       0.5
     argument --lr        0.01
-    code loss            9c1e...   functions with what they hold and the user's functions and values that they name
+    code loss            9c1e...   functions with their closures and the user's functions and values that they name
     data                 41d0...   kind, length and content (of large data at fixed positions)
     weights              b7c2...   content of the file or checkpoint
     setting batch_size   64
     version torch        2.13.0
 
-No trace is needed, so that a launcher and every rank find the same in a moment once the job is loaded. Values of parameters that a
-job holds are apart from these: two launches of a script that sets no seed differ in them.
+No trace is needed, so a launcher and every rank find the same at once when the job is loaded. Parameter values that a job holds are
+kept apart: two launches of a script that sets no seed differ in them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
     from echelon.plan.profile import Profile
 
-#: Packages whose version decides what is computed; those after the first three only where they are loaded.
-_PACKAGES = ("torch", "echelon", "numpy", "transformers")
-#: How fields of a job count. A field in none of these counts by its code, so that a new one is never left out.
+#: Packages whose version decides what is computed; transformers only where it is loaded.
+_PACKAGES = ("torch", "echelon", "numpy")
+#: How fields of a job count. A field in none of these counts by its code: a new one is never left out.
 SETTING_FIELDS = ("batch_size", "seed", "clip_norm", "precision", "drop_last")
 DATA_FIELDS = ("data", "eval_data", "warmup_data")
 EXEMPT_FIELDS = {
@@ -52,12 +53,12 @@ _LENGTH_DEPENDENT_FIELDS = ("optimizer", "lr_schedule")
 
 @dataclass(frozen=True, kw_only=True)
 class JobIdentity:
-    """What a job is made from: readable names of the parts, and their digests."""
+    """What a job is made from: digests by the parts' names."""
 
     digests: dict[str, str]
-    #: By field, the values of parameters and of a model's buffers that the job itself holds.
+    #: By field, the values of parameters and of a model's buffers that the job holds.
     parameter_values: dict[str, str] = field(default_factory=dict)
-    #: By field, the code where numbers that are the length of the training count as such.
+    #: By field, the code with numbers that are the length of the training masked.
     length_free_code: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -78,21 +79,18 @@ class JobIdentity:
     @property
     def versions(self) -> dict[str, str]:
         """The versions on which a proof depends."""
-        return {
-            name.removeprefix("version "): digest
-            for name, digest in self.digests.items()
-            if name.startswith("version ")
-        }
+        names = [name for name in self.digests if name.startswith("version ")]
+        return {name.removeprefix("version "): self.digests[name] for name in names}
 
 
-def identify_job(job: Job, *, function: str, recorded_inputs: Mapping[str, str], folder: Path | None) -> JobIdentity:
-    """The identity of a job that was just loaded. `recorded_inputs`: inputs that were recorded meanwhile, `function`: its name."""
+def identify_job(job: Job, function: str, recorded_inputs: Mapping[str, str], folder: Path | None) -> JobIdentity:
+    """The identity of the job that `function` has just made, while `recorded_inputs` were read."""
     sources = {f"source {path}": digest_file(path) for path in user_source_files(sys.modules) if path.is_file()}
     digests = relative_names({**sources, **recorded_inputs}, folder)
     digests["function"] = function
     parameter_values, length_free_code, lengths = {}, {}, _training_lengths(job)
     for name, (key, value) in _list_described_fields(job).items():
-        digest = _undo_training(name, value, _describe_field(name, value, folder))
+        digest = _undo_training(value, _describe_field(name, value, folder))
         digests[key] = digest.code
         if digest.parameter_values:
             parameter_values[name] = digest.parameter_values
@@ -103,11 +101,10 @@ def identify_job(job: Job, *, function: str, recorded_inputs: Mapping[str, str],
 
         digests["weights"] = digest_weights(job.weights)
     digests |= {f"setting {name}": str(getattr(job, name)) for name in SETTING_FIELDS}
-    loaded_packages = [name for name in _PACKAGES if name in _PACKAGES[:3] or name in sys.modules]
-    digests |= {f"version {name}": version for name, version in installed_versions(loaded_packages).items()}
-    return JobIdentity(
-        digests=dict(sorted(digests.items())), parameter_values=parameter_values, length_free_code=length_free_code
-    )
+    packages = [*_PACKAGES, *(["transformers"] if "transformers" in sys.modules else [])]
+    digests |= {f"version {name}": version for name, version in installed_versions(packages).items()}
+    digests = dict(sorted(digests.items()))
+    return JobIdentity(digests=digests, parameter_values=parameter_values, length_free_code=length_free_code)
 
 
 def _list_described_fields(job: Job) -> dict[str, tuple[str, Any]]:
@@ -122,12 +119,12 @@ def _list_described_fields(job: Job) -> dict[str, tuple[str, Any]]:
     return described_fields
 
 
-def _describe_field(name: str, value: Any, folder: Path | None, training_lengths: Collection[int] = ()) -> ValueDigest:
+def _describe_field(name: str, value: Any, folder: Path | None, lengths: Collection[int] = ()) -> ValueDigest:
     from echelon.flow.job_code import digest_value
 
     if name in DATA_FIELDS:
         return digest_value(value, include_length=True)
-    return digest_value(value, folder, is_model=name == "model", training_lengths=training_lengths)
+    return digest_value(value, folder, is_model=name == "model", lengths=lengths)
 
 
 def _training_lengths(job: Job) -> set[int]:
@@ -137,17 +134,16 @@ def _training_lengths(job: Job) -> set[int]:
         samples = len(job.data)
     except Exception:  # a stream, or a set whose length fails
         return lengths
-    return lengths | {
-        (job.epochs or 0) * count for count in (samples // job.batch_size, -(-samples // job.batch_size)) if job.epochs
-    }
+    epoch_steps = (samples // job.batch_size, -(-samples // job.batch_size))
+    return lengths | ({job.epochs * count for count in epoch_steps} if job.epochs else set())
 
 
-#: By the id of an object that a training in this process changed: the object, what it became, and what it was.
+#: By the id of an object that a training in this process changed: the object, its digest after, and before.
 _trained_objects: dict[int, list[tuple[weakref.ref[Any], ValueDigest, ValueDigest]]] = {}
 
 
 def remember_changes(job: Job, identity: JobIdentity, folder: Path | None) -> None:
-    """Note what a training changed in the job's own objects (counters, a module's weights): they are still what the job was made with."""
+    """Note what a training changed in the job's own objects (counters, a module's weights): they still stand for what the job was made with."""
     from echelon.flow.job_code import ValueDigest
 
     for name, (key, value) in _list_described_fields(job).items():
@@ -155,16 +151,13 @@ def remember_changes(job: Job, identity: JobIdentity, folder: Path | None) -> No
         after = _describe_field(name, value, folder)
         if after == before:
             continue
-        try:
-            reference = weakref.ref(value)
-        except TypeError:
-            continue
-        entries = [entry for entry in _trained_objects.get(id(value), ()) if entry[0]() is value]
-        _trained_objects[id(value)] = [*entries, (reference, after, before)]
+        with contextlib.suppress(TypeError):  # an object without weak references
+            entries = [entry for entry in _trained_objects.get(id(value), ()) if entry[0]() is value]
+            _trained_objects[id(value)] = [*entries, (weakref.ref(value), after, before)]
 
 
-def _undo_training(name: str, value: Any, current: ValueDigest) -> ValueDigest:
-    """What an object was, where it is as a training in this process left it."""
+def _undo_training(value: Any, current: ValueDigest) -> ValueDigest:
+    """The digest of an object before a training in this process changed it to what it is."""
     for reference, after, before in reversed(_trained_objects.get(id(value), ())):
         if reference() is value and after == current:
             return before
@@ -172,6 +165,6 @@ def _undo_training(name: str, value: Any, current: ValueDigest) -> ValueDigest:
 
 
 def bind_certificate(certificate: Certificate, identity: JobIdentity, profile: Profile | None) -> Certificate:
-    """`certificate`, made out to the job with this identity."""
+    """`certificate` for the job with this identity."""
     graph = profile.graph_hash if profile is not None else ""
     return replace(certificate, inputs=identity.proof_inputs, versions=identity.versions, graph_hash=graph)

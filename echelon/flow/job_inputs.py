@@ -1,7 +1,7 @@
-"""Record what a job is made from while its file is run and its function is called.
+"""Record what is read while a job's file is run and its function is called.
 
 Files come from Python's audit events, environment variables from `os.environ`, which is watched only while a job is made. Code of
-Python itself, of installed packages and of echelon is no input: versions cover it.
+Python, of installed packages and of echelon is no input: versions cover it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from echelon.plan.document_cache import user_source_files
 from echelon.plan.input_digests import ABSENT, digest_file, digest_folder, digest_variable, hash_bytes
 from echelon.world import WORLD_SIZE_VARIABLES, cache_folder
 
-#: So many files and folders are digested by content; a job that opens more (one file per image) is digested by the sizes of the rest.
+#: Files and folders that are digested by content; of a job that opens more (one file per image), the others are by size.
 _MAX_FILES, _MAX_FOLDERS = 256, 64
-#: Parts of the system that no job is made from.
+#: System paths, which are no inputs.
 _SYSTEM_PREFIXES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", "/lib", "/run/", "/var/run/")
 #: Variables that differ between ranks, launches, shells or machines, or hold secrets.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -41,22 +41,12 @@ _SESSION_PREFIXES = (
     "PIP_", "TMUX", "BASH", "JUPYTER", "JPY_", "TERM_", "WAYLAND_", "WINDOW",
 )  # fmt: skip
 #: Libraries that read the environment on a user's behalf.
-_SETTINGS_LIBRARIES = frozenset(
-    [
-        "dotenv",
-        "decouple",
-        "environs",
-        "pydantic_settings",
-        "hydra",
-        "omegaconf",
-        "absl",
-        "click",
-        "typer",
-        "configargparse",
-        "jsonargparse",
-        "environ",
-    ]
-)
+_SETTINGS_LIBRARIES = {
+    "dotenv", "decouple", "environs", "pydantic_settings", "hydra", "omegaconf", "absl", "click", "typer", "configargparse",
+    "jsonargparse", "environ",
+}  # fmt: skip
+#: Kinds of inputs that are named by a path.
+_PATH_KINDS = ("file", "folder", "source")
 
 
 @dataclass(slots=True)
@@ -67,21 +57,16 @@ class RecordedInputs:
     folders: dict[str, None] = field(default_factory=dict)
     variables: dict[str, None] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
-    #: Variables that hold the number of processes: no input, since a run may go on with another number.
+    #: Variables that hold the number of processes: no input, since a run may be resumed with another number.
     world_sizes: dict[str, None] = field(default_factory=dict)
 
     def digest_inputs(self, own_folders: Sequence[Path] | None = None) -> dict[str, str]:
-        """Every input and its digest. What was written and is gone again was scratch; `own_folders`: so is what was written at all, and what is
+        """The digest of every input. What was written and is gone was scratch; with `own_folders`, so is everything written, and what is
         temporary outside these folders."""
         sources = set(map(str, user_source_files(sys.modules)))
         digests, sizes = {}, []
         for position, path in enumerate(self.files):
-            real_path = os.path.realpath(path)
-            if (
-                real_path in sources
-                or Path(path).is_dir()
-                or (own_folders is not None and self._is_scratch(path, own_folders))
-            ):
+            if os.path.realpath(path) in sources or Path(path).is_dir() or self._is_scratch(path, own_folders):
                 continue
             if position >= _MAX_FILES:
                 sizes.append(f"{os.path.basename(path)} {Path(path).stat().st_size if Path(path).exists() else -1}")
@@ -92,19 +77,16 @@ class RecordedInputs:
         if sizes:
             digests[f"files {len(sizes)} more"] = hash_bytes("\0".join(sorted(sizes)).encode(errors="surrogatepass"))
         for path in list(self.folders)[:_MAX_FOLDERS]:
-            if own_folders is not None and self._is_scratch(path, own_folders):
-                continue
-            digest = digest_folder(path)
-            if digest != ABSENT:
+            if not self._is_scratch(path, own_folders) and (digest := digest_folder(path)) != ABSENT:
                 digests[f"folder {path}"] = digest
         digests |= {f"environment {name}": digest_variable(name, os.environ) for name in self.variables}
         return dict(sorted(digests.items()))
 
-    def _is_scratch(self, path: str, own_folders: Sequence[Path]) -> bool:
-        is_temporary = path.startswith(_temp_prefix()) and not any(
-            Path(path).is_relative_to(folder) for folder in own_folders
-        )
-        return is_temporary or path in self.written
+    def _is_scratch(self, path: str, own_folders: Sequence[Path] | None) -> bool:
+        if own_folders is None:
+            return False
+        is_own = any(Path(path).is_relative_to(folder) for folder in own_folders)
+        return path in self.written or (path.startswith(_temp_prefix()) and not is_own)
 
 
 @contextmanager
@@ -121,7 +103,7 @@ def record_inputs(recorded: RecordedInputs) -> Iterator[RecordedInputs]:
 
 @contextmanager
 def record_variables() -> Iterator[set[str]]:
-    """The names of environment variables that the user's code reads meanwhile."""
+    """Yield a set to which the names of environment variables that the user's code reads meanwhile are added at the end."""
     recorded, names = RecordedInputs(), set[str]()
     with _watch_environment(recorded):
         yield names
@@ -129,44 +111,34 @@ def record_variables() -> Iterator[set[str]]:
 
 
 _active_records: list[RecordedInputs] = []
-_hook_installed: list[bool] = []
 
 
+@cache
 def _install_hook() -> None:
-    """An audit hook cannot be removed: there is one, and it returns at once while nothing is recorded."""
-    if not _hook_installed:
-        _hook_installed.append(True)
-        sys.addaudithook(_audit_hook)
+    """Once: an audit hook cannot be removed. It returns at once while nothing is recorded."""
+    sys.addaudithook(_audit_hook)
 
 
 def _audit_hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _active_records or event not in ("open", "os.listdir", "os.scandir"):
-        return
-    try:
-        _record_event(event, arguments)
-    except Exception:  # an exception in a hook would end the user's own call
-        return
+    if _active_records and event in ("open", "os.listdir", "os.scandir"):
+        with suppress(Exception):  # an exception in a hook would end the user's own call
+            _record_event(event, arguments)
 
 
 def _record_event(event: str, arguments: tuple[Any, ...]) -> None:
-    target = arguments[0]
-    if target is None:
-        target = "."
-    if isinstance(target, int):
-        return
-    path = os.path.abspath(os.fsdecode(target))
-    if _is_ignored(path):
+    target = "." if arguments[0] is None else arguments[0]
+    path = "" if isinstance(target, int) else os.path.abspath(os.fsdecode(target))
+    if not path or _is_ignored(path):
         return
     if event != "open":
         if not _is_import(sys._getframe(2)):
             for recorded in _active_records:
                 recorded.folders.setdefault(path)
         return
-    mode, flags = arguments[1], arguments[2]
+    _, mode, flags = arguments
+    is_write = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     if isinstance(mode, str):
-        is_write = any(letter in mode for letter in "wax+")
-    else:
-        is_write = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        is_write = bool(set("wax+") & set(mode))
     for recorded in _active_records:
         if is_write:
             recorded.written.add(path)
@@ -175,30 +147,21 @@ def _record_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_import(frame: Any) -> bool:
-    """Whether Python looks for a module or an installed package, which lists every folder of sys.path."""
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
-        if "importlib" in frame.f_code.co_filename or frame.f_code.co_filename.endswith("pkgutil.py"):
+    """Whether Python searches sys.path for a module or an installed package."""
+    while frame is not None and not _is_user_file(file := frame.f_code.co_filename):
+        if "importlib" in file or file.endswith("pkgutil.py"):
             return True
         frame = frame.f_back
     return False
 
 
-@lru_cache(maxsize=1)
+@cache
 def _library_roots() -> tuple[str, ...]:
-    """Folders of Python, installed packages, echelon and caches."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {sys.prefix, sys.base_prefix}
     folders |= {str(Path(__file__).resolve().parent.parent), str(cache_folder().absolute())}
-    return tuple(
-        sorted(
-            {str(variant) for folder in folders for variant in (Path(folder), Path(folder).resolve())} - {"/", "/usr"}
-        )
-    )
-
-
-@lru_cache(maxsize=1)
-def _home_folder() -> str:
-    return os.path.expanduser("~")
+    variants = {str(variant) for folder in folders for variant in (Path(folder), Path(folder).resolve())}
+    return tuple(sorted(variants - {"/", "/usr"}))
 
 
 def _temp_prefix() -> str:
@@ -210,7 +173,7 @@ def _is_ignored(path: str) -> bool:
         return True
     if "site-packages" in path or "/.git/" in path or "/__pycache__" in path or "torchinductor" in path:
         return True
-    home = _home_folder()
+    home = os.path.expanduser("~")
     if home != "/" and path.startswith(f"{home}/."):  # caches and settings of other programs
         return True
     return any(path == root or path.startswith(root + os.sep) for root in _library_roots())
@@ -223,12 +186,9 @@ def _watch_environment(recorded: RecordedInputs) -> Iterator[None]:
 
     def recording_getitem(environment: Any, key: Any) -> Any:
         name = os.fsdecode(key) if isinstance(key, str | bytes) else ""
-        if (
-            name
-            and (name in WORLD_SIZE_VARIABLES or not _is_session_variable(name))
-            and _is_user_read(sys._getframe(1))
-        ):
-            (recorded.world_sizes if name in WORLD_SIZE_VARIABLES else recorded.variables).setdefault(name)
+        is_size = name in WORLD_SIZE_VARIABLES
+        if name and (is_size or not _is_session_variable(name)) and _is_user_read(sys._getframe(1)):
+            (recorded.world_sizes if is_size else recorded.variables).setdefault(name)
         return original_getitem(environment, key)
 
     environ_type.__getitem__ = recording_getitem
@@ -239,15 +199,12 @@ def _watch_environment(recorded: RecordedInputs) -> Iterator[None]:
 
 
 def _is_session_variable(name: str) -> bool:
-    return (
-        name in _SESSION_VARIABLES
-        or name.startswith(_SESSION_PREFIXES)
-        or any(word in name.upper() for word in _SECRET_WORDS)
-    )
+    is_secret = any(word in name.upper() for word in _SECRET_WORDS)
+    return is_secret or name in _SESSION_VARIABLES or name.startswith(_SESSION_PREFIXES)
 
 
 def _is_user_read(frame: Any) -> bool:
-    """Whether the user's code reads, directly or through a library that reads settings."""
+    """Whether the user's code reads, directly or through a library for settings."""
     while frame is not None and frame.f_code.co_filename in _STDLIB_READERS:
         frame = frame.f_back
     return frame is not None and _is_user_file(frame.f_code.co_filename)
@@ -258,10 +215,8 @@ _STDLIB_READERS = frozenset({"<frozen os>", "<frozen _collections_abc>", os.__fi
 
 @lru_cache(maxsize=1024)
 def _is_user_file(file: str) -> bool:
-    if file.startswith("<frozen"):
-        return False
     if file.startswith("<"):
-        return True
+        return not file.startswith("<frozen")
     parts = Path(file).parts
     if "site-packages" in parts:
         return parts[parts.index("site-packages") + 1] in _SETTINGS_LIBRARIES
@@ -270,15 +225,12 @@ def _is_user_file(file: str) -> bool:
 
 
 def relative_names(digests: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """The same with paths relative to the job's folder where they are in it: equal wherever the job lies."""
-    return {_relative_name(name, folder): digest for name, digest in digests.items()}
+    """`digests` with names relative to the job's folder for paths in it: equal wherever the job lies."""
+    folders = [] if folder is None else [folder, folder.resolve()]
 
+    def relative(name: str) -> str:
+        kind, _, path = name.partition(" ")
+        parent = next((parent for parent in folders if Path(path).is_relative_to(parent)), None)
+        return name if parent is None or kind not in _PATH_KINDS else f"{kind} {Path(path).relative_to(parent)}"
 
-def _relative_name(name: str, folder: Path | None) -> str:
-    kind, _, path = name.partition(" ")
-    if folder is None or kind not in ("file", "folder", "source") or not Path(path).is_absolute():
-        return name
-    for variant in (folder, folder.resolve()):
-        if Path(path).is_relative_to(variant):
-            return f"{kind} {Path(path).relative_to(variant)}"
-    return name
+    return {relative(name): digest for name, digest in digests.items()}

@@ -4,7 +4,7 @@ runs/digits/
     job.json plan.json forecast.json profile.json cluster.json certificate.json
     events.jsonl tensorboard/ report.html run.lock checked.json
     checkpoints/step-00000120/ ...  best.json
-    checkpoints/step-00000140.doubted/      written after the last step that was checked, before a check failed; never resumed from
+    checkpoints/step-00000140.doubted/      saved after the last correct step, before a check failed; never resumed from
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from echelon.errors import DocumentError, EchelonError
-from echelon.files import atomic_write
-from echelon.flow.run_settings import JobRecord, with_variables
+from echelon.errors import DocumentError, EchelonError, FileLockError
+from echelon.files import acquire_lock, atomic_write, describe_holders
+from echelon.flow.run_settings import JobRecord, describe_input_changes
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
 from echelon.plan.forecast import Forecast
-from echelon.plan.input_digests import describe_differences
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 
@@ -42,56 +43,64 @@ class RunFolder:
         self.path, self._keep = path, keep
         self.checkpoints = path / "checkpoints"
 
+    def lock(self) -> AbstractContextManager[object]:
+        """Lock the folder, creating it if needed: two trainings would overwrite each other's checkpoints and mix their events."""
+        path = self.path / "run.lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return acquire_lock(path)
+        except FileLockError:
+            return contextlib.nullcontext()  # a file system without locks: another training cannot be detected
+        except TimeoutError:
+            problem = f"another training uses this folder ({describe_holders(path)})"
+            remedy = "wait for it, end it, or give another folder: --out FOLDER"
+            raise EchelonError(f"{self.path}: {problem}; {remedy}") from None
+        except OSError as error:
+            raise _unwritable_error(self.path, error) from error
+
     def write_documents(self, documents: Sequence[Document | None]) -> None:
-        """Keep the documents of this start; of those that it lacks none stays behind from an earlier one."""
+        """Keep the documents of this start and delete those of an earlier one."""
+        by_kind = {document.KIND: document for document in documents if document is not None}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise unwritable_error(self.path, error) from error
-        documents_by_kind = {document.KIND: document for document in documents if document is not None}
-        for document_type in (Plan, Forecast, Profile, Cluster, Certificate):
-            path = self.path / f"{document_type.KIND}.json"
-            if document_type.KIND in documents_by_kind:
-                if not _is_unchanged(path, documents_by_kind[document_type.KIND]):
-                    documents_by_kind[document_type.KIND].save(path)
-            else:
+            raise _unwritable_error(self.path, error) from error
+        for kind in (each.KIND for each in (Plan, Forecast, Profile, Cluster, Certificate)):
+            path = self.path / f"{kind}.json"
+            if kind not in by_kind:
                 path.unlink(missing_ok=True)
+            elif not _is_unchanged(path, by_kind[kind]):
+                by_kind[kind].save(path)
 
     def read_certificate(self) -> Certificate | None:
-        """The one that lies in the folder."""
         with contextlib.suppress(DocumentError):
             return Certificate.load(self.path / f"{Certificate.KIND}.json")
         return None
 
-    def read_record(self) -> JobRecord:
-        """What is known of the job that trained here last."""
-        return read_record(self.path)
-
     def write_record(self, record: JobRecord) -> None:
-        """Remember which job trains here."""
         try:
             atomic_write(self.path / "job.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
         except OSError as error:
-            raise unwritable_error(self.path, error) from error
+            raise _unwritable_error(self.path, error) from error
 
     def read_last_results(self, step: int) -> tuple[float | None, dict[str, float] | None]:
-        """Loss of the last step, and metrics of the evaluation at `step`, as far as the log has them; None: it has no such evaluation."""
+        """Loss of the last step, and metrics of the evaluation at `step`; None where the log has none."""
         from echelon.observer import read_events
 
         with contextlib.suppress(EchelonError, OSError):
             last_events = {event.kind: event for event in read_events(self.path)}
             loss = last_events["step"].data.get("loss") if "step" in last_events else None
             evaluation = last_events.get("evaluation")
-            is_evaluated = evaluation is not None and evaluation.step == step
-            return loss, dict(evaluation.data.get("metrics", {})) if evaluation is not None and is_evaluated else None
+            if evaluation is None or evaluation.step != step:
+                return loss, None
+            return loss, dict(evaluation.data.get("metrics", {}))
         return None, None
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of `step` goes."""
         return self.checkpoints / f"{_PREFIX}{step:08d}"
 
     def list_checkpoints(self) -> list[Path]:
-        """Whole checkpoints, newest first. A symbolic link is none: it may be another run's."""
+        """Complete checkpoints, newest first, without symbolic links: they may be another run's."""
         return sorted(filter(_is_checkpoint, self._list_numbered()), reverse=True)
 
     def _list_numbered(self) -> list[Path]:
@@ -99,7 +108,7 @@ class RunFolder:
         return [path for path in paths if re.fullmatch("[0-9]+", path.name.removeprefix(_PREFIX))]
 
     def clear_leftovers(self) -> list[str]:
-        """Delete what broken writes left behind; warnings that name what is no checkpoint and stays."""
+        """Delete what interrupted writes left behind; warnings about what is no checkpoint and stays."""
         warnings = []
         for path in sorted(self.checkpoints.glob(f"{_PREFIX}*.partial")):
             self.delete_checkpoint(path)
@@ -107,18 +116,15 @@ class RunFolder:
             if path.is_symlink():
                 warnings.append(f"{path}: a symbolic link, not a checkpoint of this run; it is not read")
             elif not path.is_dir():
-                warnings.append(
-                    f"{path}: a file where a checkpoint's folder goes; it is not read, and deleted when that checkpoint is saved"
-                )
+                what = "a file where a checkpoint's folder goes"
+                warnings.append(f"{path}: {what}; it is not read, and deleted when that checkpoint is saved")
         return warnings
 
-    def best_checkpoint(
-        self, evaluation_digest: str | None = None, step: int | None = None
-    ) -> tuple[Path, float] | None:
-        """The checkpoint with the lowest evaluation loss, and that loss. `evaluation_digest`: only if it was evaluated as this digest says; `step`: only
-        if it is no later one, whose steps are done again."""
+    def best_checkpoint(self, evaluation_digest: str = "", step: int | None = None) -> tuple[Path, float] | None:
+        """The checkpoint with the lowest evaluation loss, and that loss; only if its evaluation had `evaluation_digest`, and if it is not
+        after `step`, from which training is repeated."""
         best = self._read_best()
-        if best is None or (evaluation_digest is not None and best[2] != evaluation_digest):
+        if best is None or (evaluation_digest and best[2] != evaluation_digest):
             return None
         return None if step is not None and best[0].name > self.checkpoint_path(step).name else best[:2]
 
@@ -128,11 +134,9 @@ class RunFolder:
         if not best_path.exists() or self.best_checkpoint(evaluation_digest, step) is not None:
             return ""
         best = self._read_best()
-        reason = (
-            "its checkpoint is gone, damaged or written again, or its loss is no number"
-            if best is None or best[2] == evaluation_digest
-            else "the evaluation data, the loss or the collation changed"
-        )
+        reason = "the evaluation data, the loss or the collation changed"
+        if best is None or best[2] == evaluation_digest:
+            reason = "its checkpoint is gone, damaged or written again, or its loss is not finite"
         with contextlib.suppress(OSError):
             best_path.unlink()
         return f"{best_path}: no longer the best, because {reason}; the next evaluation is compared with none before it"
@@ -146,27 +150,22 @@ class RunFolder:
         return None
 
     def write_best(self, checkpoint: Path, loss: float, evaluation_digest: str) -> None:
-        """Remember the best. `evaluation_digest`: digest of what it was evaluated with."""
-        document = {
-            "checkpoint": checkpoint.name,
-            "loss": loss,
-            "judge": evaluation_digest,
-            "manifest": _manifest_digest(checkpoint),
-        }
+        """Remember the best. `evaluation_digest`: of what it was evaluated with."""
+        document = {"checkpoint": checkpoint.name, "loss": loss, "judge": evaluation_digest}
+        document["manifest"] = _manifest_digest(checkpoint)
         atomic_write(self.checkpoints / _BEST_FILE, json.dumps(document))
 
     def last_checked_step(self) -> int:
-        """The last step up to which checkpoints are known to be right; 0 where nothing is known."""
+        """The last step up to which checkpoints are known to be correct; 0: none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((self.path / _CHECKED_FILE).read_text())["step"])
         return 0
 
     def write_checked_step(self, step: int) -> None:
-        """Remember it."""
+        """Remember that checkpoints up to `step` are correct."""
         atomic_write(self.path / _CHECKED_FILE, json.dumps({"step": step}))
 
     def newest_checked(self) -> Path | None:
-        """The newest checkpoint that is known to be right."""
         checked_step = self.last_checked_step()
         return next((path for path in self.list_checkpoints() if _step_of(path) <= checked_step), None)
 
@@ -181,7 +180,7 @@ class RunFolder:
         return quarantined
 
     def prune(self) -> None:
-        """Delete all but the last `keep`, the best and the newest that is known to be right, and what broken writes left behind. Never while a checkpoint is written."""
+        """Delete leftovers and all checkpoints but the last `keep`, the best and the newest checked one. Never while one is written."""
         best, checked = self.best_checkpoint(), self.newest_checked()
         for path in self.list_checkpoints()[self._keep :]:
             if path != checked and (best is None or path != best[0]):
@@ -191,37 +190,35 @@ class RunFolder:
                 self.delete_checkpoint(path)
 
     def delete_checkpoint(self, checkpoint: Path) -> None:
-        """Delete a checkpoint; of a symbolic link the link alone."""
+        """Delete a checkpoint; a symbolic link, not its target."""
         with contextlib.suppress(OSError):
             if checkpoint.is_symlink() or not checkpoint.is_dir():
                 checkpoint.unlink(missing_ok=True)
                 return
             if _is_checkpoint(checkpoint):
-                _manifest_path(checkpoint).unlink()  # first, so that a half-deleted checkpoint is none
+                _manifest_path(checkpoint).unlink()  # first: a half-deleted checkpoint must not count as one
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a folder that cannot be written before anything is measured for it; nothing is made yet."""
-    existing_parent = path.absolute()
-    while not existing_parent.exists():
-        existing_parent = existing_parent.parent
-    if not existing_parent.is_dir():
-        raise unwritable_error(path, f"{existing_parent} is a file")
-    if not os.access(existing_parent, os.W_OK | os.X_OK):
-        raise unwritable_error(path, f"{existing_parent} cannot be written")
+    """Refuse a folder that cannot be written before anything is measured for it; create nothing."""
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise _unwritable_error(path, f"{parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise _unwritable_error(path, f"{parent} cannot be written")
 
 
-def unwritable_error(path: Path, cause: OSError | str) -> EchelonError:
-    """What is said of a run's folder that cannot be used."""
+def _unwritable_error(path: Path, cause: OSError | str) -> EchelonError:
     reason = cause if isinstance(cause, str) else cause.strerror or str(cause)
-    return EchelonError(
-        f"{path}: the run's folder cannot be written ({reason}); make it writable, or name another: --out FOLDER (out= in Python)"
-    )
+    remedy = "make it writable, or name another: --out FOLDER (out= in Python)"
+    return EchelonError(f"{path}: the run's folder cannot be written ({reason}); {remedy}")
 
 
 def _is_unchanged(path: Path, document: Document) -> bool:
-    """Whether the file says just that: what is unchanged keeps its date."""
+    """Whether the file has these contents; an unchanged one keeps its date."""
     try:
         return path.read_text(encoding="utf-8") == document.to_json() + "\n"
     except (OSError, ValueError):
@@ -233,7 +230,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _manifest_path(checkpoint: Path) -> Path:
-    # Imports torch, which the process that only starts ranks goes without.
+    # Imports torch, which the process that only starts ranks does not load.
     from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE
 
     return checkpoint / MANIFEST_FILE
@@ -248,7 +245,7 @@ def _manifest_digest(checkpoint: Path) -> str:
 
 
 def read_record(path: Path) -> JobRecord:
-    """What is known of the job that trained in the run folder `path` last."""
+    """The record of the job that trained last in the run folder `path`."""
     with contextlib.suppress(OSError, ValueError):
         return JobRecord.from_plain(json.loads((path / "job.json").read_text()))
     return JobRecord()
@@ -259,48 +256,35 @@ def choose_run_folder(
 ) -> tuple[Path, str]:
     """The run's folder, and why it is not runs/NAME where that one has another job's run.
 
-    The given folder, or among runs/NAME, runs/NAME-2, ... the first that was made from the same inputs. A fresh run never mixes with an
-    old one: it takes the next free name.
+    `folder`, or among runs/NAME, runs/NAME-2, ... the first that was made from the same inputs. A fresh run takes the next free name.
     """
-    if folder is not None:
-        path = Path(folder)
-        return (_next_free_name(path) if fresh and path.exists() else path), ""
     path = Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-    if not path.exists() or fresh:
-        return (_next_free_name(path) if path.exists() else path), ""
-    if inputs is None:
+    path = path if folder is None else Path(folder)
+    if not path.exists() or (folder is not None and not fresh):
         return path, ""
+    if fresh:
+        return _next_free_name(path), ""
     reason = ""
     for candidate in _candidate_folders(path):
-        recorded_inputs = read_record(candidate).inputs
-        input_changes = (
-            []
-            if recorded_inputs is None or not candidate.exists()
-            else describe_differences(recorded_inputs, with_variables(inputs, recorded_inputs))
-        )
-        if not input_changes:
-            return (
-                candidate,
-                f"{candidate} is the run's folder, because {path} has a run with {reason}" if reason else "",
-            )
-        reason = reason or "; ".join(input_changes)
+        changes = describe_input_changes(read_record(candidate).inputs, inputs) if inputs is not None else []
+        if not changes:
+            is_other = f"{candidate} is the run's folder, because {path} has a run with {reason}"
+            return candidate, is_other if reason else ""
+        reason = reason or "; ".join(changes)
     raise AssertionError("there is always a free name")
 
 
 def _candidate_folders(path: Path) -> Iterator[Path]:
-    """runs/NAME, runs/NAME-2, ... up to the first that does not exist; gaps, where a run was deleted, are passed over."""
+    """runs/NAME, those of runs/NAME-2, ... that exist, and the first that does not."""
     yield path
     pattern = re.compile(re.escape(path.name) + r"-(\d+)")
-    existing_numbers = [
-        int(match[1]) for sibling in path.parent.iterdir() if (match := pattern.fullmatch(sibling.name))
-    ]
-    for number in sorted(sibling for sibling in existing_numbers if sibling > 1):
-        yield path.with_name(f"{path.name}-{number}")
+    matches = [match for sibling in path.parent.iterdir() if (match := pattern.fullmatch(sibling.name))]
+    for number in sorted(int(match[1]) for match in matches):
+        if number > 1:
+            yield path.with_name(f"{path.name}-{number}")
     yield _next_free_name(path)
 
 
 def _next_free_name(path: Path) -> Path:
-    number = 2
-    while path.with_name(f"{path.name}-{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in names if not name.exists())

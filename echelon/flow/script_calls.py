@@ -2,11 +2,11 @@
 
     python file.py                      rank 0, 1, ...: the same command
       train(a): 1 process, trained        returns the recorded result
-      train(b): starts ranks              trains, hands its result over and ends
+      train(b): starts ranks              trains, passes its result on and ends
       ... continues with the result
       train(c): starts ranks              a and b return recorded results, c trains
 
-`parallelize` has no result to hand over: its ranks run the rest of the script, and the process that started them ends.
+`parallelize` has no result to pass on: its ranks run the rest of the script, and the process that started them ends.
 """
 
 from __future__ import annotations
@@ -15,59 +15,54 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from echelon.errors import EchelonError, JobError, LaunchError
 from echelon.flow.job_file import file_being_read
-from echelon.flow.job_source import main_script
+from echelon.flow.job_source import is_user_script, main_script
 from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.flow.spawn import launch_for_result, launch_ranks
+from echelon.flow.train_result import TrainResult
 from echelon.launchers import rank_ipc
 from echelon.launchers.environment import fix_hash_seed, keep_freed_memory
 from echelon.launchers.local import INTERRUPTED_EXIT_CODE
+from echelon.plan.certificate import Certificate
 from echelon.world import World, read_world
 
+R = TypeVar("R", TrainResult, Certificate)
 
-class _Result(Protocol):
-    def to_json(self) -> str: ...
-
-    @classmethod
-    def from_json(cls, text: str) -> Self: ...
-
-
-R = TypeVar("R", bound=_Result)
-
-#: Per finished call in this process its result or error; None: a loop of the user's own, which ranks could not skip.
+#: The result or error of each finished call in this process; None: a loop of the user's own, which ranks could not skip.
 _results: list[dict[str, str] | None] = []
 
 
 def call_in_script(
-    entry_point: str, execute: Callable[[World], R], result_type: type[R], adopt: Callable[[R], None] = lambda _: None
+    entry_point: str, execute: Callable[[World], R], result_type: type[R], adopt: Callable[[R], None] | None = None
 ) -> R:
-    """Do what `execute` does, once per script. `adopt` receives a result that another process has computed."""
+    """Call `execute` once per script. `adopt` receives a result that another process has computed."""
     world = prepare_process(entry_point)
     if world.launched:
-        earlier_result = rank_ipc.take_previous_result()
-        if earlier_result is not None:
-            if "error" in earlier_result:
-                raise LaunchError(f"this call failed before the script started its ranks: {earlier_result['error']}")
-            result = result_type.from_json(earlier_result["result"])
-            adopt(result)
+        if earlier := rank_ipc.take_previous_result():
+            if "error" in earlier:
+                raise LaunchError(f"this call failed before the script started its ranks: {earlier['error']}")
+            result = result_type.from_json(earlier["result"])
+            if adopt is not None:
+                adopt(result)
             return result
-        result_path = rank_ipc.take_result_path()
-        if result_path is not None:
+        if result_path := rank_ipc.take_result_path():
             _execute_and_exit(execute, world, result_path)
         return execute(world)
     try:
         result = execute(world)
-    except BaseException as error:  # the script may handle it and go on to another call
+    except BaseException as error:  # the script may handle it and continue with another call
         _results.append({"error": rank_ipc.format_error(error)})
         raise
     _results.append({"result": result.to_json()})
     return result
 
 
-def _execute_and_exit(execute: Callable[[World], _Result], world: World, result_path: Path) -> NoReturn:
+def _execute_and_exit(
+    execute: Callable[[World], TrainResult | Certificate], world: World, result_path: Path
+) -> NoReturn:
     """On a rank that was started for this call: the process that started it continues with the script."""
     try:
         result = execute(world)
@@ -81,14 +76,12 @@ def _execute_and_exit(execute: Callable[[World], _Result], world: World, result_
 
 def rerun_script(resolved: ResolvedPlan) -> str:
     """Run this command once per rank up to the present call; the result of rank 0, as text."""
-    _require_script(resolved)
-    return launch_for_result(_own_command(), resolved, earlier_results=_results)
+    return launch_for_result(_own_command(resolved), resolved, earlier_results=_results)
 
 
 def become_ranks(resolved: ResolvedPlan) -> NoReturn:
     """Run this command once per rank to its end, in place of this process."""
-    _require_script(resolved)
-    raise SystemExit(launch_ranks(_own_command(), resolved, earlier_results=_results))
+    raise SystemExit(launch_ranks(_own_command(resolved), resolved, earlier_results=_results))
 
 
 def record_own_loop() -> None:
@@ -96,58 +89,41 @@ def record_own_loop() -> None:
     _results.append(None)
 
 
-def _own_command() -> list[str]:
-    return [sys.executable, *sys.orig_argv[1:]]
-
-
-def _require_script(resolved: ResolvedPlan) -> None:
+def _own_command(resolved: ResolvedPlan) -> list[str]:
     plan = resolved.plan
+    start = f'the plan "{plan}" needs {plan.ranks} processes, which echelon starts by running your script once in each, but this'
     if main_script() is None or hasattr(sys, "ps1"):
-        raise JobError(
-            f'the plan "{plan}" needs {plan.ranks} processes, which echelon starts by running your script once in each, but this is not a '
-            'script: move the job to file.py and run `echelon train file.py`, or use plan="dp=1"'
-        )
+        remedy = 'move the job to file.py and run `echelon train file.py`, or use plan="dp=1"'
+        raise JobError(f"{start} is not a script: {remedy}")
     if None in _results:
-        raise JobError(
-            f'the plan "{plan}" needs {plan.ranks} processes, which echelon starts by running your script once in each, but this script has already '
-            "called parallelize() for one process, and each would repeat that loop; move one of the two to a script of its own"
-        )
+        problem = "script has already called parallelize() for one process, and each would repeat that loop"
+        raise JobError(f"{start} {problem}; move one of the two to a script of its own")
+    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def prepare_process(entry_point: str) -> World:
     """Prepare this process for a call from Python: refuse it while a job file is read, and report errors in one message."""
-    file = file_being_read()
-    if file is not None:
-        raise JobError(
-            f"echelon.{entry_point} was called while {file} is read, which would run it twice; put it under "
-            "if __name__ == '__main__':"
-        )
+    if file := file_being_read():
+        reason = f"was called while {file} is read, which would run it twice"
+        raise JobError(f"echelon.{entry_point} {reason}; put it under if __name__ == '__main__':")
     if "torch" not in sys.modules:
         keep_freed_memory()
     world = read_world()
     if world.size > 1 and main_script() is not None and not _has_process_group():
         fix_hash_seed()  # torchrun, Slurm and MPI leave each rank a random one
     if not isinstance(sys.excepthook, _ExceptionHook):
-        sys.excepthook = _ExceptionHook(sys.excepthook, world.rank, in_script=_is_user_script())
+        sys.excepthook = _ExceptionHook(sys.excepthook, world.rank, in_script=is_user_script())
     return world
 
 
 def _has_process_group() -> bool:
-    """Whether the script has initialized torch.distributed."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _is_user_script() -> bool:
-    """Whether Python runs a user's script; our command line reports errors itself."""
-    script = main_script()
-    package_folder = Path(__file__).resolve().parent.parent
-    return script is not None and script.stem != "echelon" and not script.resolve().is_relative_to(package_folder)
-
-
 class _ExceptionHook:
-    """Reports an error that ends this process: to the launcher if there is one (with a traceback unless the error is ours);
-    else, in a script, our own error is printed as one message and sets the exit code."""
+    """Reports an error that ends this process: to the launcher if there is one (with a traceback unless it is an EchelonError);
+    else, in a script, an EchelonError is printed as one message and sets the exit code."""
 
     def __init__(self, default_hook: Callable[..., Any], rank: int, *, in_script: bool) -> None:
         self._default_hook, self._rank, self._in_script = default_hook, rank, in_script

@@ -61,9 +61,8 @@ class Settings:
                 raise JobError(f"{name}={getattr(self, name)!r}: expected True or False")
         if (self.servers is None) != (self.secret_file is None):
             present, missing = ("servers", "secret_file") if self.secret_file is None else ("secret_file", "servers")
-            raise JobError(
-                f"{present}={getattr(self, present)}: {missing} is missing; `echelon server start` prints both (--servers, --secret-file)"
-            )
+            remedy = "`echelon server start` prints both (--servers, --secret-file)"
+            raise JobError(f"{present}={getattr(self, present)}: {missing} is missing; {remedy}")
         if self.require_certificate is not None and not Path(self.require_certificate).is_file():
             raise JobError(f"{self.require_certificate}: no such certificate; `echelon verify` writes one")
 
@@ -131,8 +130,7 @@ def _parse_text(text: str, setting_type: type, source: str) -> Any:
 
 
 def _require_type(value: Any, setting_type: type, source: str) -> Any:
-    if type(value) is not setting_type or (
-        isinstance(value, list) and not all(isinstance(item, str) for item in value)
-    ):
+    is_valid = type(value) is setting_type
+    if not is_valid or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
         raise EchelonError(f"{source}={value!r}: expected {_TYPE_NAMES[setting_type]}")
     return value

@@ -1,10 +1,10 @@
-"""Ctrl-C, SIGTERM and a closed terminal as a request: stop after the step under way."""
+"""Ctrl-C, SIGTERM and a closed terminal request a stop after the current step."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -13,7 +13,7 @@ from echelon.launchers.local import stop_signals
 
 @contextmanager
 def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """While it lasts, the first of a kind of signal calls `stop`; a second one ends the process as usual."""
+    """Inside, the first signal of each kind calls `stop`; a second one ends the process as usual."""
     previous_handlers: dict[int, Any] = {}
 
     def handle_signal(signal_number: int, _: FrameType | None) -> None:
@@ -21,11 +21,9 @@ def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal_number, previous_handlers[signal_number])
 
     set_handler: Callable[..., Any] = signal.signal
-    try:
+    with suppress(ValueError):  # not the main thread, which alone may set handlers
         for signal_number in stop_signals():
             previous_handlers[signal_number] = set_handler(signal_number, handle_signal)
-    except ValueError:
-        pass  # not the main thread: whoever owns it decides
     try:
         yield
     finally:

@@ -9,15 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import (
-    DivergenceError,
-    LaunchError,
-    PlanError,
-    UnshardableStateError,
-    UnsplittableModelError,
-    UnverifiedPlanError,
-    WorldError,
-)
+from echelon.errors import LaunchError, WorldError
 from echelon.flow.resolve_plan import ResolvedPlan
 from echelon.launchers import rank_ipc
 from echelon.launchers.command import command_environment
@@ -25,20 +17,12 @@ from echelon.launchers.local import launch
 from echelon.plan.plan import Plan
 from echelon.world import World
 
-#: Errors of ranks that say that the plan computes something else or cannot be executed.
-DISPROOF_ERRORS = tuple(
-    kind.__name__
-    for kind in (UnverifiedPlanError, DivergenceError, UnshardableStateError, PlanError, UnsplittableModelError)
-)
-
 
 def require_rank_count(plan: Plan, world: World) -> None:
     """Refuse a plan for another number of ranks than a launcher started."""
     if world.size != plan.ranks:
-        raise WorldError(
-            f'the plan "{plan}" needs {plan.ranks} rank{"s" * (plan.ranks > 1)}, but {world.size} were started; start {plan.ranks}, or use '
-            f"a plan for {world.size} (dp={world.size})"
-        )
+        need = f'the plan "{plan}" needs {plan.ranks} rank{"s" * (plan.ranks > 1)}, but {world.size} were started'
+        raise WorldError(f"{need}; start {plan.ranks}, or use a plan for {world.size} (dp={world.size})")
 
 
 def run_ranks(verb: str, spec: str, resolved: ResolvedPlan, options: Mapping[str, Any], *, debug: bool = False) -> str:
@@ -58,9 +42,8 @@ def launch_for_result(
         try:
             return result_file.read_text(encoding="utf-8")
         except OSError:
-            raise LaunchError(
-                "the ranks ended before the call that started them: a script must reach it in every rank, by the same path"
-            ) from None
+            reason = "a script must reach it in every rank, by the same path"
+            raise LaunchError(f"the ranks ended before the call that started them: {reason}") from None
 
 
 def launch_ranks(
@@ -78,10 +61,5 @@ def launch_ranks(
             results_file = Path(folder, "done.json")
             results_file.write_text(json.dumps(list(earlier_results)), encoding="utf-8")
             variables[rank_ipc.RESULTS_VARIABLE] = str(results_file)
-        return launch(
-            command,
-            resolved.plan.ranks,
-            threads=resolved.plan.threads,
-            environment={**variables, **(environment or {})},
-            one_at_a_time=one_at_a_time,
-        )
+        plan, variables = resolved.plan, {**variables, **(environment or {})}
+        return launch(command, plan.ranks, threads=plan.threads, environment=variables, one_at_a_time=one_at_a_time)

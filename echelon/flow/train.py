@@ -12,17 +12,10 @@ from echelon.errors import EchelonError, UnverifiedPlanError
 from echelon.events import Listener
 from echelon.flow.broadcast_plan import run_first_proved_on_ranks, train_on_ranks
 from echelon.flow.gate import candidate_plans, is_disproved, require_proof, run_first_proved, verification_limit
-from echelon.flow.job_identity import remember_changes
 from echelon.flow.job_source import JobLike, JobSource
 from echelon.flow.resolve_plan import PlanLike, ResolvedPlan
 from echelon.flow.run_folder import choose_run_folder, require_writable
-from echelon.flow.script_calls import (
-    become_ranks,
-    call_in_script,
-    prepare_process,
-    record_own_loop,
-    rerun_script,
-)
+from echelon.flow.script_calls import become_ranks, call_in_script, prepare_process, record_own_loop, rerun_script
 from echelon.flow.settings import Settings, resolve_settings
 from echelon.flow.train_result import TrainResult
 from echelon.flow.trainer import Trainer
@@ -89,7 +82,7 @@ def train(
 
 
 def train_job(
-    job_source: JobSource,
+    source: JobSource,
     requested: PlanLike,
     settings: Settings,
     world: World,
@@ -97,74 +90,66 @@ def train_job(
     listeners: Sequence[Listener] = (),
     start_ranks: StartRanks | None = None,
 ) -> TrainResult:
-    """Train in this process, on the ranks of which it is one, or on ranks that it starts (by `start_ranks`, else as a script)."""
+    """Train in this process, with the ranks to which it belongs, or on ranks that it starts (by `start_ranks`, else as a script)."""
     if world.is_main:
         require_writable(Path("runs" if settings.out is None else settings.out))
     if start_ranks is not None and not settings.resume and not world.launched:
-        folder, _ = choose_run_folder(settings.out, job_source.name, fresh=True)
+        folder, _ = choose_run_folder(settings.out, source.name, fresh=True)
         settings = dataclasses.replace(settings, out=folder)  # the ranks of a second attempt resume the first one's run
-    attempt = PlanAttempt(job_source, world, settings, listeners, start_ranks or _rerun_script)
+    attempt = PlanAttempt(source, world, settings, listeners, start_ranks or _rerun_script)
     if world.launched:
-        return train_on_ranks(job_source, requested, world, attempt, fallback=settings.fallback)
-    plans = candidate_plans(job_source, requested, fallback=settings.fallback)
-    return run_first_proved(plans, attempt, lambda candidate: verification_limit(job_source.job, candidate))
+        return train_on_ranks(source, requested, world, attempt, fallback=settings.fallback)
+    plans = candidate_plans(source, requested, fallback=settings.fallback)
+    return run_first_proved(plans, attempt, lambda candidate: verification_limit(source.job, candidate))
 
 
 def _rerun_script(resolved: ResolvedPlan, _: Settings) -> TrainResult:
     return TrainResult.from_json(rerun_script(resolved))
 
 
-def _load_into_module(job_source: JobSource, result: TrainResult) -> None:
-    """Where the caller holds the module itself, leave it as a training in this process would."""
-    module = None if job_source.is_file else job_source.job.model
-    if (
-        module is None
-        or isinstance(module, type)
-        or not hasattr(module, "load_state_dict")
-        or result.checkpoint is None
-    ):
+def _load_into_module(source: JobSource, result: TrainResult) -> None:
+    """Load the trained weights into a module that the caller holds, as a training in this process would leave it."""
+    if source.is_file or result.checkpoint is None:
+        return
+    module = source.job.model
+    if isinstance(module, type) or not hasattr(module, "load_state_dict"):
         return
     from echelon.engine.weights import load_weights
 
-    load_weights(module, result.checkpoint, tp_shards={}, warn=job_source.warnings.append)  # type: ignore[arg-type]
-    remember_changes(job_source.job, job_source.identity, job_source.folder)
+    load_weights(module, result.checkpoint, tp_shards={}, warn=source.warnings.append)  # type: ignore[arg-type]
+    source.remember_changes()
 
 
+@dataclasses.dataclass(slots=True)
 class PlanAttempt:
-    """Executes one plan after another, from the gate to the end. After a plan that the run itself disproved, the next one
-    continues in the same folder from the last good checkpoint."""
+    """Trains under one plan after another, from the gate to the end. After a plan that the run itself disproved, the next
+    one continues in the same folder from the last good checkpoint."""
 
-    def __init__(
-        self,
-        job_source: JobSource,
-        world: World,
-        settings: Settings,
-        listeners: Sequence[Listener],
-        start_ranks: StartRanks,
-    ) -> None:
-        self._job_source, self._world, self._settings = job_source, world, settings
-        self._listeners, self._start_ranks = listeners, start_ranks
+    source: JobSource
+    world: World
+    settings: Settings
+    listeners: Sequence[Listener]
+    start_ranks: StartRanks
 
     def __call__(self, resolved: ResolvedPlan, world: World | None = None) -> TrainResult:
-        """Train under one plan."""
-        world = world or self._world
+        world = world or self.world
         try:
             if not world.launched and resolved.plan.ranks > 1:
-                result = self._start_ranks(resolved, self._settings)
-                _load_into_module(self._job_source, result)
+                result = self.start_ranks(resolved, self.settings)
+                _load_into_module(self.source, result)
                 return result
             return self._train(resolved, world)
         except EchelonError as error:
             if is_disproved(error) and not isinstance(error, UnverifiedPlanError):
-                self._settings = dataclasses.replace(self._settings, resume=True)
+                self.settings = dataclasses.replace(self.settings, resume=True)
             raise
 
     def _train(self, resolved: ResolvedPlan, world: World) -> TrainResult:
-        settings = self._settings
-        verdict = require_proof(self._job_source, resolved, world, verify=settings.verify, quiet=settings.quiet)
-        trainer = Trainer(self._job_source, resolved, world, settings, self._listeners, verdict)
-        self._settings = dataclasses.replace(settings, out=trainer.folder)
-        return trainer.run()
+        settings = self.settings
+        verdict = require_proof(self.source, resolved, world, verify=settings.verify, quiet=settings.quiet)
+        trainer = Trainer(self.source, resolved, world, settings, verdict)
+        self.settings = dataclasses.replace(settings, out=trainer.folder)
+        return trainer.run(self.listeners)
 
 
 def parallelize(
@@ -191,27 +176,24 @@ def parallelize(
         verify: Prove a new job and plan before the first step. [True, or ECHELON_VERIFY]
     """
     world = prepare_process("parallelize")
-    job_source = JobSource(job)
+    source = JobSource(job)
     settings = resolve_settings({"plan": plan, "verify": verify})[1]
 
     def execute(resolved: ResolvedPlan, world: World = world) -> Run:
         if not world.launched and resolved.plan.ranks > 1:
             become_ranks(resolved)
-        verdict = require_proof(job_source, resolved, world, verify=settings.verify)
+        verdict = require_proof(source, resolved, world, verify=settings.verify)
         if resolved.fallback and world.is_main:
             warnings.warn(resolved.fallback, stacklevel=4)
         from echelon.engine.run import Run
 
-        run = Run(job_source.job, resolved.plan, world, device=device, workers=workers, warn=warn)
+        run = Run(source.job, resolved.plan, world, device=device, workers=workers, warn=warn)
         run.attributes.is_unproved = verdict.certificate is None
         return run
 
     if world.launched:
-        return run_first_proved_on_ranks(job_source, plan, world, execute)
-    run = run_first_proved(
-        candidate_plans(job_source, plan, fallback=settings.fallback),
-        execute,
-        lambda candidate: verification_limit(job_source.job, candidate),
-    )
+        return run_first_proved_on_ranks(source, plan, world, execute)
+    plans = candidate_plans(source, plan, fallback=settings.fallback)
+    run = run_first_proved(plans, execute, lambda candidate: verification_limit(source.job, candidate))
     record_own_loop()
     return run

@@ -54,7 +54,6 @@ class TrainResult:
 
     @classmethod
     def from_json(cls, text: str) -> TrainResult:
-        """The result that `to_json` wrote."""
         plain = json.loads(text)
         plain |= {"folder": Path(plain["folder"]), "plan": Plan.from_json(plain["plan"])}
         plain["checkpoint"] = plain["checkpoint"] and Path(plain["checkpoint"])

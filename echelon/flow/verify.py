@@ -48,7 +48,7 @@ def verify(
 
 
 def verify_job(
-    job_source: JobSource,
+    source: JobSource,
     requested: PlanLike,
     world: World,
     *,
@@ -58,21 +58,20 @@ def verify_job(
     memory: int | None = None,
     start_ranks: Callable[[ResolvedPlan], str] = rerun_script,
 ) -> Certificate:
-    """Verify in this process, on the ranks of which it is one, or on ranks that `start_ranks` starts."""
-    resolved = agree_on_plan(job_source, requested, world)
+    """Verify in this process, with the ranks to which it belongs, or on ranks that `start_ranks` starts."""
+    resolved = agree_on_plan(source, requested, world)
     if not world.launched and resolved.plan.ranks > 1:
         return Certificate.from_json(start_ranks(resolved))
     from echelon.engine.process_groups import open_shared_store
-    from echelon.verifier.fingerprints import job_hash
     from echelon.verifier.verify import verify as prove
 
     store = open_shared_store(world, "proof") if world.size > 1 else None
     with watch_for_deadlock(world, store, resolved.plan, MIN_SECONDS, math.inf):
         certificate = prove(
-            job_source.job, resolved.plan, world=world, steps=steps, job_hash=job_hash(job_source.spec) if job_source.spec else "",
+            source.job, resolved.plan, world=world, steps=steps, job_hash=source.file_hash,
             profile=resolved.profile, reference=reference, memory=memory,
         )  # fmt: skip
-    certificate = bind_certificate(certificate, job_source.identity, resolved.profile)
+    certificate = bind_certificate(certificate, source.identity, resolved.profile)
     if resolved.fallback:
         certificate = dataclasses.replace(certificate, notes=(resolved.fallback, *certificate.notes))
     if out is not None and world.is_main:

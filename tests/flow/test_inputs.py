@@ -257,14 +257,14 @@ def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
     assert certificate.graph_hash == before.graph_hash
     again = JobSource(str(file))
     assert again.cached_profile() == before
-    assert again._load_cached(Plan, f"{again.cache_key} {wide.digest}") == cut
+    assert again.load_cached(Plan, f"{again.cache_key} {wide.digest}") == cut
     assert resolve_plan(again, "dp=2").plan == from_text("dp=2")
     train(str(file), "dp=1", require_certificate=tmp_path / "certificate.json", quiet=True)
 
     (tmp_path / "config.json").write_text('{"loss": "contrastive"}')
     later = JobSource(str(file))
     assert later.cached_profile() is None
-    assert later._load_cached(Plan, f"{later.cache_key} {wide.digest}") is None
+    assert later.load_cached(Plan, f"{later.cache_key} {wide.digest}") is None
     assert later.profile().samples_coupled is True
     assert later.profile().graph_hash != before.graph_hash
     with pytest.raises(VerificationError, match=r"file config\.json: \w+ then, \w+ now"):

@@ -357,7 +357,7 @@ def test_an_edited_job_file_goes_on_and_is_told(tmp_path: Path) -> None:
     file.write_text(FILE.replace("epochs=1", "epochs=2"))
     _, events = train(run, f"{file}:tiny")
     (warning,) = of(events, "warning")
-    assert "was trained by another text of the job file" in warning.data["message"]
+    assert "was trained by another version of the job file" in warning.data["message"]
     assert of(events, "end")[0].step == 2 * STEPS
 
 
@@ -370,7 +370,7 @@ def test_an_edited_module_is_named_as_such(tmp_path: Path, monkeypatch: pytest.M
         module.write_text(f"EPOCHS = {epochs}\n")
         _, events = train(run, f"{file}:tiny")
     (warning,) = of(events, "warning")
-    assert "was trained by another text of modules that the job file imports" in warning.data["message"]
+    assert "was trained by another version of modules that the job file imports" in warning.data["message"]
     assert of(events, "end")[0].step == 2 * STEPS
 
 
