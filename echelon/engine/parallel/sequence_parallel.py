@@ -9,9 +9,8 @@ of the sequence get a part of their gradient, which `sum_gradients` adds up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ class SequenceParallelCommunicator(TPCommunicator):
 
     def __init__(self, tp: TPCommunicator, segment: SequenceSegment) -> None:
         super().__init__(tp)
-        self._dim, self._draws_random = segment.dim, segment.uses_rng
+        self.segment, self._dim, self._draws_random = segment, segment.dim, segment.uses_rng
         # Of the last sequence. Recomputation in backward sees the same batch, so the same length.
         self._shard_sizes: list[int] = []
         self._last_gather: tuple[Any, tuple[int, bool], Tensor, int] | None = None
@@ -67,53 +66,35 @@ class SequenceParallelCommunicator(TPCommunicator):
         self._last_gather = x, cache_key, gathered, gathered._version
         return gathered
 
-    def copy_to_region(self, x: Tensor) -> Tensor:
+    def _copy_to_region(self, x: Tensor) -> Tensor:
         """For a sequence that was just gathered: one reduce-scatter in backward sums its readers' gradients and splits them."""
         last_gather = self._last_gather
         if last_gather is None or last_gather[2] is not x or last_gather[3] != x._version:
-            return super().copy_to_region(x)
-        cache_key = x._version, torch.is_grad_enabled()
-        if self._last_copy is None or self._last_copy[0]() is not x or self._last_copy[1] != cache_key:
-            self._last_copy = ref(x), cache_key, self.all_gather(last_gather[0], self._dim, self._shard_sizes, x)
-        return self._last_copy[2]
+            return super()._copy_to_region(x)
+        return self.all_gather(last_gather[0], self._dim, self._shard_sizes, x)
 
     def reduce_row_output(self, x: Tensor, dim: int | None = None) -> Tensor:
         """Sum a row-parallel module's partial outputs; keep this rank's part of the sequence."""
         return self.with_rank_rng(self.reduce_scatter(x, self._dim if dim is None else dim, self._shard_sizes))
 
-
-def make_segment_communicators(
-    segments: Iterable[SequenceSegment], tp: TPCommunicator
-) -> dict[SequenceSegment, SequenceParallelCommunicator]:
-    """The tensor group as each segment sees it."""
-    return {segment: SequenceParallelCommunicator(tp, segment) for segment in segments}
+    def contains(self, path: str) -> bool:
+        """Whether a module is in one of the segment's blocks."""
+        return any(path == block or path.startswith(f"{block}.") for block in self.segment.blocks)
 
 
-def contains_module(segment: SequenceSegment, path: str) -> bool:
-    """Whether a module is in one of the segment's blocks."""
-    return any(path == unit or path.startswith(unit + ".") for unit in segment.blocks)
-
-
-def install_sequence_parallel(
-    model: nn.Module, segment: SequenceSegment, segment_tp: SequenceParallelCommunicator
-) -> None:
+def install_sequence_parallel(model: nn.Module, tp: SequenceParallelCommunicator) -> None:
     """Run the segment's blocks on parts of the sequence, except modules that need all of it."""
+    segment, blocks = tp.segment, tp.segment.blocks
     for gather in segment.gathers:
         module = model.get_submodule(gather.path)
-        _transform_inputs(module, gather.arguments, segment_tp.gather_sequence)
+        _transform_inputs(module, gather.arguments, tp.gather_sequence)
         if gather.returns_sequence:
-            _transform_output(module, segment_tp.slice_sequence)
-    for unit in segment.blocks:
+            _transform_output(module, tp.slice_sequence)
+    for path in blocks:
         # Each block begins and ends with the shared generator, which recomputation restores.
-        module = model.get_submodule(unit)
-        _transform_inputs(
-            module,
-            (segment.argument,),
-            segment_tp.enter_segment if unit == segment.blocks[0] else segment_tp.with_rank_rng,
-        )
-        _transform_output(
-            module, segment_tp.leave_segment if unit == segment.blocks[-1] else segment_tp.with_shared_rng
-        )
+        module = model.get_submodule(path)
+        _transform_inputs(module, (segment.argument,), tp.enter_segment if path == blocks[0] else tp.with_rank_rng)
+        _transform_output(module, tp.leave_segment if path == blocks[-1] else tp.with_shared_rng)
 
 
 def _transform_inputs(module: Any, argument_names: tuple[str, ...], transform: Callable[[Tensor], Tensor]) -> None:
@@ -121,12 +102,9 @@ def _transform_inputs(module: Any, argument_names: tuple[str, ...], transform: C
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(
-            transform(value) if str(position) in argument_names else value for position, value in enumerate(args)
-        )
-        return original_forward(
-            *args, **{name: transform(value) if name in argument_names else value for name, value in kwargs.items()}
-        )
+        args = tuple(transform(x) if str(index) in argument_names else x for index, x in enumerate(args))
+        kwargs = {name: transform(x) if name in argument_names else x for name, x in kwargs.items()}
+        return original_forward(*args, **kwargs)
 
     module.forward = forward
 

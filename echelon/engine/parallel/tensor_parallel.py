@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,11 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.parallel.module_tensors import as_registered, named_tensors, replace_tensors
-from echelon.engine.parallel.sequence_parallel import (
-    contains_module,
-    install_sequence_parallel,
-    make_segment_communicators,
-)
+from echelon.engine.parallel.sequence_parallel import SequenceParallelCommunicator, install_sequence_parallel
 from echelon.engine.parallel.shard_layout import TPShard
 from echelon.engine.parallel.tp_collectives import TPCommunicator
 from echelon.engine.parallel.tp_forwards import FORWARD_BUILDERS
@@ -37,8 +34,6 @@ from echelon.partition.tp_layers import accept_input_by_name, count_inputs
 from echelon.plan.placement import Placement, compute_shard_sizes, shard_attribute
 from echelon.plan.sequence_segment import SequenceSegment
 
-# Shards
-
 
 def find_tp_shards(model: nn.Module, placements: Iterable[Placement], tp: TPCommunicator) -> dict[str, TPShard]:
     """This rank's shard of each sharded parameter and buffer, under each of its names."""
@@ -46,10 +41,8 @@ def find_tp_shards(model: nn.Module, placements: Iterable[Placement], tp: TPComm
     for placement in placements:
         module = model.get_submodule(placement.path)
         for piece in placement.slices:
-            tensor = attrgetter(piece.name)(module)
-            shards_by_id[id(tensor)] = TPShard(
-                tensor.shape, piece.dim, piece.fused_sizes, tp.rank, tp.size, placement.unit
-            )
+            tensor, unit = attrgetter(piece.name)(module), placement.unit
+            shards_by_id[id(tensor)] = TPShard(tensor.shape, piece.dim, piece.fused_sizes, tp.rank, tp.size, unit)
     names = named_tensors(model, remove_duplicate=False)
     return {name: shards_by_id[id(tensor)] for name, tensor in names if id(tensor) in shards_by_id}
 
@@ -63,34 +56,29 @@ def shard_parameters(model: nn.Module, tp_shards: Mapping[str, TPShard]) -> None
     replace_tensors(model, shard)
 
 
-# Computation
-
-
 def install_tensor_parallel(
     model: nn.Module, placements: Iterable[Placement], tp: TPCommunicator, segments: Iterable[SequenceSegment] = ()
 ) -> None:
     """Make modules compute with shards. Their parameters are still full, and must be sharded before the first call."""
-    segment_tps = make_segment_communicators(segments, tp)
-    partial_names = {name for segment in segment_tps for name in segment.partial_gradients}
-    stored: dict[str, list[_StoredModule]] = {}
+    segment_tps = [SequenceParallelCommunicator(tp, segment) for segment in segments]
+    partial_names = {name for segment_tp in segment_tps for name in segment_tp.segment.partial_gradients}
+    stored: dict[str, list[_StoredParameter]] = {}
     for placement in placements:
         module: Any = model.get_submodule(placement.path)
-        module_tp = next(
-            (item for segment, item in segment_tps.items() if contains_module(segment, placement.path)), tp
-        )
         _localize_attributes(model, module, placement, tp)
         if placement.cut == "stored":
-            stored_module = _StoredModule.from_placement(module, placement, tp, partial_names)
-            stored.setdefault(placement.gathered_in, []).append(stored_module)
+            parameters = _stored_parameters(module, placement, tp, partial_names)
+            stored.setdefault(placement.gathered_in, []).extend(parameters)
         elif placement.cut in FORWARD_BUILDERS:
+            module_tp = next((s for s in segment_tps if s.contains(placement.path)), tp)
             forward = FORWARD_BUILDERS[placement.cut](module, module_tp)
             if placement.uses_rng:
                 forward = _with_rank_rng(module, forward, placement.cut, module_tp)
             module.forward = PatchedForward(accept_input_by_name(module, forward))
-    for scope_path, modules in stored.items():
-        _gather_while_running(model.get_submodule(scope_path), scope_path, modules)
-    for segment, segment_tp in segment_tps.items():
-        install_sequence_parallel(model, segment, segment_tp)
+    for scope_path, scope_parameters in stored.items():
+        _gather_while_running(model.get_submodule(scope_path), scope_path, scope_parameters)
+    for segment_tp in segment_tps:
+        install_sequence_parallel(model, segment_tp)
     for layer in model.modules():
         # Fused inference kernels read the weights of submodules without calling them.
         if isinstance(layer, nn.TransformerEncoderLayer):
@@ -121,14 +109,14 @@ class PatchedForward:
 
 def _localize_attributes(model: nn.Module, module: nn.Module, placement: Placement, tp: TPCommunicator) -> None:
     """Divide head counts and widths that the model's code reads, and make its views ask for local widths."""
-    width = count_inputs(module)
+    width, unit = count_inputs(module), placement.unit
     for name in placement.divided_attributes:
         owner_path, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_path)
-        value = shard_attribute(getattr(owner, attribute), tp.rank, tp.size, width=width, unit=placement.unit)
+        value = shard_attribute(getattr(owner, attribute), tp.rank, tp.size, width=width, unit=unit)
         setattr(owner, attribute, value)
     if placement.view_module is not None:
-        local_width = compute_shard_sizes(width, tp.size, placement.unit)[tp.rank]
+        local_width = compute_shard_sizes(width, tp.size, unit)[tp.rank]
         _run_within(model.get_submodule(placement.view_module), lambda: LocalWidthViews(width, local_width))
 
 
@@ -142,71 +130,66 @@ def _run_within(module: Any, make_context: Callable[[], Any]) -> None:
     module.forward = PatchedForward(forward)
 
 
-def _with_rank_rng(
-    module: Any, original_forward: Callable[..., Any], cut: str, tp: TPCommunicator
-) -> Callable[..., Any]:
+def _with_rank_rng(module: Any, forward: Callable[..., Any], cut: str, tp: TPCommunicator) -> Callable[..., Any]:
     """Between a column-parallel module and its row-parallel one, each rank draws its own random numbers."""
 
-    def column_forward(x: Tensor) -> Any:
-        out = original_forward(x)
-        if module.training:
+    def forward_with_rng(x: Tensor) -> Any:
+        if module.training and cut != "column":
+            tp.rng.use_shared_rng(x.device)
+        out = forward(x)
+        if module.training and cut == "column":
             tp.rng.use_rank_rng(out.device)
         return out
 
-    def row_forward(x: Tensor) -> Any:
-        if module.training:
-            tp.rng.use_shared_rng(x.device)
-        return original_forward(x)
-
-    return column_forward if cut == "column" else row_forward
+    return forward_with_rng
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredModule:
-    """A module whose parameters are sharded only between calls."""
+class _StoredParameter:
+    """A parameter that is sharded only between calls of its module."""
 
-    path: str
     module: nn.Module
-    sharded_dims: Mapping[str, tuple[int, list[int]]]  #: parameter -> dim, shard sizes
-    gather: Callable[[Tensor, int, Sequence[int]], Tensor]
+    path: str
+    name: str
+    gather: Callable[[Tensor], Tensor]
 
-    @classmethod
-    def from_placement(
-        cls, module: Any, placement: Placement, tp: TPCommunicator, partial_names: set[str]
-    ) -> _StoredModule:
-        dims = {
-            piece.name: (piece.dim, compute_shard_sizes(getattr(module, piece.name).shape[piece.dim], tp.size))
-            for piece in placement.slices
-        }
-        has_partial_gradients = not partial_names.isdisjoint(f"{placement.path}.{name}" for name in dims)
-        return cls(placement.path, module, dims, tp.all_gather if has_partial_gradients else tp.gather_from_region)
+    def assign(self, value: Any) -> None:
+        self.module._parameters[self.name] = value
+        refresh_flat_weights(self.module)
 
 
-def _gather_while_running(scope: nn.Module, scope_path: str, stored_modules: Sequence[_StoredModule]) -> None:
-    """While `scope` runs, the stored modules hold full parameters."""
+def _stored_parameters(
+    module: Any, placement: Placement, tp: TPCommunicator, partial_names: set[str]
+) -> Iterator[_StoredParameter]:
+    paths = {piece.name: f"{placement.path}.{piece.name}" for piece in placement.slices}
+    gather = tp.gather_from_region if partial_names.isdisjoint(paths.values()) else tp.all_gather
+    for piece in placement.slices:
+        shard_sizes = compute_shard_sizes(getattr(module, piece.name).shape[piece.dim], tp.size)
+        gather_full = partial(gather, dim=piece.dim, shard_sizes=shard_sizes)
+        yield _StoredParameter(module, paths[piece.name], piece.name, gather_full)
+
+
+def _gather_while_running(scope: nn.Module, scope_path: str, stored_parameters: Sequence[_StoredParameter]) -> None:
+    """While `scope` runs, the modules of stored parameters hold them in full."""
 
     @contextmanager
     def full_parameters() -> Iterator[None]:
-        local_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        shards: list[tuple[_StoredParameter, nn.Parameter]] = []
         try:
-            for stored in stored_modules:
-                for name, (dim, shard_sizes) in stored.sharded_dims.items():
-                    parameter = stored.module._parameters[name]
-                    if not isinstance(parameter, nn.Parameter) or parameter.is_meta:
-                        continue  # gathered by an outer call, or held by another pipeline stage
-                    if isinstance(parameter, DTensor):
-                        raise PlanError(
-                            f"{stored.path}.{name} is sharded by tp at rest and used all over {scope_path or 'the model'}, part of which zero shards "
-                            "separately; use zero=0 with tp"
-                        )
-                    local_parameters.append((stored.module, name, parameter))
-                    full_parameter: Any = stored.gather(parameter, dim, shard_sizes)
-                    stored.module._parameters[name] = full_parameter
-                refresh_flat_weights(stored.module)
+            for stored in stored_parameters:
+                shard = stored.module._parameters[stored.name]
+                if not isinstance(shard, nn.Parameter) or shard.is_meta:
+                    continue  # gathered by an outer call, or held by another pipeline stage
+                if isinstance(shard, DTensor):
+                    raise PlanError(
+                        f"{stored.path} is sharded by tp at rest and used all over {scope_path or 'the model'}, part of which zero shards "
+                        "separately; use zero=0 with tp"
+                    )
+                shards.append((stored, shard))
+                stored.assign(stored.gather(shard))
             yield
         finally:
-            for module, name, parameter in local_parameters:
-                module._parameters[name] = parameter
-                refresh_flat_weights(module)
+            for stored, shard in shards:
+                stored.assign(shard)
 
     _run_within(scope, full_parameters)

@@ -33,23 +33,26 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class TPCommunicator:
     """The tensor-parallel group, as seen from this rank."""
 
-    def __init__(self, communicator: Communicator | TPCommunicator) -> None:
-        self.process_group: dist.ProcessGroup | None = communicator.process_group
-        self.rank: int = communicator.rank
-        self.size: int = communicator.size
-        self.rng: RNGTracker = (
-            communicator.rng if isinstance(communicator, TPCommunicator) else RNGTracker(communicator.rank)
-        )
+    def __init__(self, ranks: Communicator | TPCommunicator) -> None:
+        self.process_group: dist.ProcessGroup | None = ranks.process_group
+        self.rank: int = ranks.rank
+        self.size: int = ranks.size
+        self.rng: RNGTracker = ranks.rng if isinstance(ranks, TPCommunicator) else RNGTracker(ranks.rank)
         self._last_copy: tuple[Any, tuple[int, bool], Tensor] | None = None
 
     def copy_to_region(self, x: Tensor) -> Tensor:
         """Enter the region with a replicated `x`. Modules that read the same `x` share one all-reduce in backward."""
         cache_key = x._version, torch.is_grad_enabled()
-        if self._last_copy is not None and self._last_copy[0]() is x and self._last_copy[1] == cache_key:
-            return self._last_copy[2]
-        copy: Tensor = _Collective.apply(x, "copy", self)
-        self._last_copy = ref(x), cache_key, copy
-        return copy
+        if self._last_copy is None or self._last_copy[0]() is not x or self._last_copy[1] != cache_key:
+            self._last_copy = ref(x), cache_key, self._copy_to_region(x)
+        return self._last_copy[2]
+
+    def _copy_to_region(self, x: Tensor) -> Tensor:
+        return _Collective.apply(x, "copy", self)
+
+    def local_span(self, shard_sizes: Sequence[int]) -> tuple[int, int]:
+        """Start and length of this rank's shard."""
+        return sum(shard_sizes[: self.rank]), shard_sizes[self.rank]
 
     def reduce_from_region(self, x: Tensor) -> Tensor:
         """Sum partial values over the ranks. May overwrite `x`: pass a tensor that nothing else reads."""
@@ -113,29 +116,24 @@ def _reduce_gradient(x: Tensor, tp: TPCommunicator) -> Tensor:
 
 
 def _slice(x: Tensor, tp: TPCommunicator, dim: int, shard_sizes: Sequence[int]) -> Tensor:
-    shard = x.narrow(dim, sum(shard_sizes[: tp.rank]), shard_sizes[tp.rank])
-    return shard.clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, *tp.local_span(shard_sizes)).clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather(
-    x: Tensor, tp: TPCommunicator, dim: int, shard_sizes: Sequence[int], gathered: Tensor | None = None
-) -> Tensor:
-    if gathered is not None:
-        return gathered.detach()
-    padded_length = max(shard_sizes)
-    padded_shard = _pad_to_length(x.movedim(dim, 0), padded_length).contiguous()
-    buffer = padded_shard.new_empty(padded_length * tp.size, *padded_shard.shape[1:])
+def _all_gather(x: Tensor, tp: TPCommunicator, dim: int, sizes: Sequence[int], known: Tensor | None = None) -> Tensor:
+    if known is not None:
+        return known.detach()
+    padded_shard = _pad_to_length(x.movedim(dim, 0), max(sizes)).contiguous()
+    buffer = padded_shard.new_empty(max(sizes) * tp.size, *padded_shard.shape[1:])
     _all_gather_single(buffer, padded_shard, group=tp.process_group)
-    shards = zip(buffer.split(padded_length), shard_sizes, strict=True)
+    shards = zip(buffer.split(max(sizes)), sizes, strict=True)
     return torch.cat([shard[:size].movedim(0, dim) for shard, size in shards], dim)  # no view: models write to outputs
 
 
-def _reduce_scatter(x: Tensor, tp: TPCommunicator, dim: int, shard_sizes: Sequence[int]) -> Tensor:
-    padded_length = max(shard_sizes)
-    padded_shards = [_pad_to_length(shard, padded_length) for shard in x.movedim(dim, 0).split(list(shard_sizes))]
+def _reduce_scatter(x: Tensor, tp: TPCommunicator, dim: int, sizes: Sequence[int]) -> Tensor:
+    padded_shards = [_pad_to_length(shard, max(sizes)) for shard in x.movedim(dim, 0).split(list(sizes))]
     local_shard = torch.empty_like(padded_shards[0], memory_format=torch.contiguous_format)
     _reduce_scatter_single(local_shard, torch.cat(padded_shards), group=tp.process_group)
-    return local_shard[: shard_sizes[tp.rank]].movedim(0, dim).contiguous()
+    return local_shard[: sizes[tp.rank]].movedim(0, dim).contiguous()
 
 
 def _pad_to_length(x: Tensor, length: int) -> Tensor:

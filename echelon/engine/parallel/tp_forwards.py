@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -48,9 +48,7 @@ def _make_logits_forward(module: Any, tp: TPCommunicator) -> Callable[..., Tenso
     return _make_output_forward(module, tp, lambda local, dim, sizes: ShardedLogits(local, dim, sizes, tp))
 
 
-def _make_output_forward(
-    module: Any, tp: TPCommunicator, finish: Callable[[Tensor, int, Sequence[int]], Tensor]
-) -> Callable[..., Tensor]:
+def _make_output_forward(module: Any, tp: TPCommunicator, finish: Callable[..., Tensor]) -> Callable[..., Tensor]:
     product, shard_sizes = local_product(module), compute_shard_sizes(count_outputs(module), tp.size)
 
     def forward(x: Tensor) -> Tensor:

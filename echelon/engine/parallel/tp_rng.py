@@ -1,8 +1,7 @@
 """Random numbers under tensor parallelism: equal on all ranks for replicated activations, independent for shards.
 
-All ranks of the group start a step with one seed, so a dropout on replicated activations has the same mask everywhere. Between a
-column-parallel module and its row-parallel one, and on parts of a sequence, one mask would repeat on every rank: there each rank continues with
-its own seed. It derives from the shared generator, so nothing has to be saved to resume a run or to recompute a block.
+All ranks of the group start a step with one seed. Between a column-parallel module and its row-parallel one, and on parts of a sequence, each
+rank continues with its own, derived from the shared generator: nothing has to be saved to resume a run or to recompute a block.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ computes as if nothing were sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ def make_embedding_forward(module: Any, tp: TPCommunicator) -> Callable[..., Ten
     """The forward of an nn.Embedding or nn.EmbeddingBag of which this rank holds some rows."""
     vocabulary_size = module.num_embeddings
     shard_sizes = compute_shard_sizes(vocabulary_size, tp.size)
-    first_row, local_rows = sum(shard_sizes[: tp.rank]), shard_sizes[tp.rank]
+    first_row, local_rows = tp.local_span(shard_sizes)
     padding_row = None if module.padding_idx is None else module.padding_idx - first_row
     padding_row = padding_row if padding_row is not None and 0 <= padding_row < local_rows else None
 
@@ -131,14 +132,8 @@ def _gather_tree(tree: Any) -> Any:
 
 #: Reads no values.
 _METADATA_METHODS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-}
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
+}  # fmt: skip
 _METADATA_PROPERTIES = {
     Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda, Tensor.layout, Tensor.is_meta,
 }  # fmt: skip
@@ -160,17 +155,14 @@ def _reshape(logits: ShardedLogits, *shape: Any, **kwargs: Any) -> ShardedLogits
 
 
 def _flatten(logits: ShardedLogits, start_dim: int = 0, end_dim: int = -1) -> ShardedLogits | None:
-    start, end = start_dim % logits.dim(), end_dim % logits.dim()
-    if logits._dim != logits.dim() - 1 or end >= logits._dim:
-        return None
-    local = logits._local.flatten(start, end)
-    return logits.with_local(local, local.dim() - 1)
+    start, end, shape = start_dim % logits.dim(), end_dim % logits.dim(), logits.shape
+    return _reshape(logits, *shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
 
 
 def _transpose(logits: ShardedLogits, dim0: int, dim1: int) -> ShardedLogits | None:
     dims = list(range(logits.dim()))
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return logits.with_local(logits._local.transpose(dim0, dim1), dims.index(logits._dim))
+    return _permute(logits, dims)
 
 
 def _permute(logits: ShardedLogits, *dims: Any) -> ShardedLogits | None:
