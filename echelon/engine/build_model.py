@@ -56,7 +56,7 @@ class RankModel:
         warn: Callable[[str], None],
     ) -> None:
         """`training_loss`, `evaluation_loss`: what pipeline stages compute."""
-        self._job, self._plan, self._ranks, self._axes = job, plan, ranks, axes
+        self._job, self.plan, self.ranks, self.axes = job, plan, ranks, axes
         self._data_parallel = axes["dp"]
         self._dtype, self._training_loss, self._evaluation_loss = dtype, training_loss, evaluation_loss
         self.pipeline: Pipeline | None = None
@@ -87,7 +87,7 @@ class RankModel:
     def count_replicas(self, name: str, parameter: Tensor) -> int:
         """How many ranks hold the same part of a parameter as this one."""
         data_replicas = 1 if isinstance(parameter, DTensor) else self._data_parallel.size
-        tp_replicas = 1 if name in self.tp_shards else self._axes["tp"].size
+        tp_replicas = 1 if name in self.tp_shards else self.axes["tp"].size
         return data_replicas * tp_replicas * len(self.pipeline_ranks_of(name))
 
     def reshard(self) -> None:
@@ -104,7 +104,7 @@ class RankModel:
             if self.sharding is None or not any(word in str(error) for word in ("aten.", "DTensor")):
                 raise
             raise PlanError(
-                f"zero={self._plan.zero}: {type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)}); use zero=0, or an "
+                f"zero={self.plan.zero}: {type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)}); use zero=0, or an "
                 "optimizer that treats each number by itself (AdamW)"
             ) from error
 
@@ -125,7 +125,7 @@ class RankModel:
         return True
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
-        plan, ranks = self._plan, self._ranks
+        plan, ranks = self.plan, self.ranks
         is_sharded = plan.zero > 0 and self._data_parallel.size > 1
         model = initialize_model(
             self._job,
@@ -140,12 +140,12 @@ class RankModel:
         self.full_shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         if plan.server.tables:
             self._remove_served_tables(model, warn)
-        if self._axes["pp"].size > 1:  # before any communication: shapes are found without it
+        if self.axes["pp"].size > 1:  # before any communication: shapes are found without it
             example = BatchMover(ranks.device, self._dtype)(ExampleBatches(self._job).batch(2))
             # A loss that counts its calls must not count these.
             unchanged_state = partial(preserve_function_state, self._job, model)
             self.pipeline = Pipeline(
-                model.train(), self._training_loss, example, plan, self._axes["pp"], unchanged_state
+                model.train(), self._training_loss, example, plan, self.axes["pp"], unchanged_state
             )
             if self._job.eval_data is not None:
                 self.pipeline.require_evaluable(self._evaluation_loss, example)
@@ -173,7 +173,7 @@ class RankModel:
 
     def _remove_served_tables(self, model: nn.Module, warn: Callable[[str], None]) -> None:
         """Leave the tables to the servers. Weights from a file are loaded before, while the model is whole."""
-        tables = self._plan.server.tables
+        tables = self.plan.server.tables
         if self._job.weights is not None:
             server_table = next((table.path for table in tables if table.initialized_by == "server"), None)
             if server_table is not None:
@@ -182,12 +182,12 @@ class RankModel:
                     "out, or resume a run whose checkpoint has the servers' tables"
                 )
             load_weights(model, self._job.weights, tp_shards={}, warn=warn)
-        with self._ranks.raise_on_all_ranks():
-            self.initial_tables = remove_tables(model, tables, keep_values=self._ranks.world.is_main)
+        with self.ranks.raise_on_all_ranks():
+            self.initial_tables = remove_tables(model, tables, keep_values=self.ranks.world.is_main)
 
     def _install_tp(self, model: nn.Module) -> dict[str, TPShard]:
         """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
-        tensor_parallel, plan = self._axes["tp"], self._plan
+        tensor_parallel, plan = self.axes["tp"], self.plan
         if tensor_parallel.size == 1:
             return {}
         if not plan.tensor.placements:
@@ -214,18 +214,18 @@ class RankModel:
 
     def _communicator_of(self, pipeline_ranks: Collection[int]) -> Communicator | None:
         """This rank's communicator with these ranks of its pipeline; None where it is not among them. Every rank must call it."""
-        if len(pipeline_ranks) == self._axes["pp"].size:
-            return self._axes["pp"]
+        if len(pipeline_ranks) == self.axes["pp"].size:
+            return self.axes["pp"]
 
         def key(rank: int) -> tuple[tuple[str, int], ...] | None:
-            coordinate = self._plan.mesh.coordinate(rank)
+            coordinate = self.plan.mesh.coordinate(rank)
             others = tuple(item for item in coordinate.items() if item[0] != "pp")
             return others if coordinate["pp"] in pipeline_ranks else None
 
-        return self._ranks.split_by(key)
+        return self.ranks.split_by(key)
 
     def _compile(self, model: nn.Module, units: list[nn.Module]) -> None:
         # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
-        if self._plan.compile:
+        if self.plan.compile:
             for unit in units or [model]:
                 unit.compile()

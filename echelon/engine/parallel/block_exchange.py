@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,6 @@ from echelon.engine.process_groups import Communicator
 
 #: Tensors in a message start at multiples of this many bytes, so that any dtype can be read in place.
 _ALIGNMENT = 16
-#: Shape and dtype of a tensor in a message.
-Header = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,10 @@ class TensorBlock:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.shape, strict=True))
 
@@ -36,48 +39,27 @@ Routes = Mapping[tuple[int, int], Sequence[TensorBlock]]
 
 
 def exchange_blocks(
-    routes: Routes,
-    communicator: Communicator,
-    device: torch.device,
-    *,
-    read: Callable[[Sequence[TensorBlock]], Sequence[Tensor]],
-    headers: Callable[[Sequence[TensorBlock]], Sequence[Header]],
-) -> Iterator[tuple[Sequence[TensorBlock], list[Tensor]]]:
-    """Send what `read` returns for this rank's blocks; yields the blocks that arrive with their tensors, which `headers` describes.
+    routes: Routes, ranks: Communicator, read: Callable[[TensorBlock], Tensor], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[TensorBlock, Tensor]]:
+    """Send `read(block)` for each of this rank's blocks; yields the blocks that arrive, with their values. Every rank must call it."""
+    device = torch.device("cpu") if ranks.via_host else ranks.device
+    outgoing = [routes.get((ranks.rank, peer), ()) for peer in range(ranks.size)]
+    incoming = [routes.get((peer, ranks.rank), ()) for peer in range(ranks.size)]
 
-    Every rank of the group must call it.
-    """
-    rank, ranks = communicator.rank, range(communicator.size)
-    transfer_device = torch.device("cpu") if communicator.via_host else device
-    outgoing = [read(routes[rank, peer]) if (rank, peer) in routes else () for peer in ranks]
-    expected = [headers(routes[peer, rank]) if (peer, rank) in routes else () for peer in ranks]
-    messages = [_pack(tensors, transfer_device) for tensors in outgoing]
-    lengths = [sum(_padded_bytes(*header) for header in peer_headers) for peer_headers in expected]
-    incoming = torch.empty(sum(lengths), dtype=torch.uint8, device=transfer_device)
-    message_lengths = [len(message) for message in messages]
-    dist.all_to_all_single(incoming, torch.cat(messages), lengths, message_lengths, group=communicator.process_group)
-    for peer, message in enumerate(incoming.to(device).split(lengths)):
-        if (peer, rank) in routes:
-            yield routes[peer, rank], list(_unpack(message, expected[peer]))
+    def padded_bytes(block: TensorBlock) -> int:
+        return -(-block.numel * dtypes[block.name].itemsize // _ALIGNMENT) * _ALIGNMENT
 
-
-def _padded_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    message_bytes = sum(_padded_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
-    message = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
+    sent_bytes, received_bytes = ([sum(map(padded_bytes, b)) for b in peers] for peers in (outgoing, incoming))
+    sent = torch.zeros(sum(sent_bytes), dtype=torch.uint8, device=device)
     offset = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        message[offset : offset + size] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        offset += _padded_bytes(tensor.shape, tensor.dtype)
-    return message
-
-
-def _unpack(message: Tensor, headers: Sequence[Header]) -> Iterator[Tensor]:
-    offset = 0
-    for shape, dtype in headers:
-        yield message[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        offset += _padded_bytes(shape, dtype)
+    for block in chain.from_iterable(outgoing):
+        data = read(block).detach().contiguous().reshape(-1).view(torch.uint8)
+        sent[offset : offset + len(data)] = data
+        offset += padded_bytes(block)
+    received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=ranks.process_group)
+    received, offset = received.to(ranks.device), 0
+    for block in chain.from_iterable(incoming):
+        dtype = dtypes[block.name]
+        yield block, received[offset : offset + block.numel * dtype.itemsize].view(dtype).view(block.shape)
+        offset += padded_bytes(block)
