@@ -6,9 +6,6 @@
 
 Losses are weighted by samples before backward, so every one of them sums. The loss's own parameters, and parameters that tensor-parallel ranks
 or pipeline stages use in part, are few: `sum_gradients` reduces them after backward.
-
-A lookup in an embedding with `max_norm` shortens the rows it reads, on the ranks whose samples read them. All ranks scale a row by the same
-factor, so the smallest magnitude of each element over the ranks is the value on one device (`sync_max_norm_weights`).
 """
 
 from __future__ import annotations
@@ -56,7 +53,8 @@ def max_norm_weights(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sync_max_norm_weights(weights: Iterable[Tensor], communicator: Communicator) -> None:
-    """Give every rank the rows that any of them has shortened."""
+    """Give every rank the rows that a lookup with `max_norm` has shortened on any: all scale a row by the same factor, so the smallest magnitude
+    of each element is the value on one device."""
     for weight in weights if communicator.size > 1 else ():
         min_magnitude = weight.abs()
         dist.all_reduce(min_magnitude, dist.ReduceOp.MIN, group=communicator.process_group)

@@ -87,13 +87,11 @@ class ZeroSharding:
         #: The model's original parameters, which sharded ones replace: nothing should hold them afterwards.
         self._replaced_parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
         for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                # On a GPU it packs the weights into one buffer, which later gathers would not reach.
+            if isinstance(
+                module, nn.RNNBase
+            ):  # on a GPU it packs the weights into a buffer that later gathers would not reach
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
-        if pipeline is None:
-            self._shard_units(model, ranks, tp_shards)
-        else:
-            self._shard_stages(model, ranks, tp_shards, pipeline)
+        self._shard_units(model, ranks, tp_shards, pipeline)
         # It warns of a gather that a unit's output, changed in place, would skip; the root stays gathered until its backward.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
         self._warning_filter = warnings.filters[0]
@@ -119,39 +117,33 @@ class ZeroSharding:
         present_ids = {id(parameter) for parameter in model.parameters()}
         self._replaced_parameters = [item for item in self._replaced_parameters if id(item[1]()) not in present_ids]
 
-    def _shard_units(self, model: nn.Module, ranks: WorldCommunicator, tp_shards: Mapping[str, TPShard]) -> None:
-        for path in [*([] if self._plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""]:
-            # Values arrive and are sharded unit by unit: no device ever holds the full model.
-            unit = model.get_submodule(path)
-            materialize_module(model, path, ranks, tp_shards)
-            # The root's own parameters are last in forward and first in backward: freed, they would be gathered again at once.
-            self._fully_shard(unit, _find_unshardable(unit), reshard=self._plan.zero == 3 and unit is not model)
-
-    def _shard_stages(
-        self, model: nn.Module, ranks: WorldCommunicator, tp_shards: Mapping[str, TPShard], pipeline: Pipeline
+    def _shard_units(
+        self, model: nn.Module, ranks: WorldCommunicator, tp_shards: Mapping[str, TPShard], pipeline: Pipeline | None
     ) -> None:
-        """Shard each unit of this rank's pipeline stages; parameters that several units share stay full."""
-        holding_ranks = pipeline.holding_ranks.items()
-        materialize_module(
-            model, "", ranks, tp_shards, {name for name, holders in holding_ranks if pipeline.rank not in holders}
-        )
-        parameters = dict(model.named_parameters())
-        shared = {parameters[name] for name in pipeline.shared_parameters()}
-        for path in pipeline.unit_paths:
+        """Shard each unit and the root; of a pipeline the units of this rank's stages, without parameters that several of them share."""
+        shared = set[nn.Parameter]()
+        if pipeline is None:
+            paths = [*([] if self._plan.data.shard_as_one else find_fsdp_units(list_modules(model))), ""]
+        else:
+            paths, holding_ranks = pipeline.unit_paths, pipeline.holding_ranks.items()
+            other_stages = {name for name, holders in holding_ranks if pipeline.rank not in holders}
+            materialize_module(model, "", ranks, tp_shards, other_stages)
+            parameters = dict(model.named_parameters())
+            shared = {parameters[name] for name in pipeline.shared_parameters()}
+        for path in paths:
             unit = model.get_submodule(path)
+            if pipeline is None:  # values arrive and are sharded unit by unit: no device ever holds the full model
+                materialize_module(model, path, ranks, tp_shards)
             ignored = _find_unshardable(unit) | shared
-            if any(parameter not in ignored for parameter in unit.parameters()):
-                self._fully_shard(unit, ignored, reshard=self._plan.zero == 3)
-
-    def _fully_shard(self, unit: nn.Module, ignored: set[nn.Parameter], *, reshard: bool) -> None:
-        mesh = self._data_parallel.device_mesh()
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+            if pipeline is not None and ignored.issuperset(unit.parameters()):
+                continue
+            # The root's own parameters are last in forward and first in backward: freed, they would be gathered again at once.
+            reshard, mesh = self._plan.zero == 3 and unit is not model, self._data_parallel.device_mesh()
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
 
     def _zero_fill_before(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Before a group's reduction, give zero gradients to parameters that this rank's samples did not reach.
-
-        fully_shard leaves those out of its message. Where ranks reach different ones, message lengths differ: a crash, or sums of wrong numbers.
-        """
+        """Before a group's reduction, give zero gradients to parameters that this rank's samples did not reach: fully_shard leaves those out of
+        its message, whose length would differ between ranks."""
 
         def zero_fill_then_reduce(*args: Any) -> None:
             for fsdp_param in group.fsdp_params:

@@ -9,7 +9,8 @@ the layout depends on the parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -90,34 +91,22 @@ class GradientAllReduce:
     def __init__(
         self, parameters: Sequence[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        sizes_and_kinds = [
-            (tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.device)) for tensor in parameters
-        ]
-        self._buckets = [
-            _GradientBucket([parameters[position] for position in positions], group)
-            for positions in assign_buckets(sizes_and_kinds, megabytes)
-        ]
+        buckets = assign_buckets([(p.nbytes, (p.dtype, p.device)) for p in parameters], megabytes)
+        self._buckets = [_GradientBucket([parameters[index] for index in bucket], group) for bucket in buckets]
         self._sync_enabled = False
         self._next_bucket = 0
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
             for bucket in self._buckets
             for index, parameter in enumerate(bucket.parameters)
         ]
 
-    def _make_hook(self, bucket: _GradientBucket, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(_: Tensor) -> None:
-            if not self._sync_enabled:
-                bucket.adopt_gradient(index)
-                return
-            bucket.mark_final(index)
-            if not bucket.missing_count:
-                self._launch_full_buckets()
-
-        return on_gradient
-
-    def _launch_full_buckets(self) -> None:
-        """Launch full buckets in their fixed order: every rank must issue its collectives in the same one."""
+    def _on_gradient(self, bucket: _GradientBucket, index: int, _: Tensor) -> None:
+        if not self._sync_enabled:
+            bucket.adopt_gradient(index)
+            return
+        bucket.mark_final(index)
+        # In a fixed order: every rank must issue its collectives in the same one.
         while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].missing_count:
             self._buckets[self._next_bucket].start_all_reduce()
             self._next_bucket += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from echelon.engine.parallel.module_tensors import named_tensors, replace_tensors
-from echelon.engine.parallel.pipeline_stage import SeedFunction, Stage
+from echelon.engine.parallel.pipeline_stage import SeedFunction, Stage, list_called_units
 from echelon.engine.parallel.placeholder_tensor import make_placeholder
 from echelon.engine.process_groups import Communicator
 from echelon.errors import PlanError
@@ -34,6 +34,8 @@ from echelon.plan.stages import NO_STAGES_REASON
 from echelon.profiler.fake_model import ContextFactory, FakeModel, ForwardFunction, compute_shape_key
 from echelon.profiler.module_calls import UnitCall
 
+#: (output, index of the micro-batch) -> loss.
+LossFunction = Callable[[Any, int], Tensor]
 _SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "1f1b": torch_schedules.Schedule1F1B,
@@ -71,40 +73,29 @@ class Pipeline:
         #: Tensor, by each of its names -> the pipeline ranks that hold it: all of them where no unit does.
         self.holding_ranks = _find_holding_ranks(model, unit_calls, stage_bounds, pp.size)
         self._glue_weights = set[str]().union(*(call.glue_parameters for call in unit_calls))
-        self._stages = {
-            index: Stage(model, self._fake_model, unit_calls, stage_bounds[index], stage_bounds[index + 1])
-            for index in range(pp.rank, self._stage_count, pp.size)
-        }
+        stages = [Stage(model, self._fake_model, unit_calls, *bounds) for bounds in pairwise(stage_bounds)]
+        self._stages = {index: stages[index] for index in range(pp.rank, self._stage_count, pp.size)}
         #: The units that this rank computes.
-        self.unit_paths = list(
-            dict.fromkeys(
-                call.path
-                for stage in self._stages.values()
-                for call in unit_calls[stage.first_call : stage.end_call]
-                if call.path
-            )
-        )
+        self.unit_paths = list(dict.fromkeys(chain(*(stage.unit_paths for stage in self._stages.values()))))
         #: Whether this rank computes the loss.
         self.computes_loss = any(stage.is_last for stage in self._stages.values())
         self._micro_batches: Sequence[Any] = ()
-        self._loss_function: Callable[[Any, int], Tensor] | None = None
+        self._loss_function: LossFunction | None = None
         self._seed: SeedFunction | None = None
         self._schedules: dict[Any, Any] = {}
 
     def require_evaluable(self, forward: ForwardFunction, example: Any) -> None:
         """Refuse, before training starts, a model that calls other units in evaluation."""
-        paths = list(dict.fromkeys(call.path for call in self._unit_calls if call.path))
+        calls = self._unit_calls
+        paths = list_called_units(calls)
         try:
-            outputs = self._fake_model.compute_outputs(
-                forward, example, paths, training=False, unit_calls=self._unit_calls
-            )
+            outputs = self._fake_model.compute_outputs(forward, example, paths, training=False, unit_calls=calls)
         except Exception:  # a metric reads values, which fake tensors lack: the first evaluation will tell
             return
-        if len(outputs) != len(self._unit_calls):
+        if len(outputs) != len(calls):
             raise PlanError(
-                f"pp={self._pp.size}: the model calls {len(self._unit_calls) - 1} units in training and {len(outputs) - 1} in evaluation, so its "
-                "stages cannot evaluate it; drop eval_data= and evaluate the result of `echelon export`, or "
-                + _ALTERNATIVE
+                f"pp={self._pp.size}: the model calls {len(calls) - 1} units in training and {len(outputs) - 1} in evaluation, so its stages cannot "
+                f"evaluate it; drop eval_data= and evaluate the result of `echelon export`, or {_ALTERNATIVE}"
             )
 
     def drop_other_stages(self) -> None:
@@ -121,25 +112,18 @@ class Pipeline:
         return [name for name in names if len(self.holding_ranks[name]) > 1 or name in self._glue_weights]
 
     def run(
-        self,
-        micro_batches: Sequence[Any],
-        loss: Callable[[Any, int], Tensor],
-        seed: SeedFunction,
-        data_parallel: Communicator | None = None,
+        self, batches: Sequence[Any], loss: LossFunction, seed: SeedFunction, replicas: Communicator | None
     ) -> None:
         """Forward and backward of every micro-batch. On the last stage backward starts from `loss(output, index)`; `seed(index, *place)` seeds
-        the random numbers of a place in forward.
-
-        torch's stages receive into preallocated buffers: consecutive micro-batches of one shape run together. `data_parallel`: replicas that
-        exchange parameters meanwhile, and must therefore split their micro-batches alike.
-        """
-        shapes = [compute_shape_key(micro_batch) for micro_batch in micro_batches]
+        the random numbers of a place in forward. `replicas` exchange parameters meanwhile, and so must split their micro-batches alike."""
+        shapes = list(map(compute_shape_key, batches))
         shape_changes = torch.tensor([after != before for before, after in pairwise(shapes)], dtype=torch.int32)
-        if data_parallel is not None:
-            data_parallel.all_reduce(shape_changes)
+        if replicas is not None:
+            replicas.all_reduce(shape_changes)
         changed = [index + 1 for index, has_changed in enumerate(shape_changes.tolist()) if has_changed]
-        for first, last in pairwise([0, *changed, len(micro_batches)]):
-            self._micro_batches = micro_batches[first:last]
+        # torch's stages receive into preallocated buffers: consecutive micro-batches of one shape run together.
+        for first, last in pairwise([0, *changed, len(batches)]):
+            self._micro_batches = batches[first:last]
             self._loss_function = lambda output, index, first=first: loss(output, first + index)
             self._seed = lambda index, *place, first=first: seed(first + index, *place)
             self._run_same_shape()
@@ -169,9 +153,8 @@ class Pipeline:
             received = [torch.empty(meta.shape, dtype=meta.dtype, device=self._transfer_device) for meta in incoming]
             for tensor in received:
                 dist.recv(tensor, group_src=(index - 1) % size, group=group)
-            outputs = stage(
-                *(tensor.to(self._pp.device) for tensor in received), batch=batch, forward=forward, seed=seed
-            )
+            inputs = [tensor.to(self._pp.device) for tensor in received]
+            outputs = stage.run(*inputs, batch=batch, forward=forward, seed=seed)
             if stage.is_last:
                 output = outputs
                 continue
@@ -191,12 +174,9 @@ class Pipeline:
                 # Too few to fill the pipeline in that order (the end of an epoch): all forwards, then all backwards.
                 schedule_class = torch_schedules.ScheduleLoopedBFS if is_multi_stage else torch_schedules.ScheduleGPipe
             stages = [self._make_torch_stage(index, stage) for index, stage in self._stages.items()]
-            self._schedules[key] = schedule_class(
-                stages if is_multi_stage else stages[0],
-                micro_batch_count,
-                loss_fn=self._compute_loss,
-                scale_grads=False,
-            )
+            stage_argument = stages if is_multi_stage else stages[0]
+            options = {"loss_fn": self._compute_loss, "scale_grads": False}
+            self._schedules[key] = schedule_class(stage_argument, micro_batch_count, **options)
         return self._schedules[key]
 
     def _make_torch_stage(self, index: int, stage: Stage) -> PipelineStage:
@@ -211,8 +191,8 @@ class Pipeline:
             index,
             self._stage_count,
             self._transfer_device,
-            input_args=incoming if index else (torch.zeros(1, device="meta"),),
-            output_args=outgoing,
+            input_args=tuple(incoming) if index else (torch.zeros(1, device="meta"),),
+            output_args=tuple(outgoing),
             group=self._pp.device_mesh().get_group(),
         )
 
@@ -226,20 +206,20 @@ class _IndexedStage(nn.Module):
 
     def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
         super().__init__()
-        # No submodule: whenever a rank makes a schedule for another shape, torch would free the stage's gathered parameters there.
-        self._stage_and_pipeline = (stage, pipeline)
+        # Without the model as a submodule: whenever a rank makes a schedule for another shape, torch would free its gathered parameters.
+        self._stage, self._pipeline = stage, pipeline
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        stage, pipeline = self._stage_and_pipeline
+        stage, pipeline = self._stage, self._pipeline
         stage_inputs = [tensor.to(pipeline._pp.device) for tensor in received] if stage.first_call else []
         assert pipeline._seed is not None
         batch, seed = pipeline._micro_batches[int(index)], partial(pipeline._seed, int(index))
-        out = stage(*stage_inputs, batch=batch, forward=pipeline._forward, seed=seed)
+        out = stage.run(*stage_inputs, batch=batch, forward=pipeline._forward, seed=seed)
         return out if stage.is_last else tuple(tensor.to(pipeline._transfer_device) for tensor in out)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those that a split backward computes gradients for."""
-        return (parameter for parameter in self._stage_and_pipeline[0].parameters(recurse) if not parameter.is_meta)
+        return (parameter for parameter in self._stage.model.parameters(recurse) if not parameter.is_meta)
 
 
 def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int) -> list[int]:
@@ -257,8 +237,7 @@ def _find_stage_bounds(plan: Plan, unit_calls: Sequence[UnitCall], pp_size: int)
         raise PlanError(f"stages={list(stages)}: must be increasing, and give each stage one of the {unit_count} units")
     stage_of_call = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
     for path in {call.path for call in unit_calls if call.changes_buffers}:
-        calls = zip(stage_of_call, unit_calls, strict=True)
-        path_stages = sorted({stage for stage, call in calls if call.path == path})
+        path_stages = sorted({s for s, call in zip(stage_of_call, unit_calls, strict=True) if call.path == path})
         if len(path_stages) > 1:
             raise PlanError(
                 f"stages={list(stages)}: {path} keeps statistics of its calls and is called on stages {path_stages[0]} and {path_stages[1]}, each of "
@@ -273,7 +252,7 @@ def _find_holding_ranks(
     tensors = dict(named_tensors(model, remove_duplicate=False))
     ranks_by_id: dict[int, set[int]] = {}
     for stage, (first, last) in enumerate(pairwise(stage_bounds)):
-        for path in {call.path for call in unit_calls[first:last] if call.path}:
+        for path in list_called_units(unit_calls[first:last]):
             for _, tensor in named_tensors(model.get_submodule(path)):
                 ranks_by_id.setdefault(id(tensor), set()).add(stage % pp_size)
     # Between units every stage that comes this far computes, also with weights of units.

@@ -1,19 +1,17 @@
 """A pipeline stage: the model's own forward, of which this stage computes some units.
 
-Nothing is traced and no code is replaced. Every stage runs the model's forward as written, and skips the units of other stages: what such a
-unit would return is received from the stage before, or is a fake tensor (a shape without values). Whatever is computed from a fake tensor is
-fake too, and reading its value is an error. So masks, positions and everything else that follows from the batch exist on every stage without
-being sent, and short batches, evaluation mode and outputs of any structure need no special case.
+Nothing is traced. Every stage runs the model's forward as written, and skips the units of other stages: what such a unit would return is received
+from the stage before, or is a fake tensor (a shape without values), and so is all that is computed from it. So masks, positions and everything
+else that follows from the batch exist on every stage without being sent.
 
 Random numbers depend on their place in forward (the micro-batch, the unit calls so far, the draws since the last one), not on what was drawn
-before: stages skip each other's draws, and what several stages draw for themselves (noise that is added first and is the target at the end)
-must be equal.
+before: stages skip each other's draws, and what several stages draw for themselves must be equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,70 +34,57 @@ class _StageFinished(BaseException):
     """Ends forward after this stage's last unit. Not an Exception: models may catch those."""
 
 
-class Stage(nn.Module):
-    """Unit calls `first_call` to `end_call` (exclusive) of a model. Returns what later stages read, or the loss."""
+def list_called_units(unit_calls: Iterable[UnitCall]) -> list[str]:
+    """The paths of the units that are called, each once."""
+    return list(dict.fromkeys(call.path for call in unit_calls if call.path))
+
+
+class Stage:
+    """Unit calls `first_call` to `end_call` (exclusive) of a model."""
 
     def __init__(
         self, model: nn.Module, fake_model: FakeModel, unit_calls: list[UnitCall], first_call: int, end_call: int
     ) -> None:
-        super().__init__()
-        self.model = model
-        self._fake_model, self._unit_calls = fake_model, unit_calls
+        self.model, self._fake_model, self.unit_calls = model, fake_model, unit_calls
         self.first_call, self.end_call = first_call, end_call
-        self._unit_paths = list(dict.fromkeys(call.path for call in unit_calls if call.path))
+        #: The units that it computes.
+        self.unit_paths = list_called_units(unit_calls[first_call:end_call])
         self.incoming = find_crossing_values(unit_calls, first_call)
         #: Whether it returns the loss.
         self.is_last = end_call == len(unit_calls)
         #: What later stages read.
         self.outgoing = [] if self.is_last else find_crossing_values(unit_calls, end_call)
 
-    def forward(self, *received: Tensor, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> Any:
+    def run(self, *received: Tensor, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> Any:
         """The outgoing values, in order; on the last stage the result of `forward`. `seed(*place)` seeds a place in forward."""
         values: dict[UnitOutput, Tensor] = dict(zip(self.incoming, received, strict=True))
         # Received values are passed on, and values to send are kept, as copies: code between units may change them in place, and runs on
         # every stage that needs them.
-        stage_forward = _StageForward(self, values, self._fake_outputs(batch, forward), _GlueSeeder(seed))
-        with (
-            stage_forward.capture_outputs(),
-            intercept_unit_calls(self.model, self._unit_paths, stage_forward.intercept_call),
-            stage_forward.seeder,
-        ):
+        stage_forward = _StageForward(self, values, self.compute_fake_outputs(batch, forward), _GlueSeeder(seed))
+        intercepted = intercept_unit_calls(self.model, list_called_units(self.unit_calls), stage_forward.intercept_call)
+        with stage_forward.capture_outputs(), intercepted, stage_forward.seeder:
             try:
-                result = forward(self.model, batch)
+                return forward(self.model, batch)
             except _StageFinished:
-                return tuple(
-                    values[value].clone(memory_format=torch.contiguous_format)
-                    if value in self.incoming
-                    else values[value].contiguous()
-                    for value in self.outgoing
-                )
-        return result
+                outputs = [values[v].clone() if v in self.incoming else values[v] for v in self.outgoing]
+                return tuple(output.contiguous() for output in outputs)
 
-    def _fake_outputs(self, batch: Any, forward: ForwardFunction) -> list[CallOutput]:
-        return self._fake_model.compute_outputs(
-            forward, batch, self._unit_paths, training=self.model.training, unit_calls=self._unit_calls
-        )
+    def compute_fake_outputs(self, batch: Any, forward: ForwardFunction) -> list[CallOutput]:
+        """What each unit call of the model returns for a batch of this shape, without values."""
+        calls, training = self.unit_calls, self.model.training
+        paths = list_called_units(calls)
+        return self._fake_model.compute_outputs(forward, batch, paths, training=training, unit_calls=calls)
 
-    def boundary_meta_tensors(
-        self, batch: Any, forward: ForwardFunction
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def boundary_meta_tensors(self, batch: Any, forward: ForwardFunction) -> tuple[list[Tensor], list[Tensor]]:
         """Meta tensors of what comes in and goes out, for a batch of this shape."""
-        fake_outputs = self._fake_outputs(batch, forward)
+        outputs = self.compute_fake_outputs(batch, forward)
 
-        def to_meta(values: Sequence[UnitOutput]) -> tuple[Tensor, ...]:
-            fakes = [
-                fake_outputs[call_index].leaves[fake_outputs[call_index].tensor_indices[tensor_index]]
-                for call_index, tensor_index in values
-            ]
-            return tuple(
-                torch.empty(fake.shape, dtype=fake.dtype, device="meta", requires_grad=fake.requires_grad)
-                for fake in fakes
-            )
+        def to_meta(values: Iterable[UnitOutput]) -> list[Tensor]:
+            fakes = [outputs[call].leaves[outputs[call].tensor_indices[index]] for call, index in values]
+            return [torch.empty(f.shape, dtype=f.dtype, device="meta", requires_grad=f.requires_grad) for f in fakes]
 
-        outgoing = (
-            [(len(fake_outputs) - 1, i) for i in range(len(fake_outputs[-1].leaves))] if self.is_last else self.outgoing
-        )
-        return to_meta(self.incoming), to_meta(outgoing)
+        results = ((len(outputs) - 1, index) for index in range(len(outputs[-1].leaves)))
+        return to_meta(self.incoming), to_meta(results if self.is_last else self.outgoing)
 
 
 class _GlueSeeder(TorchFunctionMode):
@@ -121,9 +106,8 @@ class _GlueSeeder(TorchFunctionMode):
     def run_unit(self, compute: Callable[[], Any]) -> Any:
         """Run a unit, which draws with its own seed."""
         self._seed(self._finished_calls, -1)
-        is_active_mode = (
-            _get_current_function_mode() is self
-        )  # not where the model entered another one (`with torch.device`)
+        # Not where the model entered another one (`with torch.device`).
+        is_active_mode = _get_current_function_mode() is self
         if is_active_mode:
             self.__exit__(None, None, None)
         self._is_between_units = False
@@ -155,23 +139,16 @@ class _StageForward:
     @contextmanager
     def capture_outputs(self) -> Iterator[None]:
         """Read the outputs of this stage's units after all other hooks on them (fully_shard's)."""
-        stage = self._stage
-        paths = {call.path for call in stage._unit_calls[stage.first_call : stage.end_call] if call.path}
-        hooks = [
-            stage.model.get_submodule(path).register_forward_hook(partial(self._capture_output, path)) for path in paths
-        ]
-        try:
+        with ExitStack() as stack:
+            for path in self._stage.unit_paths:
+                module = self._stage.model.get_submodule(path)
+                stack.callback(module.register_forward_hook(partial(self._capture_output, path)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def intercept_call(
-        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def intercept_call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         call_index, stage = self._next_call, self._stage
         self._next_call += 1
-        planned_path = stage._unit_calls[call_index].path if call_index < len(stage._unit_calls) else ""
+        planned_path = stage.unit_calls[call_index].path if call_index < len(stage.unit_calls) else ""
         if planned_path != path:
             raise DivergenceError(
                 f"pp: the model called {path} where {planned_path or 'the loss'} was planned: its calls change while it trains (layer drop, layers "
@@ -192,7 +169,7 @@ class _StageForward:
 
     def _capture_output(self, path: str, _: nn.Module, __: Any, out: Any) -> None:
         call_index, stage = self._computed_call, self._stage
-        if call_index is None or stage._unit_calls[call_index].path != path:
+        if call_index is None or stage.unit_calls[call_index].path != path:
             return  # an inner module
         self._computed_call = None
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
