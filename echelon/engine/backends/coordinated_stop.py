@@ -15,8 +15,8 @@ MAX_STEPS_AHEAD = 64
 
 
 class CoordinatedStop:
-    """Every rank reports every step, in order, and reads the sum of the reports once it has arrived. Only a rank that is as far ahead as the plan
-    allows waits for it, so that all can stop that many steps after the request."""
+    """Every rank reports every step and reads the sum of the reports later. Only a rank that is as far ahead as the plan allows waits for it, so all
+    can stop that many steps after the request."""
 
     def __init__(self, communicator: Communicator, staleness: int | None) -> None:
         self._communicator = communicator

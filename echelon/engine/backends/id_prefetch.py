@@ -1,8 +1,8 @@
 """Predict the embedding ids of a batch, to prefetch rows before forward asks for them.
 
-The first step shows which part of the batch reaches a table unchanged (a tensor of it, some columns of one). The
-same part of later batches is read before they are computed, so that all rows come in one message, and those of the next batch while this one is computed.
-Ids that reach a table in other ways (hashed, cast, gathered) are fetched in forward: slower, with the same numbers.
+The first step shows which part of the batch reaches a table unchanged (a tensor of it, some columns of one); the same part of later batches
+is fetched in one message before they are computed. Ids that reach a table in other ways (hashed, cast, gathered) are fetched in forward: slower,
+with the same numbers.
 """
 
 from __future__ import annotations
@@ -84,11 +84,10 @@ class IdPredictor:
 
     def predict_ids(self, batches: Sequence[Any]) -> Mapping[str, np.ndarray]:
         """By table the unique ids that these batches will read, in order; unpredictable tables are left out."""
-        ids_by_table: dict[str, list[Tensor]] = {}
-        for leaves in map(tree_leaves, batches):
-            for table, views in self._views.items():
-                for view in views:
-                    ids = view.extract(leaves)
-                    if ids is not None:
-                        ids_by_table.setdefault(table, []).append(ids.reshape(-1))
-        return {table: torch.unique(torch.cat(ids)).cpu().long().numpy() for table, ids in ids_by_table.items()}
+        predicted = {}
+        for table, views in self._views.items():
+            extracted = [view.extract(leaves) for leaves in map(tree_leaves, batches) for view in views]
+            ids = [part.reshape(-1) for part in extracted if part is not None]
+            if ids:
+                predicted[table] = torch.unique(torch.cat(ids)).cpu().long().numpy()
+        return predicted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.errors import EchelonError, ServerError
@@ -34,13 +34,10 @@ class ServerLauncher:
 
     def __init__(self, plan: Plan, ranks: WorldCommunicator, external_servers: ExternalServers | None = None) -> None:
         self._plan, self._ranks, self.external_servers = plan, ranks, external_servers
+        #: Of the external servers' controller.
+        self.address = "" if external_servers is None else external_servers.address
         self._servers: Servers | None = None
         self._client: Client | None = None
-
-    @property
-    def address(self) -> str:
-        """Of the external servers' controller."""
-        return "" if self.external_servers is None else self.external_servers.address
 
     @property
     def client(self) -> Client:
@@ -83,23 +80,12 @@ class ServerLauncher:
         expected = {"staleness": staleness, "aggregate": staleness == 0}
         actual = {name: self.client.settings.get(name) for name in expected}
         if actual != expected:
-            options = (
-                "without --staleness"
-                if staleness is None
-                else f"--staleness {staleness}{' --aggregate' * (staleness == 0)}"
-            )
+            flags = f"--staleness {staleness}{' --aggregate' * (staleness == 0)}"
+            options = "without --staleness" if staleness is None else flags
             raise ServerError(
                 f"the servers at {external_servers.address} have staleness={actual['staleness']}, aggregate={actual['aggregate']}, and the plan has "
                 f"staleness={'none' if staleness is None else staleness}; start them with `echelon server start ... {options}`, or change the plan"
             )
-
-    def existing_specs(self) -> dict[str, Any]:
-        """What external servers hold already, by name."""
-        return dict(self.client.specs) if self.external_servers is not None else {}
-
-    def save(self, folder: Path) -> None:
-        """Have the servers write what they hold."""
-        self.client.checkpoint(str(folder.absolute()))
 
     def close(self) -> None:
         """Disconnect, and stop the servers once all have."""

@@ -1,8 +1,8 @@
 """exchange=server: rows of embedding tables are pulled before forward, and gradients of rows pushed after backward.
 
-The ranks hold no table: its module computes with the rows that the batch reads (remote_embedding.py), which come in one message where the
-batch shows them (id_prefetch.py). A step ends with one push of what backward left, weighed as the global loss demands, and asks at once for
-the next batch's rows. Under staleness=0 the servers sum the pushes of all ranks and apply them once: what one device computes.
+The ranks hold no table: its module computes with the rows that the batch reads (remote_embedding.py), which come in one message where they can be
+predicted (id_prefetch.py). A step ends with one push of its gradients and a request for the next batch's rows. Under staleness=0 the servers
+sum the pushes of all ranks and apply them once: what one device computes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
@@ -22,12 +23,14 @@ from echelon.engine.backends.coordinated_stop import CoordinatedStop
 from echelon.engine.backends.id_prefetch import IdPredictor
 from echelon.engine.backends.launch_servers import ExternalServers, ServerLauncher
 from echelon.engine.backends.remote_embedding import EmptyTable, FetchedRows, install_remote_lookup
-from echelon.engine.backends.row_gradients import RowGradients, gather_rows, sum_duplicate_rows
 from echelon.engine.backends.server_optimizers import learning_rate
 from echelon.engine.backends.server_parameters import ServerParameters
 from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState
 from echelon.errors import ServerError
+
+#: Ids of rows of a table and, in the same order, one gradient each.
+RowGradients = tuple[np.ndarray, Tensor]
 
 
 class ParameterServerBackend(AllReduceBackend):
@@ -64,7 +67,7 @@ class ParameterServerBackend(AllReduceBackend):
             #: External servers hold an earlier run's training: it is resumed, or refused.
             self._servers_are_trained = self._parameters.declare(self._launcher, run.rank_model.initial_tables)
             run.rank_model.initial_tables = {}
-            self._undo_callbacks += self._track_forward(run.model)
+            self._track_forward(run.model)
             for path, table in self._tables.items():
                 module = run.model.get_submodule(path)
                 self._undo_callbacks.append(install_remote_lookup(module, table, self._fetch_rows))
@@ -74,8 +77,8 @@ class ParameterServerBackend(AllReduceBackend):
             self.close()
             raise
 
-    def _track_forward(self, model: nn.Module) -> list[Callable[[], None]]:
-        """Keep `_is_in_forward` current; returns what ends that."""
+    def _track_forward(self, model: nn.Module) -> None:
+        """Keep `_is_in_forward` current."""
 
         def enter_forward(*_: Any) -> None:
             self._is_in_forward = True
@@ -83,10 +86,8 @@ class ParameterServerBackend(AllReduceBackend):
         def leave_forward(*_: Any) -> None:
             self._is_in_forward = False
 
-        return [
-            model.register_forward_pre_hook(enter_forward).remove,
-            model.register_forward_hook(leave_forward, always_call=True).remove,
-        ]
+        self._undo_callbacks.append(model.register_forward_pre_hook(enter_forward).remove)
+        self._undo_callbacks.append(model.register_forward_hook(leave_forward, always_call=True).remove)
 
     # The step
 
@@ -133,12 +134,10 @@ class ParameterServerBackend(AllReduceBackend):
         return rows, positions
 
     def _pull_rows(self, ids_by_path: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        rows_by_name = self._launcher.client.pull(self._by_name(ids_by_path))
+        rows = self._launcher.client.pull(self._by_name(ids_by_path))
         # A copy: the client may use its memory again, and answers may be read-only.
-        return {
-            path: torch.from_numpy(np.array(rows_by_name[self._tables[path].parameter_name])).to(self._run.device)
-            for path in ids_by_path
-        }
+        copies = {path: np.array(rows[self._tables[path].parameter_name]) for path in ids_by_path}
+        return {path: torch.from_numpy(copy).to(self._run.device) for path, copy in copies.items()}
 
     def _by_name(self, ids_by_path: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {self._tables[path].parameter_name: ids for path, ids in ids_by_path.items()}
@@ -148,7 +147,7 @@ class ParameterServerBackend(AllReduceBackend):
         for path, fetched in self._fetched_rows.items():
             gradients = [(rows.ids, rows.values.grad) for rows in fetched if rows.values.grad is not None]
             if gradients:  # each row once
-                self._row_gradients[path] = gradients[0] if len(gradients) == 1 else sum_duplicate_rows(gradients)
+                self._row_gradients[path] = gradients[0] if len(gradients) == 1 else _sum_duplicate_rows(gradients)
         self._fetched_rows = {}
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -203,8 +202,7 @@ class ParameterServerBackend(AllReduceBackend):
             self._coordinated_stop.wait()
 
     def steps_ahead_of_slowest(self) -> int:
-        """Steps that this rank has finished more than the slowest, as the servers count them. Asked after rows were read it is no more than
-        it was then: clocks only advance."""
+        """Steps that this rank has finished more than the slowest, as the servers count them: at most as many as when rows were last read."""
         client = self._launcher.client
         return int(client.step - client.clock()[0])
 
@@ -222,8 +220,8 @@ class ParameterServerBackend(AllReduceBackend):
         for path, table in self._tables.items():
             weight = self._parameters.weight(path)
             no_rows = np.empty(0, np.int64), torch.empty(0, table.dim, dtype=weight.dtype, device=self._run.device)
-            gradients = gather_rows(self._run.data_parallel, *self._row_gradients.get(path, no_rows))
-            summed[table.parameter_name] = sum_duplicate_rows(gradients)
+            gradients = _gather_rows(self._run.data_parallel, *self._row_gradients.get(path, no_rows))
+            summed[table.parameter_name] = _sum_duplicate_rows(gradients)
         return summed
 
     def gather_gradients(self) -> dict[str, Tensor]:
@@ -251,7 +249,7 @@ class ParameterServerBackend(AllReduceBackend):
         self._run.ranks.barrier()
         with self._run.ranks.raise_on_all_ranks():
             if self._run.world.is_main:
-                self._launcher.save(folder)
+                self._launcher.client.checkpoint(str(folder.absolute()))
         return {"trained": sorted(self.server_trained), "updates": self._update_count}
 
     def load(self, folder: Path, step: int, entry: dict[str, Any] | None) -> None:
@@ -291,3 +289,28 @@ class ParameterServerBackend(AllReduceBackend):
 def _to_numpy(tensor: Tensor) -> np.ndarray:
     array: np.ndarray = tensor.detach().cpu().contiguous().numpy()
     return array
+
+
+def _sum_duplicate_rows(row_gradients: Sequence[RowGradients]) -> RowGradients:
+    """The sum over equal ids, in the order of the ids."""
+    ids, positions = np.unique(np.concatenate([ids for ids, _ in row_gradients]), return_inverse=True)
+    gradients = torch.cat([gradients for _, gradients in row_gradients])
+    summed = torch.zeros((len(ids), gradients.shape[1]), dtype=gradients.dtype, device=gradients.device)
+    return ids, summed.index_add_(0, torch.from_numpy(positions.reshape(-1)).to(gradients.device), gradients)
+
+
+def _gather_rows(communicator: Communicator, ids: np.ndarray, gradients: Tensor) -> list[RowGradients]:
+    """Every rank's rows, in rank order."""
+    if communicator.size == 1:
+        return [(ids, gradients)]
+    counts = communicator.all_gather_object(len(ids))
+
+    def gather(rows: Tensor) -> list[Tensor]:
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded, group=communicator.process_group)
+        return [rank_rows[:count] for rank_rows, count in zip(gathered, counts, strict=True)]
+
+    all_ids = [rank_ids.cpu().numpy() for rank_ids in gather(torch.from_numpy(ids).to(gradients.device))]
+    return list(zip(all_ids, gather(gradients), strict=True))

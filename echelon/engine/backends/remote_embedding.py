@@ -31,6 +31,11 @@ class FetchedRows:
         positions = torch.searchsorted(self.id_tensor, ids).clamp_(max=len(self.ids) - 1)
         return positions if bool((self.id_tensor[positions] == ids).all()) else None
 
+    def position_of(self, row_id: int | None) -> int | None:
+        """The position of one id; None where it is missing."""
+        position = -1 if row_id is None else int(np.searchsorted(self.ids, row_id))
+        return position if 0 <= position < len(self.ids) and self.ids[position] == row_id else None
+
 
 class EmptyTable(nn.Parameter):
     """Takes the place of a served table in its module: a name, a dtype and a width, without rows. While `is_in_forward()`, computing with it raises,
@@ -65,13 +70,11 @@ _METADATA_METHODS = (
 def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_values: bool) -> dict[str, Tensor]:
     """Replace the tables of the model by empty ones; returns the initial values of their rows, where `keep_values`."""
     initial_tables: dict[str, Tensor] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     for table in tables:
-        try:
-            module = model.get_submodule(table.path)
-        except AttributeError:
-            module = None
-        weight = getattr(module, "weight", None)
-        if module is None or not isinstance(weight, nn.Parameter) or tuple(weight.shape) != (table.rows, table.dim):
+        module: Any = modules.get(table.path)
+        weight, shape = getattr(module, "weight", None), (table.rows, table.dim)
+        if not isinstance(weight, nn.Parameter) or tuple(weight.shape) != shape:
             raise PlanError(
                 f"tables: {table.path} is not a table of {table.rows} x {table.dim} in this model; leave tables out: they are found"
             )
@@ -87,49 +90,28 @@ def remove_tables(model: nn.Module, tables: Sequence[ServedTable], *, keep_value
 RowFetcher = Callable[[str, Tensor], tuple[FetchedRows, Tensor]]
 
 
-def install_remote_lookup(module: nn.Module, table: ServedTable, fetch: RowFetcher) -> Callable[[], None]:
+def install_remote_lookup(module: Any, table: ServedTable, fetch: RowFetcher) -> Callable[[], None]:
     """Make `module` compute with rows from `fetch`; returns what restores it."""
-    lookup = _RemoteLookup(module, table, fetch)
-    forward = lookup.embed_bag if isinstance(module, nn.EmbeddingBag) else lookup.embed
-    module.forward = forward
 
-    def restore() -> None:
-        module.__dict__.pop("forward", None)
+    def look_up(ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Positions among the fetched rows, these, and the position of the padding row (no gradient, not in bags)."""
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+            raise TrainingError(
+                f"{table.path or 'the model'}: the ids {int(ids.min())} to {int(ids.max())} are looked up in a table of {table.rows} rows; "
+                "ids are at least 0 and less than that"
+            )
+        rows, positions = fetch(table.path, ids)
+        return positions.view(ids.shape), rows.values, rows.position_of(module.padding_idx)
 
-    return restore
+    def embed(input: Tensor) -> Tensor:
+        return F.embedding(*look_up(input))
 
-
-class _RemoteLookup:
-    def __init__(self, module: Any, table: ServedTable, fetch: RowFetcher) -> None:
-        self._module, self._table, self._fetch = module, table, fetch
-
-    def embed(self, input: Tensor) -> Tensor:
-        rows, positions = self._look_up_rows(input)
-        return F.embedding(positions, rows.values, self._padding_position(rows))
-
-    def embed_bag(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        rows, positions = self._look_up_rows(input)
-        module = self._module
+    def embed_bag(input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        positions, values, padding_position = look_up(input)
         return F.embedding_bag(
-            positions, rows.values, offsets, mode=module.mode, per_sample_weights=per_sample_weights,
-            include_last_offset=module.include_last_offset, padding_idx=self._padding_position(rows),
+            positions, values, offsets, mode=module.mode, per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset, padding_idx=padding_position,
         )  # fmt: skip
 
-    def _look_up_rows(self, ids: Tensor) -> tuple[FetchedRows, Tensor]:
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self._table.rows):
-            raise TrainingError(
-                f"{self._table.path or 'the model'}: the ids {int(ids.min())} to {int(ids.max())} are looked up in a table of "
-                f"{self._table.rows} rows; ids are at least 0 and less than that"
-            )
-        rows, positions = self._fetch(self._table.path, ids)
-        return rows, positions.view(ids.shape)
-
-    def _padding_position(self, rows: FetchedRows) -> int | None:
-        """The position of the padding row, which gets no gradient and is left out of bags."""
-        padding_id = self._module.padding_idx
-        if padding_id is None or not len(rows.ids):
-            return None
-        position = int(np.searchsorted(rows.ids, padding_id))
-        return position if position < len(rows.ids) and rows.ids[position] == padding_id else None
+    module.forward = embed_bag if isinstance(module, nn.EmbeddingBag) else embed
+    return lambda: module.__dict__.pop("forward", None)

@@ -41,9 +41,8 @@ class ServerParameters:
         self._specs: list[Any] = []
         for table in self._tables:
             name = table.parameter_name
-            init = Init(kind="normal", scale=1.0, seed=abs(run.job.seed))
-            if table.initialized_by == "model":
-                init = Init(kind="zeros")
+            is_filled = table.initialized_by == "model"
+            init = Init(kind="zeros") if is_filled else Init(kind="normal", scale=1.0, seed=abs(run.job.seed))
             rule = make_rule(name, *self.optimizer_group(name), is_table=True)
             dtype = _server_dtype(name, self.weight(table.path).dtype)
             self._specs.append(Table(name=name, dim=table.dim, rule=rule, init=init, dtype=dtype, stored=dtype))
@@ -69,7 +68,7 @@ class ServerParameters:
         group_place = self._groups.get(id(self._parameters.get(name)))
         if group_place is None:
             raise JobError(
-                f"optimizer=: no optimizer has {name}, which a server is to train; give it to one, or freeze it"
+                f"optimizer=: no optimizer has {name}, which a server must train; give it to one, or freeze it"
             )
         optimizer, index = group_place
         return optimizer, optimizer.param_groups[index]  # by its number: loading a checkpoint replaces groups
@@ -85,11 +84,9 @@ class ServerParameters:
         for is_main in (True, False):
             if run.world.is_main == is_main:
                 for spec in self._specs:
-                    parameter = self._dense.get(spec.name)
-                    if parameter is None or are_trained:
-                        client.declare(spec)
-                    else:
-                        client.declare(spec, initial=parameter.detach().reshape(-1).cpu().numpy())
+                    parameter = None if are_trained else self._dense.get(spec.name)
+                    initial = None if parameter is None else parameter.detach().reshape(-1).cpu().numpy()
+                    client.declare(spec, initial=initial)
                 if is_main and not are_trained:
                     self._fill_tables(client, initial_tables)
             run.ranks.barrier()
@@ -97,7 +94,8 @@ class ServerParameters:
 
     def _check_existing_specs(self, launcher: ServerLauncher) -> bool:
         """Whether external servers hold this job's parameters; refused where they are another's."""
-        existing, expected = launcher.existing_specs(), {spec.name: spec for spec in self._specs}
+        existing = dict(launcher.client.specs) if launcher.external_servers is not None else {}
+        expected = {spec.name: spec for spec in self._specs}
         if existing and existing != expected:
             names = sorted(existing.keys() | expected.keys())
             differing = next(name for name in names if existing.get(name) != expected.get(name))
@@ -117,10 +115,8 @@ class ServerParameters:
                     rows = values[int(ids[0]) : int(ids[-1]) + 1].detach().cpu().contiguous().numpy()
                     client.assign({table.parameter_name: (ids, rows)})
             elif padding_id is not None:
-                dtype = np.float64 if self.weight(table.path).dtype == torch.float64 else np.float32
-                client.assign(
-                    {table.parameter_name: (np.array([padding_id], np.int64), np.zeros((1, table.dim), dtype))}
-                )
+                row = np.zeros((1, table.dim), _SERVER_DTYPES[self.weight(table.path).dtype])
+                client.assign({table.parameter_name: (np.array([padding_id], np.int64), row)})
         client.flush()
 
     def pull_tables(self, client: Any) -> dict[str, Tensor]:
