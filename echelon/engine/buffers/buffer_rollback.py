@@ -6,36 +6,28 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.buffers.buffer_sync import BufferVersions
-from echelon.engine.buffers.slots import TensorSlot, named_slots
+from echelon.engine.buffers.slots import named_slots
 
 
 class BufferRollback:
     """Copies of the buffers that steps change; before the first step, of all of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots: dict[str, TensorSlot] = {
-            name: slot
-            for name, _, slot in named_slots(model)
-            if (buffer := slot[0][slot[1]]) is None or not buffer.is_meta
-        }
+        slots = {name: slot for name, _, slot in named_slots(model)}
+        self._slots = {n: slot for n, slot in slots.items() if slot.tensor is None or not slot.tensor.is_meta}
         #: Buffers that no step has changed; None before the first step.
         self._constants: BufferVersions | None = None
         self._saved: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
+    @torch.no_grad()
     def save(self) -> None:
         """Before a step's first forward."""
-        if self._slots:
-            self._save()
-
-    @torch.no_grad()
-    def _save(self) -> None:
         if self._constants is not None and not self._constants.is_unchanged():
             self._constants = self._constants.without(self._constants.changed_names())
         names = self._slots if self._constants is None else self._slots.keys() - self._constants.slots.keys()
         self._saved = {}
         for name in names:
-            buffers, key = self._slots[name]
-            buffer = buffers.get(key)
+            buffer = self._slots[name].tensor
             self._saved[name] = buffer, None if buffer is None else buffer.clone()
         if self._constants is None:
             self._constants = BufferVersions(self._slots)
@@ -43,8 +35,6 @@ class BufferRollback:
     @torch.no_grad()
     def undo(self) -> str | None:
         """Restore the buffers of the last `save`; returns the name of one that changed for the first time and has no copy."""
-        if not self._slots:
-            return None
         assert self._constants is not None
         for name, (buffer, copy) in self._saved.items():
             buffers, key = self._slots[name]

@@ -1,4 +1,4 @@
-"""Learn at the first steps, and whenever state begins to change, by which rules forward changes it; without a rule the run ends."""
+"""Find the rules by which forward changes state, at the first steps and whenever state begins to change; without a rule the run ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BufferRuleCheck:
             self._check_new_changes(batch)
         elif self._has_new_state and batch.step != self._last_learned_step:
             self._has_new_state, self._last_learned_step = False, batch.step
-            self._find_rules(batch.micro_batches[0], batch.micro_batches[-1])
+            self._find_rules(batch.micro_batches[0], batch.micro_batches[-1], caches_exist=False)
 
     def require_known(self, batch: StepBatch) -> None:
         """After a step's forwards: require that state which changed for the first time changed as on one device."""
@@ -50,7 +50,7 @@ class BufferRuleCheck:
             self._has_new_state = True  # one device has called it with the whole batch
             self._tracker.clear_newly_changed()
 
-    def _find_rules(self, batch: MicroBatch, other_batch: MicroBatch, *, caches_exist: bool = False) -> dict[str, str]:
+    def _find_rules(self, batch: MicroBatch, other_batch: MicroBatch, *, caches_exist: bool) -> dict[str, str]:
         reduced_state = self._step_metrics.reduced_state
         known_rules = {} if reduced_state is None else reduced_state.rules
         new_rules = find_rules(self._run, batch, other_batch, known_rules=known_rules, caches_exist=caches_exist)

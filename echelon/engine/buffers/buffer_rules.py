@@ -1,8 +1,6 @@
-"""Find out by which rule forward changes a model's state, by splitting a batch.
+"""Find the rule by which forward changes a model's state: call it with a part of a batch, with the rest and with all of it, and compare.
 
-One device calls the model once with the whole batch; ranks and micro-batches call it with parts of it. What the whole call leaves in a buffer
-follows from what the parts leave by one of the rules of reduced_state.py, or by none. Before the first step each rank calls the model with a part of its first
-micro-batch, with the rest and with all of it, and sees which rule holds. A module may declare rules instead: `buffer_reductions = {"queue": "same"}`.
+The rules are those of reduced_state.py. A module may declare them instead: `buffer_reductions = {"queue": "same"}`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from echelon.engine.precision import autocast
 from echelon.engine.run_state import RunState
 from echelon.errors import JobError, UnshardableStateError
 from echelon.job import call_model
-from echelon.tree import copy_tensors, tree_leaves, tree_map
+from echelon.tree import copy_tensors, map_tensors, tree_leaves, tree_map
 from echelon.trials.determinism import DeterministicMode
 from echelon.trials.snapshot import Snapshot
 
@@ -35,8 +33,6 @@ _RULE_WORDS = {"same": "same", "mean": "mean", "sum": "sum", "max": "largest", "
 _PARAMETER_COPY_LIMIT = 2**28
 #: How far, relative to the change, a rule may be off.
 _RULE_TOLERANCE = 1e-3
-
-_TensorsByName = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +46,22 @@ class _Observation:
 
 @torch.no_grad()
 def find_rules(
-    run: RunState,
-    micro_batch: MicroBatch,
-    other_micro_batch: MicroBatch,
-    *,
-    known_rules: Mapping[str, str],
-    caches_exist: bool = False,
+    run: RunState, batch: MicroBatch, other_batch: MicroBatch, *, known_rules: Mapping[str, str], caches_exist: bool
 ) -> dict[str, str]:
     """By name, the rule of everything that a call of the model changes, and the declared ones. Every rank must call it.
 
-    `other_micro_batch`: supplies a second sample where the first has one. `caches_exist`: steps have allocated all caches, so that what still
-    changes its shape is state.
+    `other_batch`: supplies a second sample where the first has one. `caches_exist`: steps have allocated all caches, so that what still changes
+    its shape is state.
     """
     declared_rules = _declared_rules(run.model)
-    whole_parameters = [p for p in run.model.parameters() if not isinstance(p, DTensor)]
-    include_parameters = sum(p.nbytes for p in whole_parameters) <= _PARAMETER_COPY_LIMIT
-    slots = find_state_slots(run.model, include_parameters=include_parameters)
+    parameter_bytes = sum(p.nbytes for p in run.model.parameters() if not isinstance(p, DTensor))
+    slots = find_state_slots(run.model, include_parameters=parameter_bytes <= _PARAMETER_COPY_LIMIT)
     if not slots:
         return {}
-    max_norm_ids = {id(tensor) for tensor in run.rank_model.max_norm_weights}
-    slots = {name: slot for name, slot in slots.items() if id(slot[0][slot[1]]) not in max_norm_ids}
+    max_norm_ids = set(map(id, run.rank_model.max_norm_weights))
+    slots = {name: slot for name, slot in slots.items() if id(slot.tensor) not in max_norm_ids}
     trial = _Trial(run, slots, caches_exist)
-    rank_observations = run.ranks.all_gather_object((set(trial.before), trial.observe(micro_batch, other_micro_batch)))
+    rank_observations = run.ranks.all_gather_object((set(trial.before), trial.observe(batch, other_batch)))
     rules = {name: rule for name, rule in declared_rules.items() if name in trial.before}
     for name in sorted(set[str]().union(*(observed for _, observed in rank_observations))):
         # No rule holds for a tensor that forward has not created on some rank.
@@ -86,12 +76,11 @@ class _Trial:
 
     def __init__(self, run: RunState, slots: Mapping[str, TensorSlot], caches_exist: bool) -> None:
         self._run, self._slots, self._caches_exist = run, slots, caches_exist
-        tensors = {name: owner[key] for name, (owner, key) in slots.items()}
-        self.before = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        self.before = {name: slot.tensor.clone() for name, slot in slots.items() if slot.tensor is not None}
         #: What the last call left of another shape.
-        self._resized: _TensorsByName = {}
+        self._resized: dict[str, Tensor] = {}
 
-    def _state_after(self, batch: Any) -> _TensorsByName | None:
+    def _state_after(self, batch: Any) -> dict[str, Tensor] | None:
         """What a call leaves; None where the model cannot compute this part of a batch."""
         run = self._run
         try:
@@ -102,12 +91,12 @@ class _Trial:
         finally:
             run.rank_model.reshard()
         values = {}
-        for name, (owner, key) in self._slots.items():
-            value = owner.get(key)
+        for name, slot in self._slots.items():
+            value = slot.tensor
             if value is not None and value.shape == self.before[name].shape:
                 values[name] = value.detach().clone()
                 if self._has_changed(name, value):  # a write would make it one that changes
-                    make_writable((owner, key)).copy_(self.before[name])
+                    make_writable(slot).copy_(self.before[name])
             elif value is not None and self._caches_exist:
                 self._resized[name] = value.detach().clone()
         return values
@@ -119,17 +108,11 @@ class _Trial:
         """What rules hold for this rank's samples; of what no call changes nothing."""
         run, count = self._run, micro_batch.samples
         batch, other_batch = run.move_batch(micro_batch.batch), run.move_batch(other_micro_batch.batch)
-        shapes, other_shapes = (
-            [getattr(leaf, "shape", None) for leaf in tree_leaves(tree)] for tree in (batch, other_batch)
-        )
-        can_concatenate = shapes == other_shapes
+        can_concatenate = _leaf_shapes(batch) == _leaf_shapes(other_batch)
         split_at = max(count // 3, min(2, count // 2))  # of a single sample some layers have no statistics
         observations: dict[str, _Observation] = {}
-        with (
-            preserve_function_state(run.job, run.model),
-            _restore_modules(run.model),
-            DeterministicMode(fix_random=True)(),
-        ):
+        unchanged_functions = preserve_function_state(run.job, run.model)
+        with unchanged_functions, _restore_modules(run.model), DeterministicMode(fix_random=True)():
             whole = self._state_after(batch)
             changed = whole is not None and any(self._has_changed(name, value) for name, value in whole.items())
             if self._caches_exist and any(run.ranks.all_gather_object(bool(self._resized))):
@@ -140,11 +123,9 @@ class _Trial:
             if not any(run.ranks.all_gather_object(changed)):
                 return observations
             # Every rank makes as many calls, because a call may wait for other ranks.
-            if count > 1:
-                halves = [(0, split_at), (split_at, count)]
-                parts = [self._state_after(_slice_samples(batch, count, *half)) for half in halves]
-            else:
-                parts = [self._state_after(batch), self._state_after(other_batch)]
+            spans = [slice(split_at), slice(split_at, count)]
+            halves = [_slice_samples(batch, count, span) for span in spans] if count > 1 else [batch, other_batch]
+            parts = [self._state_after(half) for half in halves]
             if any(run.ranks.all_gather_object(count == 1)):
                 joined_batch = _concatenate_samples(batch, other_batch if can_concatenate else batch)
                 joined = self._state_after(batch if count > 1 else joined_batch)
@@ -183,11 +164,8 @@ def _matching_rules(
     # An observer of ranges starts at infinity.
     finite_before = torch.where(before.isfinite(), before, 0.0)
     largest_change = max(float((tensor - finite_before).abs().max()) for tensor in (whole, first, second)) or 1.0
-    errors = {
-        rule: float((value - whole).abs().nan_to_num(nan=math.inf).max()) / largest_change
-        for rule, value in candidates.items()
-        if value is not None
-    }
+    differences = {rule: (value - whole).abs() for rule, value in candidates.items() if value is not None}
+    errors = {rule: float(d.nan_to_num(nan=math.inf).max()) / largest_change for rule, d in differences.items()}
     best_error, rounding_floor = min(errors.values()), rounding_error / largest_change
     if best_error > max(_RULE_TOLERANCE, rounding_floor):
         return ()
@@ -204,32 +182,30 @@ def _choose_rule(run: RunState, name: str, observations: Sequence[_Observation],
     if observations[0].is_float and ("max" in rules or "min" in rules):
         # A sum looks alike where one part alone changes it; counters are mostly whole numbers.
         rules = [rule for rule in rules if rule != "sum"]
-    remedy = "or use one process without micro-batches (dp=1)"
-    if name in dict(run.model.named_parameters()) and rules[:1] != ["same"]:
-        raise UnshardableStateError(
-            f"parameter {name}: forward itself changes it by this rank's samples (an initialization by the first batch, a Python flag), so that ranks "
-            f"or micro-batches diverge; initialize it before training, {remedy}",
-            tensor=name,
-            cause="forward writes to a parameter",
-        )
     declaration = f"buffer_reductions = {{{name.rpartition('.')[2]!r}: {rules[0] if rules else 'mean'!r}}}"
-    if rules and known_rule not in (None, "same"):
-        raise UnshardableStateError(
+    if name in dict(run.model.named_parameters()) and rules[:1] != ["same"]:
+        cause = "forward writes to a parameter"
+        problem = (
+            f"parameter {name}: forward itself changes it by this rank's samples (an initialization by the first batch, a Python flag), so that ranks "
+            "or micro-batches diverge; initialize it before training"
+        )
+    elif rules and known_rule not in (None, "same"):
+        cause = "a buffer whose reduction changes"
+        problem = (
             f"buffer {name}: what a call leaves in it for a batch was the {_RULE_WORDS[known_rule]} of what calls leave for its parts at first, and is the "
             f"{_RULE_WORDS[rules[0]]} now, so that ranks or micro-batches cannot keep it as one device does; declare the rule that holds in its module "
-            f"({declaration}), {remedy}",
-            tensor=name,
-            cause="a buffer whose reduction changes",
+            f"({declaration})"
         )
-    if not rules:
-        raise UnshardableStateError(
+    elif not rules:
+        cause = "a buffer without a known reduction"
+        problem = (
             f"buffer {name}: what a call leaves in it for a batch is neither the same, the mean, the sum, the largest nor the least of what calls leave "
             "for its parts (a queue, a codebook by moving sums), so that ranks or micro-batches cannot keep it as one device does; declare a rule in its "
-            f"module ({declaration}; one of {', '.join(RULES)}), add it up over ranks in forward, {remedy}",
-            tensor=name,
-            cause="a buffer without a known reduction",
+            f"module ({declaration}; one of {', '.join(RULES)}), add it up over ranks in forward"
         )
-    return rules[0]
+    else:
+        return rules[0]
+    raise UnshardableStateError(f"{problem}, or use one process without micro-batches (dp=1)", tensor=name, cause=cause)
 
 
 def _declared_rules(model: nn.Module) -> dict[str, str]:
@@ -238,20 +214,19 @@ def _declared_rules(model: nn.Module) -> dict[str, str]:
         for key, rule in dict(getattr(module, "buffer_reductions", None) or {}).items():
             name = f"{path}.{key}" if path else key
             if rule not in RULES:
-                raise JobError(
-                    f"buffer_reductions of {path or 'the model'}: {key!r} is {rule!r}, not one of {', '.join(RULES)}"
-                )
+                owner, known = path or "the model", ", ".join(RULES)
+                raise JobError(f"buffer_reductions of {owner}: {key!r} is {rule!r}, not one of {known}")
             rules[name] = rule
     return rules
 
 
-def _slice_samples(batch: Any, sample_count: int, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a collated batch."""
+def _leaf_shapes(batch: Any) -> list[Any]:
+    return [getattr(leaf, "shape", None) for leaf in tree_leaves(batch)]
 
-    def slice_leaf(leaf: Any) -> Any:
-        return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == sample_count else leaf
 
-    return tree_map(slice_leaf, batch)
+def _slice_samples(batch: Any, sample_count: int, span: slice) -> Any:
+    """Some samples of a collated batch."""
+    return map_tensors(lambda leaf: leaf[span] if leaf.dim() and len(leaf) == sample_count else leaf, batch)
 
 
 def _concatenate_samples(batch: Any, other_batch: Any) -> Any:

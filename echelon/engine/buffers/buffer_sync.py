@@ -1,15 +1,13 @@
 """Synchronize buffers that forward mutates by a rule nobody declared: an average of its own, a codebook, a counter.
 
-When a step changes one, all ranks take the mean over ranks, so that they stay one model. Constant tables are not sent: only buffers
-that were seen to change are, and each step every rank looks for further ones and reports them in the same message. On a CPU the ranks
-agree at once. The host of an accelerator must not wait: it reads the report one step later, as the loss, or when the run is saved, so that
-a checkpoint holds what all ranks hold.
-
-Integers have no mean. Those that change are sent to be compared: where ranks differ, each keeps its own, with a warning.
+Every step the buffers that were seen to change are replaced by their mean over ranks, in the step's message, which also reports further changes.
+On a CPU the ranks agree on these at once; the host of an accelerator reads the report one step later, or when the run is saved. Integers have
+no mean: they are sent to be compared, and where ranks differ, each keeps its own, with a warning.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter, is_
 
@@ -23,20 +21,18 @@ from echelon.engine.process_groups import Communicator
 #: Copies are kept of buffers up to this size in bytes.
 _COPY_LIMIT_BYTES = 2**20
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
+_Version = tuple[Tensor | None, int]
 
 
 class BufferVersions:
     """Tensors and their versions at one moment. Every step asks `is_unchanged`, maybe of hundreds of tables: the lists are laid out for that."""
 
-    def __init__(
-        self, slots: dict[str, TensorSlot], recorded: Mapping[str, tuple[Tensor | None, int]] | None = None
-    ) -> None:
+    def __init__(self, slots: dict[str, TensorSlot], recorded: Mapping[str, _Version] | None = None) -> None:
         """`recorded`: an earlier record."""
         self.slots = slots
-        read = _tensor_and_version
-        self._recorded = {n: read(slot) if recorded is None else recorded[n] for n, slot in slots.items()}
-        self._owners = [owner for owner, _ in slots.values()]
-        self._keys = [key for _, key in slots.values()]
+        self._recorded = {n: _version(slot) if recorded is None else recorded[n] for n, slot in slots.items()}
+        self._owners = [slot.owner for slot in slots.values()]
+        self._keys = [slot.key for slot in slots.values()]
         self._tensors = [tensor for tensor, _ in self._recorded.values()]
         self._present = [tensor for tensor in self._tensors if tensor is not None]
         self._versions = [version for tensor, version in self._recorded.values() if tensor is not None]
@@ -48,20 +44,20 @@ class BufferVersions:
 
     def changed_names(self) -> list[str]:
         """The places that do not."""
-        current = {name: _tensor_and_version(slot) for name, slot in self.slots.items()}
-        recorded = self._recorded
-        return [
-            n for n, (tensor, version) in current.items() if tensor is not recorded[n][0] or version != recorded[n][1]
-        ]
+        changed = []
+        for name, slot in self.slots.items():
+            (tensor, version), (recorded, recorded_version) = _version(slot), self._recorded[name]
+            if tensor is not recorded or version != recorded_version:
+                changed.append(name)
+        return changed
 
     def without(self, names: Collection[str]) -> BufferVersions:
         """The record of the others."""
         return BufferVersions({name: slot for name, slot in self.slots.items() if name not in names}, self._recorded)
 
 
-def _tensor_and_version(slot: TensorSlot) -> tuple[Tensor | None, int]:
-    owner, key = slot
-    tensor = owner.get(key)
+def _version(slot: TensorSlot) -> _Version:
+    tensor = slot.tensor
     return tensor, 0 if tensor is None else tensor._version
 
 
@@ -69,33 +65,21 @@ class BufferTracker:
     """The buffers of a model except those of batch norms. They add one flag and the changing values to the step's message."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: Communicator,
-        *,
-        deferred: bool,
-        track_frozen: bool = False,
-        warn: Callable[[str], None],
+        self, model: nn.Module, ranks: Communicator, *, deferred: bool, track_frozen: bool, warn: Callable[[str], None]
     ) -> None:
         """`deferred`: the host must not wait for sums over ranks. `track_frozen`: also track frozen parameters."""
         self._ranks, self._deferred, self._warn = ranks, deferred, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
-        self.slots: dict[str, TensorSlot] = {
-            name: slot
-            for name, module, slot in named_slots(model)
-            if not isinstance(module, _BatchNorm) and ((tensor := slot[0][slot[1]]) is None or has_numbers(tensor))
-        }
+        slots = {name: slot for name, module, slot in named_slots(model) if not isinstance(module, _BatchNorm)}
+        self.slots = {n: slot for n, slot in slots.items() if slot.tensor is None or has_numbers(slot.tensor)}
         #: Frozen parameters, which may be large.
-        self._frozen_slots: dict[str, TensorSlot] = {}
-        if track_frozen:
-            for name, _, slot in named_slots(model, "_parameters"):
-                parameter = slot[0][slot[1]]
-                if parameter is not None and not parameter.requires_grad and has_numbers(parameter):
-                    self._frozen_slots[name] = slot
-            self.slots |= self._frozen_slots
+        self._frozen_names = set[str]()
+        for name, _, slot in named_slots(model, "_parameters") if track_frozen else ():
+            if has_numbers(slot.tensor) and not slot.tensor.requires_grad:
+                self.slots[name] = slot
+                self._frozen_names.add(name)
         #: Those that are sent, with the shape that all ranks agreed on.
         self._synced_shapes: dict[str, tuple[int, ...]] = {}
-        self._synced_numels: list[int] = []
         #: Those that did not change so far; None: recorded when the next step begins.
         self._constants: BufferVersions | None = None
         #: Checksums before the first step; None: the ranks have agreed since.
@@ -111,7 +95,6 @@ class BufferTracker:
         self._local_values = self._unchanged_flag[:0]
         #: The sum of the flags, where the host must not wait for it.
         self.resync_flag: Tensor | None = None
-        self.size = 1
         #: First changes since rules were last looked for, and those of them that differed from the ranks' mean.
         self.newly_changed: set[str] = set()
         self.differed_from_mean: set[str] = set()
@@ -121,13 +104,18 @@ class BufferTracker:
         self.sample_fraction = 1 / ranks.size
 
     @property
+    def size(self) -> int:
+        """Numbers in the step's message."""
+        return 1 + sum(map(math.prod, self._synced_shapes.values()))
+
+    @property
     def mutable_buffers(self) -> dict[str, tuple[int, ...]] | None:
         """Names and shapes of those that steps change; None: no step was observed."""
         is_known = self._initial_checksums is None and self._ranks.size > 1
         return dict(self._synced_shapes) if is_known else None
 
     def clear_newly_changed(self) -> None:
-        """The rules of everything that changes have been looked for."""
+        """After the rules of everything that changes have been looked for."""
         self.newly_changed.clear()
         self.differed_from_mean.clear()
 
@@ -155,7 +143,7 @@ class BufferTracker:
             self._small_copies = {}
             self._record_versions(self._constants.slots)
             if self._initial_checksums is not None:
-                tensors = {name: self._tensor(name) for name in self._constants.slots if name not in self._frozen_slots}
+                tensors = {name: self._tensor(name) for name in self._constants.slots if name not in self._frozen_names}
                 self._initial_checksums = {n: _checksum(t) for n, t in tensors.items() if _is_checksummable(t)}
 
     def _record_versions(self, names: Iterable[str]) -> None:
@@ -163,7 +151,7 @@ class BufferTracker:
         self._constants = BufferVersions(self._constants.slots)
         for name in names:
             tensor = self._tensor(name)
-            if tensor is not None and tensor.nbytes <= _COPY_LIMIT_BYTES and name not in self._frozen_slots:
+            if tensor is not None and tensor.nbytes <= _COPY_LIMIT_BYTES and name not in self._frozen_names:
                 self._small_copies[name] = tensor.detach().clone()
 
     def _holds_same_values(self, name: str) -> bool:
@@ -211,11 +199,8 @@ class BufferTracker:
             self._constants = BufferVersions(self._constants.slots)
         if self._initial_checksums:
             # Writes to `buffer.data` leave the version as it is. Checked once, because it reads every buffer.
-            changed += [
-                name
-                for name, checksum in self._initial_checksums.items()
-                if name not in changed and not _checksums_equal(checksum, _checksum(self._tensor(name)))
-            ]
+            initial = {n: checksum for n, checksum in self._initial_checksums.items() if n not in changed}
+            changed += [n for n, before in initial.items() if not _is_close(_checksum(self._tensor(n)), before, 0)]
         if changed:
             self._constants = self._constants.without(changed)
         self._first_changes.update(changed)
@@ -235,8 +220,8 @@ class BufferTracker:
         self.newly_changed |= first_changes - self._synced_shapes.keys()
         for name in sorted(rank_local & self._synced_shapes.keys()):
             self._warn(
-                f"the buffer {name} holds whole numbers that are others on each data rank: every rank keeps its own, where one device has "
-                "one; make it floating, so that the ranks take its mean, or add it up over the ranks in forward"
+                f"the buffer {name} holds integers that differ between data ranks: every rank keeps its own, where one device has one; make it "
+                "floating-point, so that the ranks take its mean, or sum it over the ranks in forward"
             )
         self._rank_local = rank_local
         self._pending_changes.clear()
@@ -252,43 +237,35 @@ class BufferTracker:
 
     def _set_synced_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._synced_shapes = {name: shapes[name] for name in self.slots if name in shapes}
-        self._synced_numels = [torch.Size(shape).numel() for shape in self._synced_shapes.values()]
-        self.size = 1 + sum(self._synced_numels)
 
     def _tensor(self, name: str) -> Tensor | None:
-        owner, key = self.slots[name]
-        return owner.get(key)
+        return self.slots[name].tensor
 
     def _syncable_shape(self, name: str) -> tuple[int, ...] | None:
         """None: nothing can be averaged or compared."""
         tensor = self._tensor(name)
-        return tuple(tensor.shape) if tensor is not None and has_numbers(tensor) else None
+        return tuple(tensor.shape) if has_numbers(tensor) else None
 
     def _flat_values(self, name: str) -> Tensor:
         tensor, shape = self._tensor(name), self._synced_shapes[name]
         if tensor is None or not _has_shape(tensor, shape):
-            return self._unchanged_flag.new_zeros(torch.Size(shape).numel())  # unused: the flag reports the new shape
+            return self._unchanged_flag.new_zeros(math.prod(shape))  # unused: the flag reports the new shape
         return tensor.reshape(-1).to(self._unchanged_flag)  # a model may put a tensor of the host there
 
     def _write_means(self, means: Tensor) -> None:
-        for (name, shape), mean_values in zip(
-            self._synced_shapes.items(), means.split(self._synced_numels), strict=True
-        ):
+        sizes = list(map(math.prod, self._synced_shapes.values()))
+        for name, mean in zip(self._synced_shapes, means.split(sizes), strict=True):
             tensor = self._tensor(name)
-            if tensor is None or not _has_shape(tensor, shape):
+            if tensor is None or not _has_shape(tensor, self._synced_shapes[name]):
                 continue
+            mean = mean.view_as(tensor)
             if tensor.is_floating_point():
-                mean = mean_values.view_as(tensor)
-                if name in self.newly_changed and not torch.allclose(
-                    mean, tensor.to(mean), rtol=1e-6, atol=0, equal_nan=True
-                ):
+                if name in self.newly_changed and not _is_close(tensor.to(mean), mean, 1e-6):
                     self.differed_from_mean.add(name)
                 make_writable(self.slots[name]).copy_(mean)
             elif tensor.numel():
                 # Of integers that differ one is further than this from the mean.
-                self._integer_mismatches[name] = (
-                    mean_values.view_as(tensor) - tensor.to(mean_values)
-                ).abs().max() > 0.25
+                self._integer_mismatches[name] = (mean - tensor.to(mean)).abs().max() > 0.25
 
 
 def _has_shape(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
@@ -296,16 +273,14 @@ def _has_shape(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
 
 
 def _is_checksummable(tensor: Tensor | None) -> bool:
-    return (
-        tensor is not None
-        and tensor.layout is torch.strided
-        and tensor.is_floating_point()
-        and tensor.dtype.itemsize > 1
-    )
+    if tensor is None or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-def _checksums_equal(left: Tensor, right: Tensor) -> bool:
-    return left.device == right.device and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+def _is_close(value: Tensor, reference: Tensor, tolerance: float) -> bool:
+    is_same_device = value.device == reference.device
+    return is_same_device and torch.allclose(reference, value, rtol=tolerance, atol=0, equal_nan=True)
 
 
 def _checksum(tensor: Tensor | None) -> Tensor:

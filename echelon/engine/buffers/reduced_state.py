@@ -35,11 +35,9 @@ class ReducedState:
         self._before: dict[str, Tensor] = {}
         self._accumulated: dict[str, Tensor] = {}
         # The largest of ranks' values is not a sum: each rank sends its own in a place of its own.
-        self._packed_numels = {
-            name: self._tensor(name).numel() * (ranks.size if rule in ("max", "min") else 1)
-            for name, rule in self.rules.items()
-            if rule != "same"
-        }
+        sent = {name: rule for name, rule in self.rules.items() if rule != "same"}
+        copies = {name: ranks.size if rule in ("max", "min") else 1 for name, rule in sent.items()}
+        self._packed_numels = {name: self._tensor(name).numel() * count for name, count in copies.items()}
         self.size = sum(self._packed_numels.values())
 
     def _tensor(self, name: str) -> Tensor:
