@@ -132,7 +132,7 @@ class RunState:
         needs_seeds = self.data_parallel.size > 1 or self.axes["pp"].size > 1
         self.seeded_generators = find_generators(self.model) if needs_seeds else []
         #: By index, the optimizers that step on whole tensors, because they compute with more than a rank's shard.
-        self.full_tensor_optimizers = make_full_tensor_optimizers(job, plan, ranks, self.axes, self.rank_model)
+        self.full_tensor_optimizers = make_full_tensor_optimizers(job, self.rank_model)
         held_by_loss = find_loss_parameters(job, self.model)
         self.optimizers = make_optimizers(
             job,
@@ -153,9 +153,7 @@ class RunState:
             self.optimizers, held_by_loss, plan, has_full_tensor_optimizers=bool(self.full_tensor_optimizers)
         )
         broadcast_tensors([parameter.detach() for parameter in self.loss_parameters.values()], ranks)
-        self.schedule_read_check = ScheduleReadCheck(
-            plan, self.model, self.tp_shards, self.optimizers, self.full_tensor_optimizers
-        )
+        self.schedule_read_check = ScheduleReadCheck(self.rank_model, self.optimizers, self.full_tensor_optimizers)
         with ranks.raise_on_all_ranks(), self.schedule_read_check.watch():
             self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         self._frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}

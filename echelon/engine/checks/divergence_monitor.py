@@ -1,34 +1,32 @@
 """Compare ranks that must compute the same while they train, at a bounded cost.
 
-    every step     samples that the ranks of one data group read     strided digest       with the loss, over tp x pp
-    every step     modules whose calls start collectives, in order   running hash         with the loss, over tp x pp and dp
-    step 1, then   parameters, buffers, optimizer state, settings,   sums of their bits   one small message along each
-    every N        random states (replica_check.py)                                       replicated axis
-    the same       what the loss keeps, in runs without a proof      digests              over dp; a warning
+    every step        samples that the ranks of one data group read     strided digest, with the loss, over tp x pp
+    every step        modules whose calls start collectives, in order   running hash, with the loss, over tp x pp and dp
+    step 1, every N   parameters, optimizer state, random states, ...   sums of their bits, along each axis (replica_check.py)
+    the same          what the loss keeps, in runs without a proof      digests, over dp; a warning
 
-N follows from the measured cost of a comparison. A difference raises DivergenceError on every rank that sees it, before the optimizer steps
-(on an accelerator, whose host must not wait, one step later) and before a checkpoint is written.
+N follows from the measured cost of a comparison. A difference raises DivergenceError before the optimizer steps (on an accelerator, whose host
+must not wait, one step later) and before a checkpoint is written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
 from echelon.engine.checkpoint.function_state import describe_slot, find_differing_slots
 from echelon.engine.checkpoint.run_attributes import RunAttributes
-from echelon.engine.checks.replica_check import ReplicaCheck, all_words_equal, is_same_on_ranks
+from echelon.engine.checks.replica_check import ReplicaCheck, all_words_equal, hash_bytes, is_same_on_ranks
 from echelon.engine.parallel.tensor_parallel import PatchedForward
 from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState
@@ -44,6 +42,8 @@ _SAMPLED_VALUES = 64
 _WORD_MASK = 0xFFFFF
 #: A call is its module's number and, above these bits, the size of its input (0 where it may differ between ranks).
 _MODULE_BITS = 20
+#: Paths of modules, and the sizes of their inputs.
+_Calls = list[tuple[str, int]]
 
 
 class DivergenceMonitor:
@@ -53,7 +53,9 @@ class DivergenceMonitor:
         self._run, self._attributes = run, attributes
         self.is_off = is_off or run.world.size == 1 or run.plan.asynchronous
         self._replica_check = ReplicaCheck(run)
-        self._call_order = _CallOrder(run) if not self.is_off and not run.plan.compile else None
+        self._call_order = _CallOrder()
+        if not self.is_off and not run.plan.compile:
+            self._call_order.record(run)
         self._sample_word = 0
         self._model_parallel_words: list[float] = []
         self._next_comparison = 1
@@ -62,28 +64,25 @@ class DivergenceMonitor:
 
     def close(self) -> None:
         """Remove the hooks from the model."""
-        if self._call_order is not None:
-            self._call_order.close()
+        self._call_order.close()
 
     # Every step
 
     def begin_step(self, batch: StepBatch) -> None:
         """Before the step's first forward."""
-        if self._call_order is not None:
-            self._call_order.begin()
+        self._call_order.tp_calls.clear()
+        self._call_order.gather_calls.clear()
         if not self.is_off and self._run.model_parallel.size > 1:
             self._sample_word = strided_digest([m.batch for m in batch.micro_batches], batch.step) & _WORD_MASK
 
     def pack_data_parallel(self) -> list[float]:
         """What data ranks sum: the order in which sharded units were gathered."""
-        if self._call_order is None or not self._call_order.gather_calls:
-            return [0.0, 0.0]
         word = float(_hash_calls(self._call_order.gather_calls))
         return [word, word * word]
 
     def pack_model_parallel(self) -> list[float]:
         """What the ranks of one data group sum: samples, and by stage the order of calls of modules that tp cuts."""
-        call_word = 0.0 if self._call_order is None else float(_hash_calls(self._call_order.tp_calls))
+        call_word = float(_hash_calls(self._call_order.tp_calls))
         sample_word, stage = float(self._sample_word), self._run.axes["pp"]
         self._model_parallel_words = [sample_word, sample_word * sample_word, *[0.0] * (2 * stage.size)]
         self._model_parallel_words[2 * stage.rank + 2 : 2 * stage.rank + 4] = [call_word, call_word * call_word]
@@ -92,7 +91,6 @@ class DivergenceMonitor:
     def check_data_parallel(self, sums: Sequence[float], step: int) -> None:
         """Raise where data ranks gathered sharded units in different orders."""
         if not all_words_equal(self._run.data_parallel.size, *sums):
-            assert self._call_order is not None
             calls = self._call_order.describe(self._call_order.gather_calls)
             self._raise_mismatched_calls(self._run.data_parallel, calls, step, "zero")
 
@@ -115,15 +113,12 @@ class DivergenceMonitor:
         # All stages learn of it, so that all stop; the ranks of that stage can name the modules.
         for stage, sums_of_stage in enumerate(call_sums):
             if not all_words_equal(run.axes["tp"].size, *sums_of_stage):
-                assert self._call_order is not None
                 named = self._call_order.describe(self._call_order.tp_calls) if stage == run.axes["pp"].rank else None
                 self._raise_mismatched_calls(run.model_parallel, named, step, "tp")
 
-    def _raise_mismatched_calls(
-        self, communicator: Communicator, local_calls: list[tuple[str, int]] | None, step: int, axis: str
-    ) -> None:
+    def _raise_mismatched_calls(self, ranks: Communicator, local_calls: _Calls | None, step: int, axis: str) -> None:
         """`local_calls`: the modules that this rank called and the sizes of their inputs; None where it is not among those that differ."""
-        gathered = communicator.all_gather_object((self._run.world.rank, local_calls))
+        gathered = ranks.all_gather_object((self._run.world.rank, local_calls))
         rank_calls = [(rank, calls) for rank, calls in gathered if calls is not None]
         first_rank, first_calls = rank_calls[0]
         rank, other_calls = next(((rank, calls) for rank, calls in rank_calls if calls != first_calls), rank_calls[0])
@@ -173,8 +168,7 @@ class DivergenceMonitor:
         if self._has_warned or not attributes.is_unproved or data_parallel.size == 1:
             return
         fingerprints = attributes.functions.digest_changes()
-        text = repr(sorted(fingerprints.items())).encode()
-        if is_same_on_ranks(data_parallel, int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")):
+        if is_same_on_ranks(data_parallel, hash_bytes(repr(sorted(fingerprints.items())).encode())):
             return
         self._has_warned = True
         names = ", ".join(map(describe_slot, find_differing_slots(data_parallel.all_gather_object(fingerprints))))
@@ -195,46 +189,42 @@ class DivergenceMonitor:
 class _CallOrder:
     """The order in which this rank calls modules whose forward or backward exchanges values with other ranks."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self) -> None:
         self.tp_calls: list[int] = []
         self.gather_calls: list[int] = []
-        self._module_paths = ["the model"]
+        self._module_paths: list[str] = []
+        self._undo_callbacks: list[Callable[[], None]] = []
+
+    def record(self, run: RunState) -> None:
+        """Record calls from here on."""
         tp_paths = {name.rpartition(".")[0] for name in run.tp_shards}
         uneven_paths = {name.rpartition(".")[0] for name, tp_shard in run.tp_shards.items() if not tp_shard.is_even}
         full_sequences = not run.plan.tensor.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
-        self._hooks: list[RemovableHandle] = []
-        self._noted_forwards: list[PatchedForward] = []
         for path in sorted(tp_paths & modules.keys()):
             module, has_equal_size = modules[path], full_sequences and path not in uneven_paths
             note = self._make_note(self._register(path), has_equal_size=has_equal_size)
             if isinstance(module.forward, PatchedForward):  # a hook would double the monitor's cost in a short step
                 module.forward.pre_hook = note
-                self._noted_forwards.append(module.forward)
+                self._undo_callbacks.append(partial(setattr, module.forward, "pre_hook", None))
             else:
-                self._hooks.append(module.register_forward_pre_hook(_hook_first_argument(note)))
-        units = [] if run.rank_model.sharding is None else run.rank_model.sharding.units
+                hook = module.register_forward_pre_hook(lambda _, args, note=note: note(args[0] if args else None))
+                self._undo_callbacks.append(hook.remove)
         paths = {id(module): path for path, module in modules.items()}
-        for unit in units:
-            hook = self._make_gather_hook(self._register(paths.get(id(unit), "")))
-            self._hooks.append(unit.register_forward_pre_hook(hook, prepend=True))
-
-    def begin(self) -> None:
-        self.tp_calls.clear()
-        self.gather_calls.clear()
+        for unit in [] if run.rank_model.sharding is None else run.rank_model.sharding.units:
+            note_gather = self._make_gather_hook(self._register(paths.get(id(unit), "")))
+            self._undo_callbacks.append(unit.register_forward_pre_hook(note_gather, prepend=True).remove)
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for forward in self._noted_forwards:
-            forward.pre_hook = None
+        for undo in self._undo_callbacks:
+            undo()
 
-    def describe(self, calls: Sequence[int]) -> list[tuple[str, int]]:
+    def describe(self, calls: Sequence[int]) -> _Calls:
         """The paths of the modules that were called, and the sizes of their inputs."""
         return [(self._module_paths[call % (1 << _MODULE_BITS)], call >> _MODULE_BITS) for call in calls]
 
     def _register(self, path: str) -> int:
-        self._module_paths.append(path or self._module_paths[0])
+        self._module_paths.append(path or "the model")
         return len(self._module_paths) - 1
 
     def _make_note(self, module_index: int, *, has_equal_size: bool) -> Callable[[Any], None]:
@@ -257,10 +247,6 @@ class _CallOrder:
         return note
 
 
-def _hook_first_argument(note: Callable[[Any], None]) -> Callable[[nn.Module, Any], None]:
-    return lambda _, args: note(args[0] if args else None)
-
-
 def _hash_calls(calls: Sequence[int]) -> int:
     """A hash of a sequence of calls."""
     return zlib.crc32(array("q", calls).tobytes()) & _WORD_MASK
@@ -268,8 +254,7 @@ def _hash_calls(calls: Sequence[int]) -> int:
 
 def strided_digest(value: Any, step: int) -> int:
     """A hash of samples: some numbers of each tensor, others at each step, and the text of everything else."""
-    word = 0
-    pending = [value]
+    word, pending = 0, [value]
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):

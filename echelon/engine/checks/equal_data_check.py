@@ -54,12 +54,10 @@ def _require_equal_rows(source: Source, ranks: WorldCommunicator) -> None:
     block_count = min(len(source), row_count, _COMPARED_BLOCKS)
     blocks = [block[: row_count // block_count] for block in np.array_split(np.arange(len(source)), block_count)]
     with ranks.raise_on_all_ranks():
-        block_digests = [
-            digest(
-                source.read_batch(block, 0) if source.supports_gather else list(map(source.read_sample, block.tolist()))
-            )
-            for block in blocks
-        ]
+        if source.supports_gather:
+            block_digests = [digest(source.read_batch(block, 0)) for block in blocks]
+        else:
+            block_digests = [digest(list(map(source.read_sample, block.tolist()))) for block in blocks]
     for block, *digests in zip(blocks, *ranks.all_gather_object(block_digests), strict=True):
         if len(set(digests)) == 1:
             continue
@@ -76,41 +74,27 @@ def _different_data_error(sample_index: int, rank: int, other_rank: int) -> Data
     )
 
 
-def _require_equal_sample(
-    source: Source, sample_index: int, ranks: WorldCommunicator, data_parallel: Communicator
-) -> None:
+def _require_equal_sample(source: Source, index: int, ranks: WorldCommunicator, data_parallel: Communicator) -> None:
     """Random data that each rank makes for itself has the same length everywhere: only its content differs."""
-    rank_reads = ranks.all_gather_object((data_parallel.rank, *_digest_twice(source, sample_index)))
-    is_deterministic = all(first == second for _, first, second in rank_reads)
-    if is_deterministic and len({first for _, first, _ in rank_reads}) > 1:
+    data_ranks = ranks.all_gather_object(data_parallel.rank)
+    # A data set with a generator of its own returns another sample each time.
+    rank_reads: list[list[str]] = ranks.all_gather_object(_digest_reads(source, index, 2))
+    is_deterministic = all(len(set(reads)) < 2 for reads in rank_reads)
+    if is_deterministic and any(reads[:1] != rank_reads[0][:1] for reads in rank_reads):
         # Two reads may agree by chance: a coin falls on the same side twice.
-        is_deterministic = not any(ranks.all_gather_object(_changes_between_reads(source, sample_index)))
-    for rank, (data_rank, sample_digest, _) in enumerate(rank_reads):
+        many_reads = _digest_reads(source, index, _REPEATED_READS)
+        is_deterministic = not any(ranks.all_gather_object(len(set(many_reads)) > 1))
+    for rank, (data_rank, reads) in enumerate(zip(data_ranks, rank_reads, strict=True)):
         # What changes from read to read need not be the same where other samples are read.
-        reference_rank, reference_digest = next(
-            (other_rank, other_digest)
-            for other_rank, (other_data_rank, other_digest, _) in enumerate(rank_reads)
-            if is_deterministic or other_data_rank == data_rank
-        )
-        if None not in (sample_digest, reference_digest) and sample_digest != reference_digest:
-            raise _different_data_error(sample_index, rank, reference_rank)
+        reference_rank = 0 if is_deterministic else data_ranks.index(data_rank)
+        reference = rank_reads[reference_rank]
+        if reads and reference and reads[0] != reference[0]:
+            raise _different_data_error(index, rank, reference_rank)
 
 
-def _digest_twice(source: Source, sample_index: int) -> tuple[str | None, str | None]:
-    """The digests of two reads: a data set with a generator of its own gives another sample each time. None: it cannot be read, which is an
-    error when it is its turn."""
+def _digest_reads(source: Source, sample_index: int, count: int) -> list[str]:
+    """The digests of several reads of a sample; none where it cannot be read, which is an error when it is its turn."""
     try:
-        first_digest = digest(source.read_sample(sample_index))
-        return first_digest, first_digest if source.supports_gather else digest(source.read_sample(sample_index))
+        return [digest(source.read_sample(sample_index)) for _ in range(1 if source.supports_gather else count)]
     except Exception:
-        return None, None
-
-
-def _changes_between_reads(source: Source, sample_index: int) -> bool:
-    """Whether a sample is another in one of many reads."""
-    if source.supports_gather:
-        return False
-    try:
-        return len({digest(source.read_sample(sample_index)) for _ in range(_REPEATED_READS)}) > 1
-    except Exception:  # an error when it is its turn
-        return False
+        return []

@@ -18,11 +18,8 @@ def require_supported_hooks(
     model: nn.Module, plan: Plan, tp_parameters: Collection[str], warn: Callable[[str], None]
 ) -> None:
     """Refuse a plan that would drop hooks of `model`. `tp_parameters`: names of the parameters that tp cuts."""
-    hooked_parameters = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
+    named = list(model.named_parameters())
+    hooked_parameters = [n for n, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     dropped = next((name for name in hooked_parameters if plan.is_sharded or name in tp_parameters), None)
     if dropped is not None:
         axis = f"zero={plan.zero}" if plan.is_sharded else f"tp={plan.mesh.tp}"

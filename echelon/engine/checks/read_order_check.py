@@ -59,32 +59,27 @@ def _find_dependent_sample(
     digests = {sample_index: _read_digest(source, sample_index) for sample_index in first_samples}
     if not dataset_state.has_changed(with_positions=True):
         return None
+
+    def differing(samples: Sequence[int]) -> int | None:
+        return next((index for index in samples if _read_digest(source, index) != digests[index]), None)
+
     dataset_state.restore(with_generators=False)
-    if (
-        any(_read_digest(source, sample_index) != digests[sample_index] for sample_index in first_samples)
-        and not dataset_state.has_unrestorable_changes()
-    ):
+    if differing(first_samples) is not None and not dataset_state.has_unrestorable_changes():
         return None  # it is random
-    for sample_index in first_samples:
-        if _read_digest(source, sample_index) != digests[sample_index]:
-            return f"sample {sample_index} is another when it is read again"
+    if (sample_index := differing(first_samples)) is not None:
+        return f"sample {sample_index} is another when it is read again"
     dataset_state.restore(with_generators=False)
-    for sample_index in first_samples[::-1]:
-        if _read_digest(source, sample_index) != digests[sample_index]:
-            return f"sample {sample_index} is another when it is read after others"
+    if (sample_index := differing(first_samples[::-1])) is not None:
+        return f"sample {sample_index} is another when it is read after others"
     count, deadline = 0, time.monotonic() + _EXTRA_SECONDS
     for ids in steps:
-        for sample_index in map(int, ids):
-            source.read_sample(sample_index)
+        for index in map(int, ids):
+            source.read_sample(index)
         count += len(ids)
         if count > _EXTRA_READS or time.monotonic() > deadline:
             break
-    sample_index = first_samples[0]
-    return (
-        f"sample {sample_index} is another when {count} others were read before"
-        if _read_digest(source, sample_index) != digests[sample_index]
-        else None
-    )
+    sample_index = differing(first_samples[:1])
+    return None if sample_index is None else f"sample {sample_index} is another when {count} others were read before"
 
 
 def _read_digest(source: Source, sample_index: int) -> str:

@@ -1,11 +1,8 @@
 """Refuse parameters that forward replaces while training, where ranks hold parts of them.
 
-`self.b.weight = self.a.weight` in a forward ties two layers from then on, and one process follows. Ranks that shard parameters or divide
-them into stages made their parts at the start: ZeRO would put the old parameter back after the step. torch calls a hook for every parameter that is
-assigned to a module's attribute; a replacement raises DivergenceError before the update, unless forward undoes it.
-
-Not seen: what is written into `module._parameters` or deleted, and under zero the parameters of modules with a `__setattr__` of their own, through
-which FSDP2 itself assigns (torch 2.11 to 2.13).
+`self.b.weight = self.a.weight` in a forward ties two layers from then on, but ranks made their parts at the start: ZeRO would put the old parameter
+back after the step. Not seen: what is written into `module._parameters` or deleted, and under zero the parameters of modules with a `__setattr__`
+of their own, through which FSDP2 itself assigns (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations

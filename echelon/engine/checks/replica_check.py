@@ -1,15 +1,14 @@
-"""Compare what ranks must hold alike: parameters, buffers, optimizer state, settings and random states along every replicated axis.
+"""Compare replicas along every axis: parameters, buffers, optimizer state, settings and random states.
 
-Each tensor's bits are summed on its device, so that a comparison sends a few numbers. Only where those differ are tensors named and
-compared by value. Differences of rounding size (sums on a GPU depend on the order of its threads) are overwritten with the first replica's
-values; any other ends the run.
+Each tensor's bits are summed on its device, so a comparison sends a few numbers; where those differ, tensors are compared by value. Differences of
+rounding size (sums on a GPU depend on the order of its threads) are overwritten with the first replica's values; any other ends the run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +43,16 @@ class _ReplicaKind:
     cause: str
 
 
+_OPTIMIZER_CAUSE = "the optimizer draws random numbers of its own, or depends on the rank"
 _INITIAL_PARAMETER = _ReplicaKind(
     "parameter",
     "forward writes to it or makes it from this rank's samples: an initialization by the first batch, a layer made in forward, a Python flag",
 )
-_PARAMETER = _ReplicaKind(
-    "parameter", "the optimizer draws random numbers of its own or depends on the rank, or forward writes to it"
-)
+_PARAMETER = _ReplicaKind("parameter", f"{_OPTIMIZER_CAUSE}, or forward writes to it")
 _BUFFER = _ReplicaKind("buffer", "forward changes it by a rule that has no mean over samples, or on some ranks only")
-_OPTIMIZER_STATE = _ReplicaKind(
-    "optimizer state", "the optimizer draws random numbers of its own, or depends on the rank"
-)
+_OPTIMIZER_STATE = _ReplicaKind("optimizer state", _OPTIMIZER_CAUSE)
 _OPTIMIZER_SETTING = _ReplicaKind("optimizer setting", "it depends on the rank")
-_GENERATOR = _ReplicaKind(
-    "generator of the model", "forward draws different numbers of random numbers on different ranks"
-)
+_GENERATOR = _ReplicaKind("generator of the model", "forward draws more random numbers on some ranks")
 _RANDOM_STATE = _ReplicaKind("random state", "code draws different numbers of random numbers on different ranks")
 
 
@@ -68,8 +62,10 @@ class _ReplicatedItem:
 
     kind: _ReplicaKind
     value: Any
-    #: Axes along which ranks own different ones (whole_tensor_optimizer.py).
-    owned_axes: tuple[str, ...] = ()
+    split_axes: Collection[str] = ()  #: along which ranks hold different parts, or their own
+
+
+_Items = Mapping[str, _ReplicatedItem]
 
 
 class ReplicaCheck:
@@ -78,28 +74,21 @@ class ReplicaCheck:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._has_warned = False
-        self._tied_parameters = [
-            (holders, {id(parameter) for parameter in parameters})
-            for holders, parameters in run.rank_model.tied_parameters
-            if holders.size > 1
-        ]
         self._generators = find_generators(run.model)
 
     @torch.no_grad()
     def compare(self, step: int, *, after_update: bool = True, between_steps: bool = False) -> None:
-        """Raise where replicas differ after `step` steps. Every rank must call it.
-
-        `after_update`: after the optimizer's step, not before. `between_steps`: nothing is under way, and other code may have drawn random numbers.
-        """
+        """Raise where replicas differ after `step` steps. Every rank must call it. `after_update`: after the optimizer's step, not before.
+        `between_steps`: nothing is in flight, and other code may have drawn random numbers."""
         run = self._run
         items = dict(self._items(after_update=after_update, between_steps=between_steps))
-        checksums = _checksums(items)
-        for axis, is_split in (("dp", self._is_data_sharded), ("tp", self._is_tp_sharded)):
-            replicated = {n: item for n, item in items.items() if axis not in item.owned_axes and not is_split(n, item)}
+        checksums = _checksums(items, run.device)
+        for axis in ("dp", "tp"):
+            replicated = {name: item for name, item in items.items() if axis not in item.split_axes}
             self._compare_over(run.axes[axis], replicated, checksums, step)
-        for holders, tied_ids in self._tied_parameters:
-            is_parameter = (_INITIAL_PARAMETER, _PARAMETER)
-            shared = {n: item for n, item in items.items() if item.kind in is_parameter and id(item.value) in tied_ids}
+        for holders, tied in run.rank_model.tied_parameters:
+            tied_ids = set(map(id, tied))
+            shared = {name: item for name, item in items.items() if id(item.value) in tied_ids}
             self._compare_over(holders, shared, checksums, step)
 
     # What is replicated
@@ -109,22 +98,22 @@ class ReplicaCheck:
         kind = _PARAMETER if after_update else _INITIAL_PARAMETER
         for name, value in run.model.named_parameters():
             if not value.is_meta and name not in run.backend.server_trained:
-                yield name, _ReplicatedItem(kind, value)
+                yield name, _ReplicatedItem(kind, value, self._split_axes(name, value))
         for name, value in run.loss_parameters.items():
             yield name, _ReplicatedItem(kind, value)
         # Ranks of an accelerator agree on a buffer that changes for the first time one step later.
         for name, buffer in run.model.named_buffers() if between_steps or run.device.type == "cpu" else ():
             if has_numbers(buffer):
-                yield name, _ReplicatedItem(_BUFFER, buffer)
+                yield name, _ReplicatedItem(_BUFFER, buffer, self._split_axes(name, buffer))
         if not after_update:
             return
         for name, moment in optimizer_tensors(run).items():
             owner = full_tensor_optimizer_of(run, name)
-            owned_axes = owner.gathered_axes if owner is not None else ()
-            yield f"optimizer {name}", _ReplicatedItem(_OPTIMIZER_STATE, moment, owned_axes)
+            axes = self._split_axes(name.split("/")[1], moment).union(owner.gathered_axes if owner else ())
+            yield f"optimizer {name}", _ReplicatedItem(_OPTIMIZER_STATE, moment, axes)
         for index, optimizer in enumerate(run.optimizers):
             owner = run.full_tensor_optimizers.get(index)
-            owned_axes = owner.gathered_axes if owner is not None else ()
+            owned_axes = owner.gathered_axes if owner else ()
             for group_index, group in enumerate(optimizer.param_groups):
                 for key, value in read_group_settings(group).items():
                     if isinstance(value, bool | int | float | str | tuple):
@@ -136,32 +125,23 @@ class ReplicaCheck:
             yield "torch", _ReplicatedItem(_RANDOM_STATE, torch.get_rng_state())
             yield "python", _ReplicatedItem(_RANDOM_STATE, random.getstate())
             yield "numpy", _ReplicatedItem(_RANDOM_STATE, numpy.random.get_state()[1].tobytes())  # type: ignore[index]
+        seeded_axes = ("dp",) if run.seeded_generators else ()
         for index, generator in enumerate(self._generators):
-            yield f"generator {index}", _ReplicatedItem(_GENERATOR, generator.get_state())
+            yield f"generator {index}", _ReplicatedItem(_GENERATOR, generator.get_state(), seeded_axes)
 
-    def _is_tp_sharded(self, name: str, item: _ReplicatedItem) -> bool:
-        """Whether tp gives each rank another part of it."""
-        parameter_name = name.split("/")[1] if item.kind is _OPTIMIZER_STATE and "/" in name else name
-        return parameter_name in self._run.tp_shards
-
-    def _is_data_sharded(self, name: str, item: _ReplicatedItem) -> bool:
-        """Whether data ranks have shards of it, or their own by intention: the model's generators, seeded for each."""
-        return isinstance(item.value, DTensor) or (item.kind is _GENERATOR and bool(self._run.seeded_generators))
+    def _split_axes(self, parameter_name: str, value: Tensor) -> set[str]:
+        is_split = {"dp": isinstance(value, DTensor), "tp": parameter_name in self._run.tp_shards}
+        return {axis for axis, split in is_split.items() if split}
 
     # Comparison
 
-    def _compare_over(
-        self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
-    ) -> None:
-        if communicator.size == 1:
-            return
-        text = "\n".join(f"{name} {checksums[name]}" for name in sorted(items)).encode()
-        if not is_same_on_ranks(communicator, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")):
-            self._diagnose(communicator, items, checksums, step)
+    def _compare_over(self, communicator: Communicator, items: _Items, checksums: Mapping[str, int], step: int) -> None:
+        if communicator.size > 1:
+            text = "\n".join(f"{name} {checksums[name]}" for name in sorted(items)).encode()
+            if not is_same_on_ranks(communicator, hash_bytes(text)):
+                self._diagnose(communicator, items, checksums, step)
 
-    def _diagnose(
-        self, communicator: Communicator, items: Mapping[str, _ReplicatedItem], checksums: Mapping[str, int], step: int
-    ) -> None:
+    def _diagnose(self, communicator: Communicator, items: _Items, checksums: Mapping[str, int], step: int) -> None:
         """Name what differs; raise unless it is all rounding."""
         local_checksums = {name: (checksums[name], _local_shape(item.value)) for name, item in items.items()}
         gathered = communicator.all_gather_object((self._run.world.rank, local_checksums))
@@ -179,19 +159,15 @@ class ReplicaCheck:
             kind, value, has_one_shape = items[name].kind, items[name].value, len({shape for _, shape in found}) == 1
             if kind is _BUFFER and not has_one_shape:
                 continue  # a cache, as large as this rank's batch
-            if not isinstance(value, Tensor) or not has_one_shape or kind in (_RANDOM_STATE, _GENERATOR):
-                rank = _first_differing(ranks, found)
-                where = f"{kind.name} {name} on rank {rank} is not rank {ranks[0]}'s after step {step}"
-                raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
-            differences = self._relative_differences(communicator, to_local(value.detach()))
-            worst_index = max(range(len(differences)), key=differences.__getitem__)
-            if differences[worst_index] == 0:
-                continue  # zeros of unlike sign, or overwritten
-            rank = ranks[worst_index]
-            raise _divergence_error(
-                f"{kind.name} {name} on rank {rank} differs from rank {ranks[0]}'s by {differences[worst_index]:.1e} of its largest value after step "
-                f"{step}: {kind.cause}", rank, name, kind,
-            )  # fmt: skip
+            rank, difference = _first_differing(ranks, found), ""
+            if isinstance(value, Tensor) and has_one_shape and kind not in (_RANDOM_STATE, _GENERATOR):
+                differences = self._relative_differences(communicator, to_local(value.detach()))
+                largest, rank = max(zip(differences, ranks, strict=True), key=lambda pair: pair[0])
+                if largest == 0:
+                    continue  # zeros of unlike sign, or overwritten
+                difference = f" by {largest:.1e} of its largest value"
+            where = f"{kind.name} {name} on rank {rank} differs from rank {ranks[0]}'s{difference} after step {step}"
+            raise _divergence_error(f"{where}: {kind.cause}", rank, name, kind)
 
     def _relative_differences(self, communicator: Communicator, value: Tensor) -> list[float]:
         """How far each rank's tensor is from the first's, relative to its largest value; 0 where rounding was overwritten."""
@@ -245,24 +221,19 @@ def all_words_equal(count: int, total: float, squares: float) -> bool:
     return count * round(squares) == round(total) ** 2
 
 
-def _checksums(items: Mapping[str, _ReplicatedItem]) -> dict[str, int]:
+def hash_bytes(data: bytes) -> int:
+    """An integer of 56 bits."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _checksums(items: _Items, device: torch.device) -> dict[str, int]:
     tensors = {name: item.value for name, item in items.items() if isinstance(item.value, Tensor)}
-    device_sums = [checksum(to_local(tensor.detach())) for tensor in tensors.values()]
-    checksums = dict(zip(tensors, _copy_to_host(device_sums), strict=True))
+    device_sums = [checksum(to_local(tensor.detach())).to(device) for tensor in tensors.values()]
+    checksums = dict(zip(tensors, torch.stack(device_sums).tolist() if device_sums else (), strict=True))
     for name, item in items.items():
         if name not in tensors:
-            data = item.value if isinstance(item.value, bytes) else repr(item.value).encode()
-            checksums[name] = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+            checksums[name] = hash_bytes(item.value if isinstance(item.value, bytes) else repr(item.value).encode())
     return checksums
-
-
-def _copy_to_host(scalars: list[Tensor]) -> list[int]:
-    """Scalars of several devices, waiting for each device once."""
-    numbers: dict[int, int] = {}
-    for device in {scalar.device for scalar in scalars}:
-        indices = [index for index, scalar in enumerate(scalars) if scalar.device == device]
-        numbers.update(zip(indices, torch.stack([scalars[index] for index in indices]).tolist(), strict=True))
-    return [numbers[index] for index in range(len(scalars))]
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -1,28 +1,26 @@
 """Refuse schedules that read parameters, gradients or optimizer state of which a rank holds only a part.
 
-A rate that follows from a norm of the weights would be that of one stage's weights under pp and of one shard's under tp: every rank would use a
-rate of its own. While a schedule is made or stepped, a torch function mode checks the arguments of torch functions, and raises DivergenceError before
-such a rate is used. Parameters that ZeRO shards are DTensors, of which torch computes the whole tensor's value: those may be read.
-
-Not seen: a number that a gradient hook computes from a part and leaves in a Python variable, and shapes and sizes of parts.
+A rate that follows from a norm of the weights would differ between pipeline stages and tp shards. While a schedule is constructed or stepped, a torch
+function mode checks the arguments of torch functions. Parameters that ZeRO shards may be read: torch computes the full DTensor's value. Not seen:
+a number that a gradient hook computes from a part and leaves in a Python variable, and shapes of parts.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
-from echelon.engine.parallel.shard_layout import TPShard
 from echelon.errors import DivergenceError
-from echelon.plan.plan import Plan
 from echelon.tree import tree_tensors
+
+if TYPE_CHECKING:
+    from echelon.engine.build_model import RankModel
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse",
@@ -33,45 +31,35 @@ _METHODS = (
     "is_contiguous", "get_device", "requires_grad_", "register_hook", "is_inference", "__len__", "__repr__",
 )  # fmt: skip
 #: Torch functions that read no number: `p.grad is None` and `p.ndim` are fine.
-_HARMLESS_FUNCTIONS = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
-)
+_HARMLESS_FUNCTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, m) for m in _METHODS}
 
 
 class ScheduleReadCheck:
     """Watches what the schedules of one run read."""
 
     def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        tp_shards: Mapping[str, TPShard],
-        optimizers: Sequence[Optimizer],
-        full_tensor_optimizers: Mapping[int, FullTensorOptimizer],
+        self, rank_model: RankModel, optimizers: Sequence[Optimizer], full_tensor: Mapping[int, FullTensorOptimizer]
     ) -> None:
-        """`tp_shards`: the parameters that tp cuts. `full_tensor_optimizers`: by index, the optimizers whose tensors one rank each owns."""
-        self._model, self._tp_shards = model, tp_shards
-        self._optimizers, self._full_tensor_optimizers = optimizers, full_tensor_optimizers
+        """`full_tensor`: by index, the optimizers that step on full tensors."""
+        plan, self._model, self._tp_shards = rank_model.plan, rank_model.model, rank_model.tp_shards
+        self._optimizers, self._full_tensor_optimizers = optimizers, full_tensor
         # Ranks hold other parameters (stages), or gradients of their own samples (servers).
         self._all_partial = plan.mesh.pp > 1 or plan.uses_servers
-        axes = "pp and tp" if self._all_partial or tp_shards else "zero"
+        axes = "pp and tp" if self._all_partial or self._tp_shards else "zero"
         self._excluded_settings = "exchange=server" if plan.uses_servers else axes
-        is_needed = self._all_partial or tp_shards or full_tensor_optimizers
+        is_needed = self._all_partial or self._tp_shards or full_tensor
         self._mode = _ReadMode(self._require_full_tensors) if is_needed else None
         self._reader = self._step_prefix = ""
         #: By id, tensors that may not be read, with their names; collected when a schedule first calls a torch function.
         self._partial_tensors: dict[int, tuple[str, Tensor]] = {}
 
-    def watch(self, schedule: Any = None, step: int | None = None) -> AbstractContextManager[None]:
-        """Raise where the code inside reads a part of a tensor. `schedule`: None while they are made."""
-        return nullcontext() if self._mode is None else self._watch(self._mode, schedule, step)
-
-    @contextlib.contextmanager
-    def _watch(self, mode: _ReadMode, schedule: Any, step: int | None) -> Iterator[None]:
+    @contextmanager
+    def watch(self, schedule: Any = None, step: int | None = None) -> Iterator[None]:
+        """Raise where the code inside reads a part of a tensor. `schedule`: None while they are constructed."""
         self._step_prefix = "" if step is None else f"step {step + 1}: "
         self._reader = "lr_schedule=" if schedule is None else f"lr_schedule= ({type(schedule).__name__})"
         try:
-            with mode:
+            with self._mode or nullcontext():
                 yield
         finally:
             self._partial_tensors = {}

@@ -1,16 +1,14 @@
 """Refuse schedules and optimizers that read Python state which the loss or `inputs` changes, where these see parts of a batch.
 
-A loss that keeps a running mean of its values updates it once per call: one device calls it once a step with the whole batch, a plan with micro-batches,
-data ranks or stages calls it on parts, or on some ranks only. A schedule that reads that mean would set another rate. So the state that both reach (reachable.py) is
-compared before and after the calls of steps 1, 2, 4, 8, ... of a run, and a change raises DivergenceError before the update. What both only read, and what a
-schedule changes for the loss to read, is fine.
-
+A schedule that reads a running mean which the loss updates once per call would set another rate than on one device. So the state that both reach
+(reachable.py) is compared before and after the calls of steps 1, 2, 4, 8, ... of a run, and a change raises DivergenceError before the update.
 Not seen: attributes of imported modules (`import state; state.mean`), and state that begins to change between two comparisons, until the later one.
 """
 
 from __future__ import annotations
 
 import dis
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from types import CodeType, FunctionType
@@ -66,12 +64,10 @@ class SharedStateCheck:
 
     def _shared_digests(self) -> dict[str, dict[str, bytes]]:
         readers = {"lr_schedule": self._run.schedules, "optimizer": self._run.optimizers}
-        return {
-            name: self._digests_shared_with(list(iterate_user_objects(objects, set())))
-            for name, objects in readers.items()
-        }
+        return {name: self._digests_shared_with(objects) for name, objects in readers.items()}
 
-    def _digests_shared_with(self, roots: list[Any]) -> dict[str, bytes]:
+    def _digests_shared_with(self, objects: Sequence[Any]) -> dict[str, bytes]:
+        roots = list(iterate_user_objects(objects, set()))
         if not roots:
             return {}
         nodes = list(find_reachable({str(index): root for index, root in enumerate(roots)}).values())
@@ -93,9 +89,6 @@ class SharedStateCheck:
 @cache
 def _names_loaded(code: CodeType) -> set[tuple[str, str]]:
     """The instructions by which code reads globals and attributes, with their names."""
-    names = {
-        (i.opname, i.argval)
-        for i in dis.get_instructions(code)
-        if i.opname in _NAME_READS and isinstance(i.argval, str)
-    }
+    reads = [i for i in dis.get_instructions(code) if i.opname in _NAME_READS and isinstance(i.argval, str)]
+    names = {(read.opname, read.argval) for read in reads}
     return names.union(*(_names_loaded(item) for item in code.co_consts if isinstance(item, CodeType)))
