@@ -248,7 +248,7 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
         raise JobError(f"loss= gave {type(loss).__name__}, not a tensor; give a scalar mean, or (sum, count)")
     if loss.numel() != 1:
         raise JobError(
-            f"loss= gave a tensor of shape {tuple(shape)}, not a scalar; average it (.mean()), or give (losses.sum(), losses.numel())"
+            f"loss= gave a tensor of shape {tuple(shape)}, not a scalar; average it (.mean()), or give (sum, count): (losses.sum(), losses.numel())"
         )
     return loss.reshape(())
 
@@ -393,7 +393,7 @@ def require_trainable(model: nn.Module) -> None:
     model_type = type(model).__name__
     if not parameters:
         raise JobError(
-            f"model ({model_type}) has no parameters: there is nothing to train; make the tensors that it should train nn.Parameter"
+            f"model ({model_type}) has no parameters: there is nothing to train; add a layer that has some, or make the tensors to train nn.Parameter"
         )
     names = ", ".join(list(parameters)[:3]) + (", ..." if len(parameters) > 3 else "")
     raise JobError(

@@ -81,25 +81,22 @@ def _is_started_by_srun(env: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
 
 
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+def cache_folder() -> Path:
     """The cache of profiles, clusters, plans and copies of remote data: ECHELON_CACHE, else the user's cache folder."""
-    env = os.environ if environment is None else environment
-    if env.get("ECHELON_CACHE"):
-        return Path(env["ECHELON_CACHE"])
-    cache_home = env.get("XDG_CACHE_HOME")
-    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "echelon"
+    if folder := os.environ.get("ECHELON_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon"
 
 
-def read_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def read_settings() -> dict[str, str]:
     """The ECHELON_* variables by name without the prefix: ECHELON_KEEP=5 is {"keep": "5"}."""
-    env = os.environ if environment is None else environment
-    return {name.removeprefix("ECHELON_").lower(): value for name, value in env.items() if name.startswith("ECHELON_")}
+    settings = {name: value for name, value in os.environ.items() if name.startswith("ECHELON_")}
+    return {name.removeprefix("ECHELON_").lower(): value for name, value in settings.items()}
 
 
-def visible_devices(environment: Mapping[str, str] | None = None) -> str:
+def visible_devices() -> str:
     """The value of CUDA_VISIBLE_DEVICES, or "all"."""
-    env = os.environ if environment is None else environment
-    return env.get("CUDA_VISIBLE_DEVICES", "all")
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
 
 def _parse_world(env: Mapping[str, str], launcher: str, variables: Mapping[str, str]) -> World:

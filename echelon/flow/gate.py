@@ -57,7 +57,7 @@ VERIFIED_STEPS = 2
 _DISPROOF_ERRORS = (
     "UnverifiedPlanError", "DivergenceError", "UnshardableStateError", "PlanError", "UnsplittableModelError",
 )  # fmt: skip
-_NOT_VERIFIED = "not verified (--no-verify): nothing shows that this plan computes what one device computes"
+_NOT_VERIFIED = "not verified (--no-verify): nothing shows that this plan computes what one device computes; leave --no-verify out to prove it first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,6 @@ def _verify(source: JobSource, resolved: ResolvedPlan, ranks: WorldCommunicator,
     from echelon.verifier.verify import verify
 
     plan, world = resolved.plan, ranks.world
-
     options: dict[str, Any] = {"profile": resolved.profile, "seconds": limit, "steps": VERIFIED_STEPS}
 
     def prove(job: Job) -> Certificate:
@@ -172,8 +171,7 @@ def _make_verdict(certificate: Certificate, plan: Plan, *, seconds: float) -> Ve
     reference = certificate.reference_description
     if not certificate.verified:
         raise UnverifiedPlanError(
-            f'"{plan}" does not compute what {reference} computes, first at {certificate.divergent}; fix the cause, or use another plan; '
-            "--no-verify trains it as it is"
+            f'"{plan}" does not compute what {reference} computes, first at {certificate.divergent}; fix the cause, or use another plan; --no-verify trains it as it is'
         )
     difference = max((finding.max_difference for finding in certificate.findings), default=0.0)
     timing = f"in {seconds:.1f} s" if seconds else "by an earlier start"

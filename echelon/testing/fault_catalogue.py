@@ -49,8 +49,6 @@ from echelon.testing.inject import (
 
 __all__ = ["FAULTS", "inject_fault"]
 
-# Factors
-
 
 @register_wrapper("loss times tp", LossWeighing, "weigh", "tp > 1")
 def _loss_times_tp(weigh: Any, self: LossWeighing, loss: Any, *rest: Any) -> Tensor:
@@ -70,22 +68,24 @@ def _multiply_by_micro_batches(weigh: Any, self: LossWeighing, loss: Any, micro_
     return weigh(self, loss, micro_batch, batch) * len(batch.micro_batches)
 
 
-# Weights of samples
-
-_MEAN_OF_MEANS_NEEDS = "a loss that is (sum, count), and dp > 1 or several micro-batches"
-
-
-@register_wrapper("mean of micro-batch means", LossWeighing, "weigh", _MEAN_OF_MEANS_NEEDS)
+@register_wrapper(
+    "mean of micro-batch means",
+    LossWeighing,
+    "weigh",
+    "a loss that is (sum, count), and dp > 1 or several micro-batches",
+)
 def _average_micro_batch_means(weigh: Any, self: LossWeighing, loss: Any, *rest: Any) -> Tensor:
     """the loss is averaged inside each micro-batch, whatever the number of its tokens"""
     self.is_split = False  # the engine would read the count from the graph, weigh by it, and so be right
     return weigh(self, loss[0] / loss[1] if isinstance(loss, tuple) else loss, *rest)
 
 
-_EQUAL_WEIGHTS_NEEDS = "a loss that is a mean, a batch that micro-batches do not divide"
-
-
-@register_wrapper("micro-batches weigh alike", LossWeighing, "weigh", _EQUAL_WEIGHTS_NEEDS)
+@register_wrapper(
+    "micro-batches weigh alike",
+    LossWeighing,
+    "weigh",
+    "a loss that is a mean, a batch that micro-batches do not divide",
+)
 def _weigh_micro_batches_equally(weigh: Any, self: LossWeighing, loss: Any, micro_batch: Any, batch: Any) -> Tensor:
     """one with fewer samples counts as much as the others"""
     mean_samples = batch.samples / len(batch.micro_batches) / self.run.data_parallel.size
@@ -102,9 +102,6 @@ def _drop_last_micro_batch(run: Any, self: Pipeline, batches: Sequence[Any], *re
 def _shuffle_per_rank(open_data: Any, job: Job, ranks: Any, data: Communicator, **options: Any) -> RunData:
     """each rank shuffles by itself: samples come twice or never"""
     return open_data(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **options)
-
-
-# Reductions that are left out
 
 
 @register_fault("one parameter not reduced", "dp > 1, zero=0")
@@ -180,9 +177,6 @@ def _report_local_loss() -> Patches:
     return [wrap(StepMetrics, "send", send_and_keep), wrap(StepMetrics, "receive", receive_local)]
 
 
-# Norm and clipping
-
-
 @register_wrapper("clip by local norm", grad_clip, "total_norm", "clip, and tp, pp or zero > 0")
 def _clip_by_local_norm(_: Any, grads: list[Tensor], copies: list[int], ranks: Any, **options: Any) -> Tensor:
     """each rank clips by the norm of what it holds"""
@@ -193,9 +187,6 @@ def _clip_by_local_norm(_: Any, grads: list[Tensor], copies: list[int], ranks: A
 def _count_every_copy(norm: Any, grads: list[Tensor], copies: list[int], ranks: Any, **options: Any) -> Tensor:
     """replicated gradients count once per rank in the norm"""
     return norm(grads, [1] * len(grads), ranks, **options)
-
-
-# Shared and first weights
 
 
 @register_fault("tied weight untied", "tied, pp = 1, zero=0")
@@ -229,16 +220,10 @@ def _seed_weights_per_rank() -> Patches:
     return [wrap(build_model, "initialize_model", build_seeded), no_broadcast]
 
 
-# Random numbers
-
-
 @register_wrapper("dropout masks that differ over tp", run_state, "seed_step", "tp > 1, dropout or noise")
 def _seed_dropout_per_rank(seed: Any, device: torch.device, *position: int | str, **options: Any) -> None:
     """each rank drops other elements of replicated activations"""
     seed(device, *position, dist.get_rank() if dist.is_initialized() else 0, **options)
-
-
-# Buffers
 
 
 @register_wrapper("stale batch-norm buffers", Run, "backward", "batch norm")
@@ -256,9 +241,6 @@ def _freeze_batch_norm_buffers(backward: Any, self: Run, batch: Any) -> Tensor:
 @register_wrapper("batch-norm buffers of one rank", _RunningStatistics, "unpack", "batch norm, dp > 1")
 def _keep_local_statistics(*_: Any) -> None:
     """running statistics are each data rank's own"""
-
-
-# The update
 
 
 @register_wrapper("last shard not updated", Run, "update", "zero > 0, rows that dp does not divide")
@@ -300,9 +282,6 @@ def _step_schedule_per_micro_batch(update: Any, self: Run, loss: Tensor, samples
         for schedule in self.schedules:
             schedule.step()
     return step
-
-
-# A parameter server
 
 
 @register_wrapper("push lost", ParameterServerBackend, "update", "exchange=server, dp > 1")
