@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish, tell
-from echelon.checkpoint_files.tensor_format import tensor_bytes
+from echelon.checkpoint_files.tensor_files import tensor_bytes
 from echelon.engine.run import Run
 from echelon.errors import EchelonError
 from echelon.job import Job

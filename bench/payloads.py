@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from bench.mutations import job, load_server, server, training
 from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE
-from echelon.checkpoint_files.tensor_format import INDEX_FILE
+from echelon.checkpoint_files.tensor_files import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.engine.weights import export_weights, load_weights
 from echelon.errors import EchelonError

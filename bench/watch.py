@@ -105,7 +105,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _blind(run: Any) -> None:
     """Have a run look at nothing: neither at counts nor at buffers that a step might have to put back."""
-    run.train_step.loss_weighing._averages.add_part = lambda loss, samples, again: ()
+    run.train_step.loss_weighing.averages.add_part = lambda loss, samples, again: ()
     run.train_step._buffer_rollback.save = lambda: None
 
 

@@ -16,15 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
-from echelon.checkpoint_files.tensor_format import INDEX_FILE, damaged
-from echelon.checkpoint_files.tensor_reader import TensorEntry, TensorLoadPlanner, TensorReader, read_index
+from echelon.checkpoint_files import tensor_files
 from echelon.errors import CheckpointError, DocumentError, IncompatibleCheckpointError
 from echelon.plan.sealed_json import open_regular, read_regular, read_unsealed_format, unseal
 from echelon.world import World
 
 MANIFEST_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 5
-#: Required fields and their types.
 _MANIFEST_FIELDS: dict[str, type | tuple[type, ...]] = {
     "step": int, "job": str, "plan": dict, "ranks": int, "parameters": dict, "optimizers": list, "schedules": list, "files": dict,
 }  # fmt: skip
@@ -37,33 +35,28 @@ class StoredCheckpoint:
 
     folder: Path
     manifest: dict[str, Any]
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, tensor_files.TensorEntry]
 
     def load_into(self, targets: dict[str, Any], *, is_single_process: bool) -> None:
         """Load stored tensors into `targets`, each rank its own part, or in this process alone."""
+        reader, planner = tensor_files.TensorReader(self.folder, self.entries), tensor_files.TensorLoadPlanner()
         try:
             with without_single_process_warning():
-                load_tensors(
-                    targets,
-                    storage_reader=TensorReader(self.folder, self.entries),
-                    planner=TensorLoadPlanner(),
-                    no_dist=is_single_process,
-                )
+                load_tensors(targets, storage_reader=reader, planner=planner, no_dist=is_single_process)
         except (Exception, CheckpointException) as error:  # torch's is no Exception
             raise CheckpointError(f"{self.folder}: cannot be read ({error})") from error
 
     def allocate(self, name: str, device_type: str, device: torch.device) -> Tensor:
         """An empty tensor for a stored one, on `device` unless it was on the CPU when it was saved."""
         entry = self.entries[name]
-        target_device = torch.device("cpu") if device_type == "cpu" else device
-        return torch.empty(entry.shape, dtype=entry.dtype, device=target_device)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if device_type == "cpu" else device)
 
 
 def open_checkpoint(folder: Path, world: World | None = None) -> StoredCheckpoint:
     """The checkpoint in `folder`; raises CheckpointError, naming the file, where one is damaged. The ranks of `world` share the checks."""
     manifest = read_manifest(folder)
     require_intact_files(folder, manifest, world or World())
-    return StoredCheckpoint(folder, manifest, read_index(folder, manifest["files"]))
+    return StoredCheckpoint(folder, manifest, tensor_files.read_index(folder, manifest["files"]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -76,61 +69,57 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         data = read_regular(path)
         old_format = read_unsealed_format(data)
         if old_format in (1, 2):
-            raise IncompatibleCheckpointError(
-                f"{folder}: format {old_format}, which contains pickled data, and this echelon reads none; export it with the echelon that wrote it "
-                "(echelon export RUN model.safetensors) and start with weights= from that file, or give --fresh"
-            )
+            remedy = "export it with the echelon that wrote it (echelon export RUN FILE) and give weights="
+            problem = f"format {old_format}, which contains pickled data, is not read"
+            raise IncompatibleCheckpointError(f"{folder}: {problem}; {remedy}")
         manifest = unseal(data, str(path))
     except (DocumentError, OSError) as error:
-        raise damaged(path, error) from error
+        raise tensor_files.damaged(path, error) from error
     if manifest.get("format") != CHECKPOINT_FORMAT:
-        raise IncompatibleCheckpointError(
-            f"{folder}: format {manifest.get('format')}, this echelon reads {CHECKPOINT_FORMAT}; use the echelon that wrote it"
-        )
-    invalid_fields = [
-        name for name, field_type in _MANIFEST_FIELDS.items() if not isinstance(manifest.get(name), field_type)
-    ]
-    if invalid_fields:
-        raise damaged(path, f"{', '.join(invalid_fields)} missing or of another type")
+        formats = f"format {manifest.get('format')}, this echelon reads {CHECKPOINT_FORMAT}"
+        raise IncompatibleCheckpointError(f"{folder}: {formats}; use the echelon that wrote it")
+    invalid = [name for name, types in _MANIFEST_FIELDS.items() if not isinstance(manifest.get(name), types)]
+    if invalid:
+        raise tensor_files.damaged(path, f"{', '.join(invalid)} missing or of another type")
     for name, entry in manifest["files"].items():
         _require_valid_entry(folder, name, entry)
-    if INDEX_FILE not in manifest["files"]:
-        raise damaged(path, f"does not list {INDEX_FILE}")
+    if tensor_files.INDEX_FILE not in manifest["files"]:
+        raise tensor_files.damaged(path, f"does not list {tensor_files.INDEX_FILE}")
     return manifest
 
 
 def _require_valid_entry(folder: Path, name: str, entry: Any) -> None:
     parts = Path(name).parts
     if not name or Path(name).is_absolute() or ".." in parts or "\0" in name:
-        raise damaged(folder / MANIFEST_FILE, f"names {name!r}, which leaves the folder")
+        raise tensor_files.damaged(folder / MANIFEST_FILE, f"names {name!r}, which leaves the folder")
     is_valid = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
     if not is_valid or entry["bytes"] < 0 or not _SHA256_PATTERN.fullmatch(entry["sha256"]):
-        raise damaged(folder / MANIFEST_FILE, f"no size and hash for {name!r}")
+        raise tensor_files.damaged(folder / MANIFEST_FILE, f"no size and hash for {name!r}")
 
 
 def require_intact_files(folder: Path, manifest: Mapping[str, Any], world: World) -> None:
     """Refuse files that are not as they were written. The ranks of `world` share the files, so a large checkpoint is read once."""
     for index, (name, entry) in enumerate(sorted(manifest["files"].items())):
-        if name != INDEX_FILE and index % world.size != world.rank:
+        if name != tensor_files.INDEX_FILE and index % world.size != world.rank:
             continue
         path = folder / name
         for parent in path.relative_to(folder).parents:
             if (folder / parent).is_symlink() and parent.parts:
-                raise damaged(folder / parent, "a symbolic link, not a folder")
+                raise tensor_files.damaged(folder / parent, "a symbolic link, not a folder")
         try:
             with open_regular(path) as file:
                 size = file.seek(0, 2)
                 if size != entry["bytes"]:
                     change = "cut short" if size < entry["bytes"] else "something was appended"
-                    raise damaged(path, f"{size:,} bytes where {entry['bytes']:,} were written: {change}")
+                    raise tensor_files.damaged(path, f"{size:,} bytes where {entry['bytes']:,} were written: {change}")
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            raise damaged(path, "missing") from None
+            raise tensor_files.damaged(path, "missing") from None
         except (DocumentError, OSError) as error:
-            raise damaged(path, error) from error
+            raise tensor_files.damaged(path, error) from error
         if digest != entry["sha256"]:
-            raise damaged(path, "its content changed since it was written")
+            raise tensor_files.damaged(path, "its content changed since it was written")
 
 
 @contextlib.contextmanager
@@ -141,17 +130,9 @@ def without_single_process_warning() -> Iterator[None]:
         yield
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_full_tensors(checkpoint: StoredCheckpoint, prefix: str = "") -> dict[str, Tensor]:
     """The full stored tensors whose names begin with `prefix`, on the CPU."""
-    cpu = torch.device("cpu")
-    tensors: dict[str, Any] = {
-        name: checkpoint.allocate(name, "cpu", cpu) for name in checkpoint.entries if name.startswith(prefix)
-    }
+    cpu, names = torch.device("cpu"), [name for name in checkpoint.entries if name.startswith(prefix)]
+    tensors = {name: checkpoint.allocate(name, "cpu", cpu) for name in names}
     checkpoint.load_into(tensors, is_single_process=True)
     return tensors

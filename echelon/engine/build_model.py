@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,11 +35,6 @@ from echelon.profiler.sample_coupling import first_line
 from echelon.trials.example_batch import ExampleBatches
 
 
-def allows_sparse_gradients(plan: Plan) -> bool:
-    """Whether gradients may be sparse: only one process steps on them as they are."""
-    return plan.ranks == 1 and not plan.uses_servers
-
-
 class RankModel:
     """The model on this rank, and which ranks hold which of its parameters."""
 
@@ -67,7 +62,6 @@ class RankModel:
         self.model = self._build(warn)
         named = self.model.named_parameters()
         trained = [(n, p) for n, p in named if p.requires_grad and not p.is_meta and n not in served_names]
-        #: The trained parameters on this rank, and how many ranks hold each.
         self.parameters = [parameter for _, parameter in trained]
         self.replica_counts = [self.count_replicas(name, parameter) for name, parameter in trained]
         #: Parameters that several stages hold, with their communicator, over which their gradients are summed.
@@ -103,17 +97,12 @@ class RankModel:
         except (RuntimeError, NotImplementedError) as error:
             if self.sharding is None or not any(word in str(error) for word in ("aten.", "DTensor")):
                 raise
-            raise PlanError(
-                f"zero={self.plan.zero}: {type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)}); use zero=0, or an "
-                "optimizer that treats each number by itself (AdamW)"
-            ) from error
+            problem = f"{type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)})"
+            remedy = "use zero=0, or an optimizer that treats each number by itself (AdamW)"
+            raise PlanError(f"zero={self.plan.zero}: {problem}; {remedy}") from error
 
     def close(self) -> bool:
-        """Remove hooks; returns whether the model is unusable from now on.
-
-        Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the process.
-        Without the group they are unusable anyway.
-        """
+        """Remove hooks; returns whether the model is unusable: sharded parameters are without their process group."""
         self._undo_checkpointing()
         if self.sharding is None:
             return False
@@ -127,15 +116,7 @@ class RankModel:
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
         is_sharded = plan.zero > 0 and self._data_parallel.size > 1
-        model = initialize_model(
-            self._job,
-            ranks,
-            is_sharded=is_sharded,
-            dtype=self._dtype,
-            expected_fingerprint=plan.model,
-            tables=plan.server.tables,
-            dense_gradients=not allows_sparse_gradients(plan),
-        )
+        model = initialize_model(self._job, plan, ranks, is_sharded=is_sharded, dtype=self._dtype)
         self.fingerprint = model_fingerprint(model)
         self.full_shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         if plan.server.tables:
@@ -143,10 +124,8 @@ class RankModel:
         if self.axes["pp"].size > 1:  # before any communication: shapes are found without it
             example = BatchMover(ranks.device, self._dtype)(ExampleBatches(self._job).batch(2))
             # A loss that counts its calls must not count these.
-            unchanged_state = partial(preserve_function_state, self._job, model)
-            self.pipeline = Pipeline(
-                model.train(), self._training_loss, example, plan, self.axes["pp"], unchanged_state
-            )
+            preserve = partial(preserve_function_state, self._job, model)
+            self.pipeline = Pipeline(model.train(), self._training_loss, example, plan, self.axes["pp"], preserve)
             if self._job.eval_data is not None:
                 self.pipeline.require_evaluable(self._evaluation_loss, example)
         if plan.batchnorm == "sync" and self._data_parallel.size > 1:
@@ -175,12 +154,9 @@ class RankModel:
         """Leave the tables to the servers. Weights from a file are loaded before, while the model is whole."""
         tables = self.plan.server.tables
         if self._job.weights is not None:
-            server_table = next((table.path for table in tables if table.initialized_by == "server"), None)
-            if server_table is not None:
-                raise PlanError(
-                    f"weights=: {server_table} begins on the servers, because no host holds it whole, and weights are read by hosts; leave weights= "
-                    "out, or resume a run whose checkpoint has the servers' tables"
-                )
+            for path in (table.path for table in tables if table.initialized_by == "server"):
+                problem = f"{path} is initialized on the servers: no host holds it whole, and hosts read weights"
+                raise PlanError(f"weights=: {problem}; leave weights= out, or resume a run that has the tables")
             load_weights(model, self._job.weights, tp_shards={}, warn=warn)
         with self.ranks.raise_on_all_ranks():
             self.initial_tables = remove_tables(model, tables, keep_values=self.ranks.world.is_main)
@@ -191,9 +167,8 @@ class RankModel:
         if tensor_parallel.size == 1:
             return {}
         if not plan.tensor.placements:
-            raise PlanError(
-                f"tp={tensor_parallel.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
-            )
+            problem = f"tp={tensor_parallel.size}: the plan does not say how modules are cut"
+            raise PlanError(f"{problem}; have it completed: echelon plan FILE")
         tp = TPCommunicator(tensor_parallel)
         tp_shards = find_tp_shards(model, plan.tensor.placements, tp)
         install_tensor_parallel(model, plan.tensor.placements, tp, plan.tensor.segments)
@@ -202,30 +177,23 @@ class RankModel:
     def _find_tied(self, trained: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Communicator, list[nn.Parameter]]]:
         if self.pipeline is None:
             return []
+
+        def key(holders: frozenset[int], rank: int) -> tuple[tuple[str, int], ...] | None:
+            coordinate = self.plan.mesh.coordinate(rank)
+            others = tuple(item for item in coordinate.items() if item[0] != "pp")
+            return others if coordinate["pp"] in holders else None
+
         # Over all parameters, also of other stages: every rank must make every group.
         all_holders = {self.pipeline_ranks_of(n) for n, p in self.model.named_parameters() if p.requires_grad}
-        tied_parameters = []
-        for holders in sorted(all_holders, key=sorted):
-            communicator = self._communicator_of(holders) if len(holders) > 1 else None
+        tied_parameters, stages = [], self.axes["pp"]
+        for holders in (holders for holders in sorted(all_holders, key=sorted) if len(holders) > 1):
+            communicator = stages if len(holders) == stages.size else self.ranks.split_by(partial(key, holders))
             tied = [parameter for name, parameter in trained if self.pipeline_ranks_of(name) == holders]
             if communicator is not None and tied:
                 tied_parameters.append((communicator, tied))
         return tied_parameters
 
-    def _communicator_of(self, pipeline_ranks: Collection[int]) -> Communicator | None:
-        """This rank's communicator with these ranks of its pipeline; None where it is not among them. Every rank must call it."""
-        if len(pipeline_ranks) == self.axes["pp"].size:
-            return self.axes["pp"]
-
-        def key(rank: int) -> tuple[tuple[str, int], ...] | None:
-            coordinate = self.plan.mesh.coordinate(rank)
-            others = tuple(item for item in coordinate.items() if item[0] != "pp")
-            return others if coordinate["pp"] in pipeline_ranks else None
-
-        return self.ranks.split_by(key)
-
     def _compile(self, model: nn.Module, units: list[nn.Module]) -> None:
         # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
-        if self.plan.compile:
-            for unit in units or [model]:
-                unit.compile()
+        for unit in (units or [model]) if self.plan.compile else ():
+            unit.compile()

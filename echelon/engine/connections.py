@@ -29,7 +29,6 @@ def record_connections() -> Iterator[None]:
 
 
 def _list_sockets() -> dict[int, int]:
-    """This process's open internet sockets: descriptor to inode."""
     inodes: dict[int, int] = {}
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
@@ -47,8 +46,7 @@ def forget_connections() -> None:
 
 
 def close_connections() -> None:
-    """Close this rank's connections to others, from any thread: whatever waits for them fails. By hand, because gloo's abort() closes nothing and a
-    destroyed group keeps its connections as long as anything in torch refers to it."""
+    """Close this rank's connections to others, from any thread: whatever waits for them fails, which gloo's abort() does not achieve."""
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connection) for connection in _open_connections()]
         # gloo does not fail an operation whose message is cut off: its sender or receiver would never return.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +23,10 @@ from echelon.engine.init_model import attribute_leaves
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.plan.plan import Plan
 from echelon.tree import to_device
 from echelon.trials.dataset_state import preserve_datasets
+from echelon.trials.random_state import seed_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,11 @@ _WARMUP_SEED_MASK = 0x5EED
 _ASYNC_COPY_BYTES = 2**22
 
 
-def open_run_data(
-    job: Job,
-    ranks: WorldCommunicator,
-    data_parallel: Communicator,
-    *,
-    micro_batch_size: int | None,
-    workers: int,
-    shares: Sequence[int] = (),
-) -> RunData:
-    """The job's data for the ranks of `data_parallel`, after its warm-up; refused where ranks have different data. `shares`: of the batch,
-    where they are unequal."""
-    open_data = partial(_open_data, ranks=ranks, data_parallel=data_parallel, micro_batch_size=micro_batch_size)
-    open_data = partial(open_data, workers=workers, shares=shares)
+def open_run_data(job: Job, plan: Plan, ranks: WorldCommunicator, data: Communicator, *, workers: int) -> RunData:
+    """The job's data for the ranks of `data`, after its warm-up; refused where ranks have different data."""
+    options: dict[str, Any] = {"dp_rank": data.rank, "dp_size": data.size, "pin": ranks.device.type == "cuda"}
+    options |= {"workers": workers, "micro_batch_size": plan.micro, "shares": plan.data.batch_shares}
+    open_data = partial(_open_data, ranks=ranks, data_parallel=data, options=options)
     run_data = open_data(job)
     if job.warmup_data is None:
         return run_data
@@ -72,9 +64,8 @@ def open_run_data(
     warmup_job, warmup_steps = dataclasses.replace(job, warmup_data=None, epochs=1, steps=None), 0
     if isinstance(job.warmup_data, Real):
         if not run_data.steps_per_epoch:
-            raise JobError(
-                f"warmup_data={job.warmup_data}: data= is a stream, which has no fraction; give a data set to begin with"
-            )
+            problem = "data= is a stream, which has no fraction; give a data set to begin with"
+            raise JobError(f"warmup_data={job.warmup_data}: {problem}")
         warmup_steps = math.ceil(float(job.warmup_data) * run_data.steps_per_epoch)
         warmup_job = dataclasses.replace(warmup_job, seed=job.seed ^ _WARMUP_SEED_MASK)
     else:
@@ -84,55 +75,35 @@ def open_run_data(
     fingerprint = run_data.fingerprint
     if warmup_data.fingerprint != fingerprint:
         fingerprint = f"{warmup_data.fingerprint} {fingerprint}"
+    warmup_rule = f"{warmup_steps} steps of a part of {warmup_data.sample_count} samples ({warmup_data.order_rule})"
     return dataclasses.replace(
         run_data,
         loader=WarmupLoader(warmup_data.loader, warmup_steps, run_data.loader),
         total_steps=warmup_steps + run_data.total_steps,
-        order_rule=f"{run_data.order_rule or 'a stream'}, after {warmup_steps} steps of a part of {warmup_data.sample_count} samples ({warmup_data.order_rule})",
+        order_rule=f"{run_data.order_rule or 'a stream'}, after {warmup_rule}",
         fingerprint=fingerprint,
         warmup_steps=warmup_steps,
     )
 
 
-def _open_data(
-    job: Job,
-    *,
-    ranks: WorldCommunicator,
-    data_parallel: Communicator,
-    micro_batch_size: int | None,
-    workers: int,
-    shares: Sequence[int],
-) -> RunData:
-    options: dict[str, Any] = {
-        "dp_rank": data_parallel.rank,
-        "dp_size": data_parallel.size,
-        "micro_batch_size": micro_batch_size,
-        "pin": ranks.device.type == "cuda",
-        "workers": workers,
-        "shares": shares,
-    }
+def _open_data(job: Job, *, ranks: WorldCommunicator, data_parallel: Communicator, options: dict[str, Any]) -> RunData:
     if is_stream(job.data):
         if job.steps is None:
             raise JobError("data= is a stream of unknown length: give the job steps= instead of epochs=")
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
-        loader = StreamLoader(
+        return RunData(StreamLoader(
             stream, batch=job.batch_size, all_gather=ranks.all_gather_object, model_parallel_size=ranks.size // data_parallel.size,
             drop_last=job.drop_last, **options,
-        )  # fmt: skip
-        return RunData(loader, job.steps)
+        ), job.steps)  # fmt: skip
     with ranks.raise_on_all_ranks():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
         order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
     with preserve_datasets(job.data):
-        require_equal_data(source, ranks, data_parallel, workers, runs_code=type(job.data) not in (list, tuple))
-    return RunData(
-        Loader(source, order, **options),
-        job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch,
-        order.steps_per_epoch,
-        order.samples,
-        order.rule,
-        source.identity,
-    )
+        runs_code = type(job.data) not in (list, tuple)
+        require_equal_data(source, ranks, data_parallel, options["workers"], runs_code=runs_code)
+    loader, per_epoch = Loader(source, order, **options), order.steps_per_epoch
+    total_steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
+    return RunData(loader, total_steps, per_epoch, order.samples, order.rule, source.identity)
 
 
 class BatchMover:
@@ -149,12 +120,9 @@ class BatchMover:
     def _move_tensor(self, tensor: Tensor) -> Tensor:
         dtype = self._dtype if tensor.is_floating_point() else None
         is_large = self._copy_stream is not None and tensor.nbytes >= _ASYNC_COPY_BYTES
-        if is_large and dtype in (None, tensor.dtype) and tensor.is_pinned():
-            return self._copy_async(tensor)
-        return tensor.to(self._device, dtype, non_blocking=True)
-
-    def _copy_async(self, tensor: Tensor) -> Tensor:
-        """Copy at once, on a stream of its own, while the device still computes what the host launched before."""
+        if not is_large or dtype not in (None, tensor.dtype) or not tensor.is_pinned():
+            return tensor.to(self._device, dtype, non_blocking=True)
+        # At once, on a stream of its own, while the device still computes what the host launched before.
         compute_stream = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._copy_stream):
             copy = tensor.to(self._device, non_blocking=True)
@@ -164,23 +132,18 @@ class BatchMover:
 
 
 def seed_step(device: torch.device, *seed_key: int | str, generators: Sequence[torch.Generator] = ()) -> None:
-    """Seed all random numbers from `seed_key` (seed, step, rank, ...): a resumed run needs no stored state to draw the same.
+    """Seed all random numbers, and the model's `generators`, from `seed_key` (seed, step, rank, ...): a resumed run draws the same."""
 
-    `generators`: the model's own, each seeded from the key and its position.
-    """
-    seed = _derive_seed(*seed_key)
+    def derive_seed(*key: int | str) -> int:
+        digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    seed = derive_seed(*seed_key)
     for index, generator in enumerate(generators):
-        generator.manual_seed(_derive_seed(index, *seed_key))
-    torch.default_generator.manual_seed(seed)
+        generator.manual_seed(derive_seed(index, *seed_key))
+    seed_all(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-def _derive_seed(*seed_key: int | str) -> int:
-    text = " ".join(map(str, seed_key)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def find_generators(model: nn.Module) -> list[torch.Generator]:

@@ -1,8 +1,7 @@
 """Make host reads of sharded tensors return the whole tensor's number.
 
-`parameter.norm().item()` of a sharded parameter is a sum that is still spread over the ranks when `.item()`, `float()` or `bool()` reads
-it, and torch 2.13 returns this rank's part: every rank continues with another number, without an error. With this patch such a read sums the
-parts first. It is a collective then: every rank that holds a shard must read, as it must compute.
+In torch 2.13 `.item()`, `float()` or `bool()` of `parameter.norm()` returns this rank's part of a sum over a sharded parameter. With this patch
+such a read sums the parts first: a collective, which every rank that holds a shard must call.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ _LOCAL_SCALAR_OP = torch.ops.aten._local_scalar_dense.default
 
 
 class _FullTensorRead:
-    """Handles torch's host reads of sharded tensors while a run uses it."""
-
     def __init__(self) -> None:
         self.user_count = 0
 

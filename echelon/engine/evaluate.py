@@ -81,13 +81,10 @@ def _micro_batches(run: RunState, data: Any) -> Iterator[MicroBatch]:
     # All ranks evaluate as many samples each, so that no more than the smallest share fits everywhere.
     rank_samples = local_batch_sizes(run.job.batch_size, dp_size, shares)
     batch_size = run.plan.micro or (min(rank_samples) if shares else max(rank_samples))
+    options: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp_size, "batch_size": batch_size, "pin": pin}
     with run.ranks.raise_on_all_ranks():
         if is_stream(data):
-            return evaluation_stream(
-                Stream(data, collate=collate, seed=seed), dp_rank=dp_rank, dp_size=dp_size, batch_size=batch_size,
-                all_gather=run.ranks.all_gather_object, pin=pin, model_parallel_size=run.ranks.size // dp_size,
-            )  # fmt: skip
-        source = open_source(data, collate=collate, seed=seed)
-        return evaluation_batches(
-            source, dp_rank=dp_rank, dp_size=dp_size, batch_size=batch_size, pin=pin, workers=run.workers
-        )
+            stream, ranks = Stream(data, collate=collate, seed=seed), run.ranks
+            options |= {"all_gather": ranks.all_gather_object, "model_parallel_size": ranks.size // dp_size}
+            return evaluation_stream(stream, **options)
+        return evaluation_batches(open_source(data, collate=collate, seed=seed), workers=run.workers, **options)

@@ -30,10 +30,9 @@ def to_full_tensors(tree: Any) -> Any:
 
 def holds_full_tensors(tree: Any) -> bool:
     """Whether no other rank holds a part of its tensors."""
-    return not any(
-        isinstance(leaf, DTensor) or (isinstance(leaf, ShardedLogits) and leaf._full_tensor is None)
-        for leaf in tree_leaves(tree)
-    )
+    leaves = tree_leaves(tree)
+    logits = [leaf for leaf in leaves if isinstance(leaf, ShardedLogits)]
+    return not any(isinstance(leaf, DTensor) for leaf in leaves) and all(x._full_tensor is not None for x in logits)
 
 
 def as_graph_leaves(tree: Any) -> Any:
@@ -69,13 +68,13 @@ def clone_tree(tree: Any) -> Any:
 
 def trees_equal(left: Any, right: Any) -> bool:
     """Whether two trees hold the same numbers; NaN differs from itself."""
+
+    def is_equal(left: Any, right: Any) -> bool:
+        if isinstance(left, Tensor):
+            return isinstance(right, Tensor) and torch.equal(left, right)
+        if isinstance(left, np.ndarray):
+            return isinstance(right, np.ndarray) and np.array_equal(left, right)
+        return not isinstance(left, set) or left == right
+
     (left_leaves, left_structure), (right_leaves, right_structure) = tree_flatten(left), tree_flatten(right)
-    return left_structure == right_structure and all(map(_leaves_equal, left_leaves, right_leaves))
-
-
-def _leaves_equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and torch.equal(left, right)
-    if isinstance(left, np.ndarray):
-        return isinstance(right, np.ndarray) and np.array_equal(left, right)
-    return not isinstance(left, set) or left == right
+    return left_structure == right_structure and all(map(is_equal, left_leaves, right_leaves))

@@ -1,10 +1,11 @@
-"""What the ranks of a run hold together: whole tensors on rank 0, under unsharded names, and the bytes on each rank."""
+"""What the ranks of a run hold together: whole tensors on rank 0, under unsharded names, and the memory of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import resource
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,13 @@ def gather_full_state(run: RunState) -> FullState | None:
 
 
 def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The full tensors on rank 0, on its CPU or, where it is alone and its GPU has the room, there (elsewhere nothing). Every rank must
-    call it.
+    """The full tensors on rank 0, on its CPU or, alone with room on its GPU, there. Every rank must call it.
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
     values = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
-    if run.world.size == 1 and _fits_on_device(run.device, values):
+    copies_bytes = _FREE_MEMORY_FACTOR * sum(value.nbytes for value in values.values())
+    if run.world.size == 1 and run.device.type == "cuda" and torch.cuda.mem_get_info(run.device)[0] > copies_bytes:
         return {name: value.detach().clone() for name, value in values.items() if not value.is_meta}
     local = {name: _local_regions(run, name, value) for name, value in values.items() if _is_sender(run, name, value)}
     full_tensors: dict[str, Tensor] = {}
@@ -78,12 +79,6 @@ def gather_full_tensors(run: RunState, values: Mapping[str, Tensor]) -> dict[str
     return full_tensors
 
 
-def _fits_on_device(device: torch.device, values: Mapping[str, Tensor]) -> bool:
-    if device.type != "cuda":
-        return False
-    return torch.cuda.mem_get_info(device)[0] > _FREE_MEMORY_FACTOR * sum(value.nbytes for value in values.values())
-
-
 def _receive(rank: int, transfer_device: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(shape, dtype=dtype, device=transfer_device)
     if numbers.numel():
@@ -91,16 +86,13 @@ def _receive(rank: int, transfer_device: torch.device, shape: torch.Size, dtype:
     return numbers.cpu()
 
 
-def _write_regions(
-    full_tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], regions: Sequence[_Region]
-) -> None:
+def _write_regions(full: dict[str, Tensor], name: str, shape: tuple[int, ...], regions: Sequence[_Region]) -> None:
     for index, numbers in regions:
         if tuple(numbers.shape) == shape:
-            full_tensors[name] = numbers
-            continue
-        if name not in full_tensors:
-            full_tensors[name] = numbers.new_empty(shape)
-        full_tensors[name][index] = numbers
+            full[name] = numbers
+        else:
+            full[name] = full[name] if name in full else numbers.new_empty(shape)
+            full[name][index] = numbers
 
 
 def full_tensor_optimizer_of(run: RunState, name: str) -> FullTensorOptimizer | None:
@@ -110,8 +102,7 @@ def full_tensor_optimizer_of(run: RunState, name: str) -> FullTensorOptimizer | 
 
 
 def tp_shard_of(run: RunState, name: str, value: Tensor) -> TPShard | None:
-    """How tensor parallelism cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
-    (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
+    """How tensor parallelism cuts `blocks.1.up.weight`, its gradient or its optimizer state (`0/blocks.1.up.weight/exp_avg`)."""
     if full_tensor_optimizer_of(run, name) is not None:
         return None
     tp_shard = run.tp_shards.get(name.split("/")[1] if "/" in name else name)
@@ -125,12 +116,8 @@ def _is_sender(run: RunState, name: str, value: Tensor) -> bool:
     full_tensor_optimizer = full_tensor_optimizer_of(run, name)
     if full_tensor_optimizer is not None:
         return full_tensor_optimizer.is_first_replica
-    sharded_axes = {"pp"}
-    if isinstance(value, DTensor):
-        sharded_axes.add("dp")
-    if tp_shard_of(run, name, value) is not None:
-        sharded_axes.add("tp")
-    return not any(group.rank for axis, group in run.axes.items() if axis not in sharded_axes)
+    is_sharded = {"pp": True, "dp": isinstance(value, DTensor), "tp": tp_shard_of(run, name, value) is not None}
+    return not any(group.rank for axis, group in run.axes.items() if not is_sharded.get(axis))
 
 
 def _local_regions(run: RunState, name: str, value: Tensor) -> tuple[tuple[int, ...], list[_Region]]:
@@ -155,16 +142,22 @@ def optimizer_tensors(run: RunState) -> dict[str, Tensor]:
 
 def state_bytes(run: RunState) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
+
+    def local_bytes(values: Iterable[Tensor]) -> int:
+        return sum(value.nbytes for value in map(to_local, values) if not value.is_meta)
+
     parameters = list(run.model.parameters())
-    full_tensor_optimizers = run.full_tensor_optimizers.values()
+    owned_bytes = sum(optimizer.owned_bytes for optimizer in run.full_tensor_optimizers.values())
     return {
-        "parameters": sum(map(_local_bytes, parameters)),
-        "gradients": sum(_local_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None),
-        "optimizer": sum(map(_local_bytes, optimizer_tensors(run).values()))
-        + sum(optimizer.owned_bytes for optimizer in full_tensor_optimizers),
+        "parameters": local_bytes(parameters),
+        "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        "optimizer": local_bytes(optimizer_tensors(run).values()) + owned_bytes,
     }
 
 
-def _local_bytes(value: Any) -> int:
-    local_value = to_local(value)
-    return 0 if local_value.is_meta else local_value.nbytes
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has used: the allocator's on an accelerator, resident memory on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit

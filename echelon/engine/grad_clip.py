@@ -16,16 +16,14 @@ from echelon.engine.process_groups import WorldCommunicator
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients that exist; of a sparse one its rows."""
-    return [_dense_values(parameter) for parameter in parameters if parameter.grad is not None]
-
-
-def _dense_values(parameter: nn.Parameter) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None
-    if grad.is_sparse:
-        parameter.grad = grad = grad.coalesce()
-        return grad._values()  # not values(), which gives no view to write to
-    return grad
+    grads = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            grads.append(parameter.grad._values())  # not values(), which gives no view to write to
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    return grads
 
 
 @torch.no_grad()
@@ -39,11 +37,8 @@ def scale_gradients(grads: list[Tensor], factor: float | Tensor) -> None:
 def total_norm(
     grads: Sequence[Tensor], replica_counts: Sequence[int], ranks: WorldCommunicator, *, same_parameters: bool = True
 ) -> Tensor:
-    """The 2-norm over all gradients as if they were on one device; the same value on every rank.
-
-    `replica_counts`: for each gradient, how many ranks hold the same part of it. `same_parameters`: all ranks hold parts of the same parameters, as the
-    stages of a pipeline do not.
-    """
+    """The 2-norm over all gradients as on one device, equal on every rank. `replica_counts`: how many ranks hold the same part of each.
+    `same_parameters`: all ranks hold parts of the same parameters, as the stages of a pipeline do not."""
     gradients_by_count: dict[int, list[Tensor]] = {}
     for grad, replica_count in zip(grads, replica_counts, strict=True):
         gradients_by_count.setdefault(replica_count, []).append(to_local(grad))

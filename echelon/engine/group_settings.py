@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-#: Entries of a group that list its parameters.
 _PARAMETER_KEYS = ("params", "param_names")
 #: How a step is computed, not what: each plan chooses its own kernels.
 IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """An optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def read_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

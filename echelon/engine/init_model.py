@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, cast_model, disable_sparse_gradients, require_trainable
 from echelon.plan import profile
 from echelon.plan.parameter_server import ServedTable
+from echelon.plan.plan import Plan
 from echelon.tree import tree_leaves
 from echelon.trials.determinism import seed_model_build
 from echelon.trials.lazy_modules import initialise_lazy, is_uninitialised
@@ -24,27 +25,20 @@ from echelon.trials.shape_model import call_factory
 from echelon.trials.snapshot import Snapshot
 from echelon.trials.torch_patches import TorchPatches
 
-#: Bytes of tensors per broadcast.
 _BUCKET_BYTES = 25 * 2**20
 
 
-def initialize_model(
-    job: Job,
-    ranks: WorldCommunicator,
-    *,
-    is_sharded: bool,
-    dtype: torch.dtype | None = None,
-    expected_fingerprint: str | None = None,
-    tables: Sequence[ServedTable] = (),
-    dense_gradients: bool = True,
-) -> nn.Module:
-    """The model in this rank's host memory.
+def allows_sparse_gradients(plan: Plan) -> bool:
+    """Whether gradients may be sparse: only one process steps on them as they are."""
+    return plan.ranks == 1 and not plan.uses_servers
 
-    If it will be sharded, only rank 0 holds real values (`materialize_module` distributes them); the others build on the meta device, so that a
-    model larger than N hosts' memory over N can start. `expected_fingerprint`: of the model that a plan was made for. `tables`: those that
-    servers initialize stay without values. `dense_gradients`: disable sparse gradients.
-    """
-    server_tables = [table for table in tables if table.initialized_by == "server"]
+
+def initialize_model(
+    job: Job, plan: Plan, ranks: WorldCommunicator, *, is_sharded: bool, dtype: torch.dtype | None
+) -> nn.Module:
+    """The model in this rank's host memory, without tables that servers initialize. If it will be sharded, only rank 0 holds real values, so that a
+    model larger than N hosts' memory over N can start."""
+    server_tables = [table for table in plan.server.tables if table.initialized_by == "server"]
 
     def construct(on_meta: bool) -> tuple[nn.Module, str]:
         seed_model_build(job.seed)
@@ -53,7 +47,7 @@ def initialize_model(
                 model = _construct(job, on_meta)
             initialise_lazy(model, job)
             require_trainable(model)
-            if dense_gradients:
+            if not allows_sparse_gradients(plan):
                 disable_sparse_gradients(model)
             if not on_meta:
                 _materialize_meta_modules(model, job, {table.path for table in server_tables})
@@ -67,11 +61,9 @@ def initialize_model(
         # A constructor may do something else on the meta device (an orthogonal parametrization).
         model, fingerprint = construct(False)
     with ranks.raise_on_all_ranks():
-        if expected_fingerprint not in (None, fingerprint):
-            raise PlanError(
-                f"the plan is for another model: it names the fingerprint {expected_fingerprint}, this job's model has {fingerprint} (names, shapes and "
-                "dtypes of its parameters); plan again, or leave `model` out of the plan"
-            )
+        if plan.model not in (None, fingerprint):
+            names = f"it names the fingerprint {plan.model}, this job's model has {fingerprint}"
+            raise PlanError(f"the plan is for another model: {names}; plan again, or leave `model` out of the plan")
     _require_same_model(model, ranks)
     return model
 
@@ -89,29 +81,21 @@ def _construct(job: Job, on_meta: bool) -> nn.Module:
         return job.model
     if on_meta:
         snapshot, patches = Snapshot({"model": job.model}), TorchPatches()
-        model = _construct_on_meta(job)
-        # Tensors outside parameters and buffers must be real everywhere.
-        if (
-            model is not None
-            and not is_uninitialised(model)
-            and not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in attribute_leaves(model))
-        ):
-            return model
+        try:
+            with torch.device("meta"):
+                model = _call_factory(job)
+            # Tensors outside parameters and buffers must be real everywhere.
+            needs_values = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in attribute_leaves(model))
+            if not needs_values and not is_uninitialised(model):
+                return model
+        except JobError:
+            raise
+        except Exception:  # it computes with numbers (an orthogonal parametrization), or fails with them too
+            pass
         snapshot.restore()
         patches.restore()
         seed_model_build(job.seed)
     return _call_factory(job)
-
-
-def _construct_on_meta(job: Job) -> nn.Module | None:
-    """On the meta device; None where the constructor computes with numbers (an orthogonal parametrization)."""
-    try:
-        with torch.device("meta"):
-            return _call_factory(job)
-    except JobError:
-        raise
-    except Exception:  # if it fails with numbers too, that is the error
-        return None
 
 
 def _call_factory(job: Job) -> nn.Module:
@@ -136,35 +120,29 @@ def skip_table_init(tables: Sequence[ServedTable]) -> Iterator[None]:
 
     def wrap_init(original_init: Any) -> Any:
         def init(module: Any, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
-            is_skipped = (num_embeddings, embedding_dim) in sizes
-            with torch.device("meta") if is_skipped else nullcontext():
+            with torch.device("meta") if (num_embeddings, embedding_dim) in sizes else nullcontext():
                 original_init(module, num_embeddings, embedding_dim, *args, **kwargs)
 
         return init
 
-    embedding_classes: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
-    original_inits = {embedding_class: embedding_class.__init__ for embedding_class in embedding_classes}
-    for embedding_class, original_init in original_inits.items():
-        embedding_class.__init__ = wrap_init(original_init)
-    try:
+    with ExitStack() as stack:
+        embedding_classes: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
+        for embedding_class in embedding_classes:
+            original_init = embedding_class.__init__
+            stack.callback(setattr, embedding_class, "__init__", original_init)
+            embedding_class.__init__ = wrap_init(original_init)
         yield
-    finally:
-        for embedding_class, original_init in original_inits.items():
-            embedding_class.__init__ = original_init
 
 
 def _materialize_meta_modules(model: nn.Module, job: Job, skipped_paths: Set[str]) -> None:
-    """Initialize what the user's factory left on the meta device."""
     for path, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if path in skipped_paths or not any(tensor.is_meta for tensor in tensors):
             continue
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None and job.weights is None:
-            raise JobError(
-                f"{path or 'model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() to give it "
-                "values; add one, build it on the CPU, or give weights="
-            )
+            problem = f"{path or 'model'} ({type(module).__name__}) is on the meta device and has no reset_parameters()"
+            raise JobError(f"{problem} to give it values; add one, build it on the CPU, or give weights=")
         module.to_empty(device="cpu", recurse=False)
         if reset is not None:
             reset()
@@ -172,10 +150,8 @@ def _materialize_meta_modules(model: nn.Module, job: Job, skipped_paths: Set[str
 
 def model_fingerprint(model: nn.Module) -> str:
     """Hash of the parameters' names, shapes and dtypes, as in profiles."""
-    return profile.model_fingerprint(
-        (name, parameter.shape, str(parameter.dtype).removeprefix("torch."))
-        for name, parameter in model.named_parameters()
-    )
+    named = model.named_parameters()
+    return profile.model_fingerprint((name, p.shape, str(p.dtype).removeprefix("torch.")) for name, p in named)
 
 
 def _require_same_model(model: nn.Module, ranks: WorldCommunicator) -> None:
@@ -186,10 +162,9 @@ def _require_same_model(model: nn.Module, ranks: WorldCommunicator) -> None:
     other_rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, other = ({name: shape for name, shape, _ in rank_shapes[rank]} for rank in (0, other_rank))
     name = next((name for name in [*first, *other] if first.get(name) != other.get(name)), "a dtype")
-    raise WorldError(
-        f"model= returns different models per rank: {name} is {first.get(name, 'absent')} on rank 0 and "
-        f"{other.get(name, 'absent')} on rank {other_rank}; build it from the job alone, not from the rank or the host"
-    )
+    difference = f"{name} is {first.get(name, 'absent')} on rank 0 and {other.get(name, 'absent')} on rank {other_rank}"
+    remedy = "build it from the job alone, not from the rank or the host"
+    raise WorldError(f"model= returns different models per rank: {difference}; {remedy}")
 
 
 @torch.no_grad()
@@ -200,18 +175,7 @@ def broadcast_model(model: nn.Module, ranks: WorldCommunicator) -> None:
 
 def broadcast_tensors(targets: Iterable[Tensor], ranks: WorldCommunicator) -> None:
     """Overwrite tensors with rank 0's values, many of them per message."""
-    if ranks.world.size == 1:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for target in targets:
-        by_dtype.setdefault(target.dtype, []).append(target)
-    for targets_of_dtype in by_dtype.values():
-        bucket: list[Tensor] = []
-        for target in targets_of_dtype:
-            bucket.append(target)
-            if sum(tensor.nbytes for tensor in bucket) >= _BUCKET_BYTES or target is targets_of_dtype[-1]:
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.broadcast(flat, 0)
-                for tensor, flat_part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                    tensor.copy_(flat_part.view_as(tensor))
-                bucket = []
+    tensors = list(targets)
+    if ranks.world.size > 1 and tensors:
+        group = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)  # no public names

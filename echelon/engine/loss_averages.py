@@ -1,8 +1,7 @@
 """Count what each part of a batch averages over, to weigh it by that where parts differ.
 
-By default a part (a rank's micro-batch) is weighed by its samples. That is exact where every part averages over the same number of items per
-sample, which is checked at every step from the counts in the loss's graph. Where parts average over unequal counts (padding,
-`ignore_index`, class weights), the step is computed again with each part weighed by its count, and so is every later one.
+By default a part (a rank's micro-batch) is weighed by its samples. Where the counts in the losses' graphs show that parts average over unequal
+counts (padding, `ignore_index`, class weights), the step is computed again with each part weighed by its count, and so is every later one.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from echelon.errors import DivergenceError
 from echelon.loss_counts import LossTerm, Scalar, read_counts, recount_term
 
+_Terms = tuple[LossTerm, ...]
+_RepeatLoss = Callable[[int], Tensor | None]
 #: Averages of one loss that are counted one by one.
 _MAX_TERMS = 6
 _GOLDEN_RATIO = 0.6180339887498949
@@ -57,28 +58,20 @@ class LossAverages:
         """Before a step's first forward."""
         self._numbers = [0.0] * self.size
 
-    def add_part(
-        self, loss: Tensor, sample_count: int, repeat_loss: Callable[[int], Tensor | None]
-    ) -> tuple[LossTerm, ...]:
-        """Count the loss of a part of `sample_count` samples; returns its averages. `repeat_loss(times)` computes it with every sample given that
-        many times; None where it cannot."""
+    def add_part(self, loss: Tensor, sample_count: int, repeat_loss: _RepeatLoss) -> _Terms:
+        """Count the loss of a part; returns its averages. `repeat_loss(times)` computes it with every sample given that many times."""
         terms = read_counts(loss, max_terms=1 if self._averages_sample_list else None).terms
         terms = _fold_terms(self._as_list_mean(terms, sample_count, repeat_loss))
         maybe_clamped = [self._may_be_clamped(i, t, sample_count) for i, t in enumerate(terms) if t.is_divided]
-        is_small = maybe_clamped and sample_count <= _FEW_SAMPLES and len(terms) == 1
-        if any(maybe_clamped):
+        is_suspect, is_small = any(maybe_clamped), sample_count <= _FEW_SAMPLES and len(terms) == 1
+        if is_suspect or (maybe_clamped and is_small and not isinstance(terms[0].scale, Tensor)):
             recounted, is_certain = recount_term(terms, repeat_loss)
-            if not is_certain:
+            if is_suspect and not is_certain:
                 self.note_uncertain()
-            if recounted is not None:
+            if recounted is not None and (is_suspect or recounted.is_clamped):
                 terms = (recounted,)
                 if recounted.is_clamped:
                     self.note_clamped(recounted.scale)
-        elif is_small and not isinstance(terms[0].scale, Tensor):
-            recounted, _ = recount_term(terms, repeat_loss)
-            if recounted is not None and recounted.is_clamped:
-                terms = (recounted,)
-                self.note_clamped(recounted.scale)
         names = tuple([term.name for term in terms])
         self._add_numbers(0, [1.0])
         if not (len(terms) == 1 and terms[0].is_zeroed):  # `output.sum() * 0` stands for any average over nothing
@@ -87,21 +80,17 @@ class LossAverages:
             self._add_numbers(_NAMES_HASH, [self._names_hash, self._names_hash * self._names_hash])
             self._add_numbers(_NONEMPTY, [1.0])
         for index, term in enumerate(terms):
-            per_sample = term.count / sample_count
-            self._add_numbers(
-                _HEADER_SIZE + _NUMBERS_PER_TERM * index, [per_sample, per_sample * per_sample, term.count]
-            )
+            rate, start = term.count / sample_count, _HEADER_SIZE + _NUMBERS_PER_TERM * index
+            self._add_numbers(start, [rate, rate * rate, term.count])
             self._add_numbers(_PRODUCTS_START + _MAX_TERMS * index, [term.count * other.count for other in terms])
         return terms
 
-    def _as_list_mean(
-        self, terms: tuple[LossTerm, ...], sample_count: int, repeat_loss: Callable[[int], Tensor | None]
-    ) -> tuple[LossTerm, ...]:
+    def _as_list_mean(self, terms: _Terms, sample_count: int, repeat_loss: _RepeatLoss) -> _Terms:
         """The averages; one that counts the list's length where they are entries of a list with one or more for each sample."""
         length = terms[0].list_length if terms else 0.0
         if self._averages_sample_list is None and (len(terms) > 1 or (terms and sample_count == 1)):
-            has_one_length = not any(isinstance(term.list_length, Tensor) for term in terms)
-            has_one_length = has_one_length and all(term.list_length == length for term in terms)
+            lengths = [term.list_length for term in terms]
+            has_one_length = all(not isinstance(other, Tensor) and other == length for other in lengths)
             repeated = repeat_loss(2) if has_one_length else None
             self._averages_sample_list = repeated is not None and len(read_counts(repeated).terms) == 2 * len(terms)
         if not terms or not self._averages_sample_list:
@@ -117,8 +106,7 @@ class LossAverages:
         self._add_numbers(_UNCERTAIN, [1.0])
 
     def _may_be_clamped(self, index: int, term: LossTerm, sample_count: int) -> bool:
-        """Whether a count is 1, or the lowest so far where counts per sample differ: `max(count, least)` gives such numbers. Of an accelerator's
-        count the host waits only for whether it is 1."""
+        """Whether a count is 1 (all that the host waits for of an accelerator's), or the lowest so far: `max(count, least)` gives such numbers."""
         if isinstance(term.scale, Tensor):
             return bool(term.divided_by_one)
         history = self._term_counts.setdefault(index, CountHistory())
@@ -143,12 +131,10 @@ class LossAverages:
         if part_count < 2:
             return False
         if round(sums[_NONEMPTY]) * round(sums[_NAMES_HASH + 1]) != round(sums[_NAMES_HASH]) ** 2:
-            raise DivergenceError(
-                f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._term_names or ()) or 'none'}), "
-                "so that their sum is not the loss of the whole batch; add every term on every part (as zero where it does not apply), or "
-                "use one process without micro-batches (dp=1)",
-                cause="terms of the loss depend on the data",
-            )
+            names = " + ".join(self._term_names or ()) or "none"
+            problem = f"the loss adds up different averages on different parts of the batch (here {names})"
+            remedy = "add every term on every part (as zero where it does not apply), or use one process without micro-batches (dp=1)"
+            raise DivergenceError(f"step {step + 1}: {problem}; {remedy}", cause="terms of the loss depend on the data")
         starts = range(_HEADER_SIZE, _PRODUCTS_START, _NUMBERS_PER_TERM)
         rates = [sums[start : start + _NUMBERS_PER_TERM] for start in starts]
 
@@ -163,18 +149,14 @@ class LossAverages:
             squared_counts = products[index][index] * products[first][first]
             rounding = _COUNT_ROUNDING * part_count * part_count * squared_counts
             if count and abs(products[first][index] ** 2 - squared_counts) > rounding:  # not in one proportion
-                counts_items = _is_integer(rates[first][2]) and _is_integer(count)
-                problem = (
-                    "adds up averages over unequal counts"
-                    if counts_items
-                    else "is not a mean over samples: its weight per sample changes from part to part"
-                )
-                raise DivergenceError(
-                    f"step {step + 1}: the loss {problem}, {self._describe_term(part_count, rates, first)} and "
-                    f"{self._describe_term(part_count, rates, index)}, so that no single weight per rank or micro-batch gives the loss of the whole batch; "
-                    "divide all terms by one count and return (sum, count), or use one process without micro-batches (dp=1)",
-                    cause="averages over unequal counts",
-                )
+                problem = "adds up averages over unequal counts"
+                if not (_is_integer(rates[first][2]) and _is_integer(count)):
+                    problem = "is not a mean over samples: its weight per sample changes from part to part"
+                terms = " and ".join(self._describe_term(part_count, rates, i) for i in (first, index))
+                result = "no single weight per rank or micro-batch gives the loss of the whole batch"
+                remedy = "divide all terms by one count and return (sum, count), or use one process without micro-batches (dp=1)"
+                message = f"step {step + 1}: the loss {problem}, {terms}, so that {result}; {remedy}"
+                raise DivergenceError(message, cause="averages over unequal counts")
         return True
 
     def _describe_term(self, part_count: float, rates: Sequence[Sequence[float]], index: int) -> str:
@@ -191,7 +173,6 @@ class CountHistory:
 
     def __init__(self) -> None:
         self._lowest, self._last_rate = math.inf, 0.0
-        #: Whether counts per sample differ.
         self.rates_differ = False
         #: The highest count that was found to be more than what was counted.
         self.highest_clamped = 0.0
@@ -204,16 +185,14 @@ class CountHistory:
         return count <= previous_lowest
 
     def may_be_clamped(self, count: float, sample_count: int) -> bool:
-        """Add the count of a (sum, count); whether it may be more than what was counted: 1, the first, or as low as any before where counts per
-        sample differ, or no higher than one that was."""
+        """Add the count of a (sum, count); whether it may be more than what was counted: 1, or among the lowest so far."""
         previous_lowest = self._lowest
         is_lowest = self.record(count, sample_count)
-        return (
-            count == 1 or count <= self.highest_clamped or count < previous_lowest or (self.rates_differ and is_lowest)
-        )
+        is_suspect = count == 1 or count <= self.highest_clamped or count < previous_lowest
+        return is_suspect or (self.rates_differ and is_lowest)
 
 
-def _fold_terms(terms: tuple[LossTerm, ...]) -> tuple[LossTerm, ...]:
+def _fold_terms(terms: _Terms) -> _Terms:
     """At most `_MAX_TERMS` terms. The last one is the sum of the rest's counts, weighted so that changes do not cancel out by chance."""
     if len(terms) <= _MAX_TERMS:
         return terms
@@ -240,22 +219,17 @@ def _is_integer(count: float) -> bool:
 
 def weigh_by_count(loss: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
     """A loss that is an average as (sum, count). An average over nothing is NaN, and zero as a part of a sum."""
-    count, scale = (
-        torch.as_tensor(number, dtype=torch.float64, device=loss.device) for number in (term.count, term.scale)
-    )
+    count, scale = (torch.as_tensor(x, dtype=torch.float64, device=loss.device) for x in (term.count, term.scale))
     total = loss * scale.to(loss.dtype)
     return total.where((count != 0) | term.is_clamped, total.new_zeros(())), count
 
 
 def zero_loss(output: Any, loss: Any) -> Tensor | None:
-    """Zero as a function of a model's output, from which backward starts where the loss counts nothing of it: every rank must run backward. None
-    where the loss has a graph, as almost always (checked on the host only)."""
+    """Zero as a function of a model's output, from which every rank can run backward where its loss counts nothing; None where the loss has a graph."""
     loss_tensor = loss[0] if isinstance(loss, tuple) else loss
-    if (
-        loss_tensor.device.type != "cpu"
-        or isinstance(loss_tensor, FakeTensor)
-        or (loss_tensor.requires_grad and math.isfinite(loss_tensor.detach()))
-    ):
+    if loss_tensor.device.type != "cpu" or isinstance(loss_tensor, FakeTensor):
+        return None
+    if loss_tensor.requires_grad and math.isfinite(loss_tensor.detach()):
         return None
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves), start=loss_tensor.new_zeros(())) if leaves else None

@@ -7,7 +7,6 @@ a mean         counts by its part's samples, or by what it averages over once pa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loader import MicroBatch, StepBatch
-from echelon.engine.loss_averages import LossAverages, is_uncertain, step_divisor, weigh_by_count
+from echelon.engine.loss_averages import LossAverages, step_divisor, weigh_by_count
 from echelon.engine.losses import recount_pair
 from echelon.engine.run_state import RunState
 from echelon.errors import TrainingError
@@ -26,15 +25,13 @@ class LossWeighing:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        self._averages = LossAverages(run.device)
+        self.averages = LossAverages(run.device)
         #: Whether means are weighed by what they average over, instead of by samples.
         self.by_count = False
-        #: Whether a step is computed in parts.
         self.is_split = False
         self._one = torch.ones((), device=run.device)
         self._loss_sum: Tensor | None = None
         self._count: Tensor | None = None
-        #: The step's samples on this rank.
         self.local_samples = 0
 
     def begin_step(self, batch: StepBatch, *, is_split: bool) -> None:
@@ -42,7 +39,7 @@ class LossWeighing:
         self.is_split = self.run.training_loss.keeps_inputs = is_split
         self._loss_sum = self._count = None
         self.local_samples = sum(micro_batch.samples for micro_batch in batch.micro_batches)
-        self._averages.begin_step()
+        self.averages.begin_step()
 
     @property
     def is_counted(self) -> bool:
@@ -67,9 +64,7 @@ class LossWeighing:
             sample_fraction = micro_batch.samples / batch.samples
             weighed_loss, factor = (loss if sample_fraction == 1 else loss * sample_fraction), self._scale
         if not weighed_loss.requires_grad:
-            raise TrainingError(
-                "the loss does not depend on any trainable parameter: was it detached, or made under no_grad?"
-            )
+            raise TrainingError("the loss does not depend on any trainable parameter: was it detached?")
         detached = weighed_loss.detach()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         if factor == 1:
@@ -82,7 +77,7 @@ class LossWeighing:
         if isinstance(loss, tuple):
             return self._recount_pair(loss[0], loss[1], sample_count)
         repeat = partial(run.training_loss.repeat, run.model, sample_count, Tensor)
-        terms = self._averages.add_part(loss, sample_count, repeat)
+        terms = self.averages.add_part(loss, sample_count, repeat)
         run.training_loss.drop_inputs()
         # The host does not know before backward what an accelerator counts: then every step is weighed by it.
         by_count = self.by_count or run.nominal_count is not None or not run.backend.can_repeat_step
@@ -93,52 +88,30 @@ class LossWeighing:
         run = self.run
         if run.device.type != "cpu":  # the host does not wait for an accelerator's count
             return total, count
-        pair_counts, given_count = self._averages.pair_counts, float(count.detach())
+        pair_counts, given_count = self.averages.pair_counts, float(count.detach())
         if not pair_counts.may_be_clamped(given_count, sample_count):
             return total, count
-        recounted, _ = recount_pair(
-            torch.stack([total.detach().double(), count.detach().double()]),
-            partial(run.training_loss.repeat, run.model, sample_count, tuple),
-        )
+        pair = torch.stack([total.detach().double(), count.detach().double()])
+        recounted, _ = recount_pair(pair, partial(run.training_loss.repeat, run.model, sample_count, tuple))
         if recounted is None or recounted[1].isnan():
-            self._averages.note_uncertain()
+            self.averages.note_uncertain()
         elif not math.isclose(float(recounted[1]), given_count):
-            self._averages.note_clamped(given_count)
+            self.averages.note_clamped(given_count)
             pair_counts.highest_clamped = max(pair_counts.highest_clamped, given_count)
             count = recounted[1]
         return total, count
 
     def _nominal_count(self, count: Tensor) -> float:
-        """The divisor of sums before backward, agreed on once."""
         run = self.run
         if run.nominal_count is None:
             step_count = max(float(run.backend.step_ranks.all_reduce(count.detach().double().clone())), 1.0)
             run.nominal_count = 2.0 ** round(math.log2(step_count))
         return run.nominal_count
 
-    # The step's message
-
     def sums(self) -> tuple[Tensor, Tensor]:
         """This rank's loss and count; of a stage without a loss 0 and 1."""
         loss_sum = self._one * 0 if self._loss_sum is None else self._loss_sum
         return loss_sum, self._one if self._count is None else self._count
-
-    def pack(self, extra: Sequence[float]) -> Tensor:
-        """What all ranks sum to see whether parts were weighed as the loss counts, and `extra` numbers behind that."""
-        return self._averages.pack(extra)
-
-    @property
-    def packed_size(self) -> int:
-        """How many numbers `pack` has before the extra ones."""
-        return self._averages.size
-
-    def must_reweigh(self, checks: Sequence[float], step: int) -> bool:
-        """Whether parts must be weighed by what they count; raises where no weight is right."""
-        return self.is_split and self._averages.has_unequal_counts(checks[: self._averages.size], step)
-
-    def is_uncertain(self, checks: Sequence[float]) -> bool:
-        """Whether some part does not show what it counts."""
-        return self.is_split and is_uncertain(checks)
 
     def normalize(
         self, loss: Tensor, count: Tensor, checks: Tensor, batch: StepBatch, *, is_counted: bool
@@ -153,8 +126,6 @@ class LossWeighing:
         if self.is_split:
             count = step_divisor(checks, count)
         if run.device.type == "cpu" and not count > 0:
-            raise TrainingError(
-                "the loss counted no item in the whole batch: (sum, count) came back with count 0 on every rank"
-            )
+            raise TrainingError("the loss counted no item in the whole batch: every rank returned (sum, 0)")
         assert run.nominal_count is not None
         return loss / count, factor * run.nominal_count * summed_fraction / count

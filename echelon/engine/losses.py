@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ from echelon.trials.random_state import preserve_random_states
 from echelon.trials.trial_context import single_process_world
 
 CountRatios = tuple[float, ...]
+_Inputs = tuple[Any, Any]
+#: A recount of a (sum, count), and the least that it was divided by.
+_Recount = tuple[Tensor | None, float]
+_State = AbstractContextManager[None]
 #: Relative rounding of counts that are sums of float32.
 _COUNT_TOLERANCE = 1e-5
 
 
-def repeat_loss(
-    job: Job, model: nn.Module, inputs: tuple[Any, Any], sample_count: int, times: int, expected_type: type
-) -> Any:
-    """The loss of an output and a batch with every sample given `times` times; None where it cannot be computed so. Leaves no trace."""
+def repeat_loss(job: Job, model: nn.Module, inputs: _Inputs, sample_count: int, times: int, kind: type) -> Any:
+    """The loss of an output and a batch with every sample given `times` times; None where it is not computed so, as a `kind`. Leaves no trace."""
     repeated = repeat_samples(inputs, sample_count, times)
     if repeated is None:
         return None
@@ -42,7 +45,7 @@ def repeat_loss(
         raise
     except Exception:  # it takes other shapes only: the count is taken as it was read
         return None
-    return loss if isinstance(loss, expected_type) else None
+    return loss if isinstance(loss, kind) else None
 
 
 class TrainingLoss:
@@ -52,7 +55,7 @@ class TrainingLoss:
         self.job, self._precision, self._device = job, precision, device
         #: Whether the last call's output and batch are kept for `repeat`.
         self.keeps_inputs = False
-        self._inputs: tuple[Any, Any] | None = None
+        self._inputs: _Inputs | None = None
         #: A zero that depends on the last output, for a loss that counts nothing of it.
         self.zero: Tensor | None = None
 
@@ -64,12 +67,12 @@ class TrainingLoss:
         self._inputs = (output, batch) if self.keeps_inputs else None
         return (loss[0], torch.as_tensor(loss[1], device=self._device)) if isinstance(loss, tuple) else loss
 
-    def repeat(self, model: nn.Module, sample_count: int, expected_type: type, times: int) -> Any:
+    def repeat(self, model: nn.Module, sample_count: int, kind: type, times: int) -> Any:
         """The last loss with every sample given `times` times, as `repeat_loss` computes it."""
         if self._inputs is None:
             return None
         with autocast(self._precision, self._device):
-            return repeat_loss(self.job, model, self._inputs, sample_count, times, expected_type)
+            return repeat_loss(self.job, model, self._inputs, sample_count, times, kind)
 
     def drop_inputs(self) -> None:
         """Free the last call's output: logits are large."""
@@ -96,17 +99,14 @@ class EvaluationLoss:
         with autocast(self._precision, self._device):
             self.output = call_model(self._job, model, batch)
             versions_before = output_versions((self.output, batch))
-            state_context: AbstractContextManager[None] = nullcontext()
+            state_context: _State = nullcontext()
             if self.is_stateful and not self.weighs_by_samples:
-                state_context = _preserve_loss_state(self._job, model)
+                state_context = _restored_loss_state(self._job, model, snapshot_functions(self._job, model))
             loss = call_loss(self._job, self.output, batch, model)
             self.count_ratios, self.empty_divisor = None, 0.0
-            if (
-                not self.weighs_by_samples
-                and self._job.loss is not None
-                and isinstance(loss, Tensor)
-                and output_versions((self.output, batch)) == versions_before
-            ):
+            is_readable = self._job.loss is not None and not self.weighs_by_samples
+            is_readable = is_readable and output_versions((self.output, batch)) == versions_before
+            if is_readable and isinstance(loss, Tensor):
                 loss = self._weigh(loss, self._read_terms(model, batch, loss, state_context))
             return (to_pair("loss", loss, (loss[0] if isinstance(loss, tuple) else loss).device),)
 
@@ -120,15 +120,12 @@ class EvaluationLoss:
         self.empty_divisor = 0.0 if first_count else float(terms[0].scale)
         return weigh_by_count(loss, terms[0])
 
-    def _read_terms(
-        self, model: nn.Module, batch: Any, loss: Tensor, state_context: AbstractContextManager[None]
-    ) -> tuple[LossTerm, ...]:
-        """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
-        first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
+    def _read_terms(self, model: nn.Module, batch: Any, loss: Tensor, state: _State) -> tuple[LossTerm, ...]:
+        """The averages that `loss` adds up, from the graph of a second call. The first has no graph, so that the loss sees an evaluation."""
         if isinstance(loss, FakeTensor):
             return ()
         try:
-            with torch.enable_grad(), preserve_random_states(), state_context:
+            with torch.enable_grad(), preserve_random_states(), state:
                 loss_with_graph = call_loss(self._job, as_graph_leaves(self.output), batch, model)
         except JobError:
             raise
@@ -139,10 +136,8 @@ class EvaluationLoss:
         if not torch.allclose(loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True):
             return ()  # it differs with gradients enabled, as label smoothing in training does
         reading = read_counts(loss_with_graph)
-        if reading.opaque_operators:
-            return ()
-        if not any(term.divided_by_one for term in reading.terms):
-            return reading.terms
+        if reading.opaque_operators or not any(term.divided_by_one for term in reading.terms):
+            return () if reading.opaque_operators else reading.terms
         sample_count = next((len(tensor) for tensor in tree_tensors(batch) if tensor.dim()), 0)
 
         def repeat(times: int) -> Tensor | None:
@@ -153,34 +148,25 @@ class EvaluationLoss:
         recounted_term, _ = recount_term(reading.terms, repeat)
         return reading.terms if recounted_term is None else (recounted_term,)
 
-    def recount(
-        self, model: nn.Module, loss: Tensor, inputs: tuple[Any, Any], sample_count: int
-    ) -> tuple[Tensor | None, float]:
+    def recount(self, model: nn.Module, loss: Tensor, inputs: _Inputs, sample_count: int) -> _Recount:
         """`recount_pair` of a loss that was computed from `inputs`."""
         with autocast(self._precision, self._device):
             return recount_pair(loss, lambda times: repeat_loss(self._job, model, inputs, sample_count, times, tuple))
 
 
-def _preserve_loss_state(job: Job, model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, what the loss keeps is as it is now; afterwards as it was on entry."""
-    restore = snapshot_functions(job, model)
-
-    @contextmanager
-    def restored_state() -> Iterator[None]:
-        with preserve_function_state(job, model):
-            restore()
-            yield
-
-    return restored_state()
+@contextmanager
+def _restored_loss_state(job: Job, model: nn.Module, restore: Callable[[], None]) -> Iterator[None]:
+    """Inside, what the loss keeps is as `restore` leaves it; afterwards as it was on entry."""
+    with preserve_function_state(job, model):
+        restore()
+        yield
 
 
-def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> tuple[Tensor | None, float]:
-    """A loss given as (sum, count) with what it really counts, which `max(count, least)` may hide (None where that does not show), and that least
-    where it counts nothing.
-
-    `repeat(times)` is the loss with every sample given that many times; None where it cannot be computed. One whose sum does not grow is a mean.
-    """
+def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> _Recount:
+    """A (sum, count) with what it really counts, which `max(count, least)` may hide (None where that does not show), and that least where it counts
+    nothing. `repeat(times)` is the loss with every sample given that many times; one whose sum does not grow is a mean."""
     total, count = loss.tolist()
+    is_close = partial(math.isclose, rel_tol=_COUNT_TOLERANCE)
     for times in (2, 4, 8, 16, 32, 64):
         try:
             repeated_loss = repeat(times)
@@ -191,13 +177,9 @@ def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> tuple[Tensor | N
         if not isinstance(repeated_loss, tuple):
             return None, 0.0
         repeated_total, repeated_count = to_pair("loss", repeated_loss, loss.device).tolist()
-        if (
-            total
-            and math.isclose(repeated_total, total, rel_tol=_COUNT_TOLERANCE)
-            and math.isclose(repeated_count, count, rel_tol=_COUNT_TOLERANCE)
-        ):
+        if total and is_close(repeated_total, total) and is_close(repeated_count, count):
             return loss.new_tensor([total / count, math.nan]), 0.0
-        if not math.isclose(repeated_total, times * total, rel_tol=_COUNT_TOLERANCE, abs_tol=1e-9):
+        if not is_close(repeated_total, times * total, abs_tol=1e-9):
             return None, 0.0
         if repeated_count > count * (1 + _COUNT_TOLERANCE):
             return loss.new_tensor([total, repeated_count / times]), 0.0

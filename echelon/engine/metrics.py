@@ -1,7 +1,7 @@
 """Find out how a metric over a whole evaluation set is computed: summed batch by batch, or once over all outputs.
 
-A metric gives (sum, count), or one number. Such a number may be a mean over samples: a mean over all rows is the weighted mean of the means
-over any parts of them. AUC, F1, perplexity or a correlation are not; for these the whole set is joined, as far as memory allows.
+A metric gives (sum, count), or one number. That may be a mean over samples: the weighted mean of the means over any parts of them. AUC, F1,
+perplexity or a correlation are not; for these the whole set is joined, as far as memory allows.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.engine.evaluation_parts import EvaluationPart, UnjoinableError, join_parts, slice_part, widen_outputs
 from echelon.engine.full_outputs import clone_tree
 from echelon.errors import JobError
 from echelon.loss_counts import repeat_samples
-from echelon.tree import map_tensors
+from echelon.tree import map_tensors, tree_map, tree_tensors
 from echelon.trials.random_state import preserve_random_states
 
 #: How a metric is reduced: pairs and means batch by batch, others over the whole set.
 MetricKind = Literal["pair", "mean", "whole"]
 Metric = Callable[[Any, Any], Any]
+_Subparts = Sequence["EvaluationPart"]
+_Trial = tuple["EvaluationPart", _Subparts]
 #: Relative difference between the mean over rows and over their parts that rounding explains (float32).
 _ROUNDING_TOLERANCE = 2e-5
 #: Where rows are cut, as fractions: into unequal parts, some of few rows.
@@ -33,15 +35,14 @@ _SPLIT_FRACTIONS = ((0.34,), (0.1, 0.62), (0.9,))
 
 
 def classify_metric(metric: Metric, parts: Sequence[EvaluationPart]) -> MetricKind | None:
-    """The kind of a metric, as these parts show it; None where they do not.
+    """The kind of a metric, as these parts show it; None where its value never varies (F1 without a positive sample).
 
-    Real outputs may hide the difference: where every prediction is right, F1 is 1 for all rows and for every part of them. So perturbed
-    outputs are tried as well, on which a mean stays a mean. Where the value never varies (F1 without a positive sample) nothing is known.
+    Perturbed outputs are tried as well: where every prediction is right, F1 is 1 for all rows and for every part of them.
     """
-    parts = [widen_outputs(part) for part in parts if part.sample_count]
+    parts = [part.widen() for part in parts if part.sample_count]
     if parts and _is_nondeterministic(metric, parts[0]):
         return "whole"  # it keeps state: it is called once per evaluation, whatever the plan
-    trials = [(part, subparts) for part in parts for subparts in _split_part(part)]
+    trials: list[_Trial] = [(part, subparts) for part in parts for subparts in _split_part(part)]
     if len(parts) > 1:
         with contextlib.suppress(UnjoinableError):
             joined = join_parts(parts)
@@ -55,9 +56,7 @@ def classify_metric(metric: Metric, parts: Sequence[EvaluationPart]) -> MetricKi
     return "mean" if has_varied else None
 
 
-def _perturbed_trials(
-    metric: Metric, trials: Sequence[tuple[EvaluationPart, Sequence[EvaluationPart]]]
-) -> Iterator[tuple[EvaluationPart, Sequence[EvaluationPart]]]:
+def _perturbed_trials(metric: Metric, trials: Sequence[_Trial]) -> Iterator[_Trial]:
     generator = torch.Generator().manual_seed(0)
     for _, subparts in trials:
         perturbed = [_perturb(subpart, generator) for subpart in subparts]
@@ -68,9 +67,7 @@ def _perturbed_trials(
                 yield joined, perturbed
 
 
-def _compare_with_mean(
-    metric: Metric, part: EvaluationPart, subparts: Sequence[EvaluationPart]
-) -> Literal["pair", "whole"] | bool:
+def _compare_with_mean(metric: Metric, part: EvaluationPart, subparts: _Subparts) -> Literal["pair", "whole"] | bool:
     """ "whole" if it is no mean over these pieces; else whether they have different values, so that this says something."""
     whole_value = _try_metric(metric, part)
     if isinstance(whole_value, tuple):
@@ -88,10 +85,10 @@ def _compare_with_mean(
 
 def is_mean(metric: Metric, previous: EvaluationPart | None, part: EvaluationPart) -> bool:
     """Whether the metric of two batches is the weighted mean of theirs; of batches that do not fit together, of two pieces of the second."""
-    part = widen_outputs(part)
+    part = part.widen()
     with contextlib.suppress(UnjoinableError):
         if previous is not None:
-            subparts = [widen_outputs(previous), part]
+            subparts = [previous.widen(), part]
             return _compare_with_mean(metric, join_parts(subparts), subparts) != "whole"
     return all(_compare_with_mean(metric, part, subparts) != "whole" for subparts in _split_part(part)[:1])
 
@@ -107,12 +104,10 @@ def pair_adds_up(metric: Metric, part: EvaluationPart) -> bool:
 
 
 def _is_nondeterministic(metric: Metric, part: EvaluationPart) -> bool:
-    """Whether two calls with the same arguments and the same random numbers return different values."""
-    values = []
-    for _ in range(2):
-        with preserve_random_states():
-            values.append(_as_floats(_try_metric(metric, part)))
-    return _differ(values[0], values[1], equal_nan=True)
+    with preserve_random_states():
+        once = _as_floats(_try_metric(metric, part))
+    with preserve_random_states():
+        return _differ(once, _as_floats(_try_metric(metric, part)), equal_nan=True)
 
 
 def _differ(left: list[float] | None, right: list[float] | None, *, equal_nan: bool) -> bool:
@@ -134,7 +129,6 @@ def _is_finite_float(value: Any) -> bool:
 
 
 def _perturb(part: EvaluationPart, generator: torch.Generator) -> EvaluationPart:
-    """Permute the rows of the outputs, and change their numbers."""
     order = torch.randperm(part.sample_count, generator=generator)
 
     def perturb(tensor: Tensor) -> Tensor:
@@ -153,7 +147,7 @@ def _split_part(part: EvaluationPart) -> list[list[EvaluationPart]]:
     if count < 2:
         return []
     cuts = [sorted({min(max(round(f * count), 1), count - 1) for f in fractions}) for fractions in _SPLIT_FRACTIONS]
-    return [[slice_part(part, *bounds) for bounds in itertools.pairwise([0, *inner, count])] for inner in cuts]
+    return [[part.slice(*bounds) for bounds in itertools.pairwise([0, *inner, count])] for inner in cuts]
 
 
 def _try_metric(metric: Metric, part: EvaluationPart) -> float | tuple[Any, Any] | None:
@@ -180,7 +174,91 @@ def _to_scalar(value: Any, name: str) -> Tensor | float:
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
-        raise JobError(
-            f"metric {name!r} gave a tensor of shape {tuple(value.shape)}: give a scalar mean, or (sum, count)"
-        )
+        shape = tuple(value.shape)
+        raise JobError(f"metric {name!r} gave a tensor of shape {shape}: give a scalar mean, or (sum, count)")
     return value.reshape(())
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPart:
+    """Output and batch of some samples."""
+
+    output: Any
+    batch: Any
+    sample_count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tree_tensors((self.output, self.batch)))
+
+    def to(self, device: torch.device) -> EvaluationPart:
+        """The part on another device, without graphs."""
+        output, batch = map_tensors(lambda tensor: tensor.detach().to(device), (self.output, self.batch))
+        return EvaluationPart(output, batch, self.sample_count)
+
+    def widen(self) -> EvaluationPart:
+        """With outputs in float32 at least: half precision rounds means by more than parts differ."""
+
+        def widen(tensor: Tensor) -> Tensor:
+            return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+
+        return replace(self, output=map_tensors(widen, self.output))
+
+    def slice(self, start: int, stop: int) -> EvaluationPart:
+        """Samples `start` to `stop`: what has rows for each sample is cut, the rest stays."""
+        count, stop = self.sample_count, min(stop, self.sample_count)
+
+        def slice_leaf(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                rows, rest = divmod(len(value), count) if value.dim() and count else (0, 0)
+                return value[start * rows : stop * rows] if rows and not rest else value
+            return value[start:stop] if isinstance(value, list | tuple) and len(value) == count else value
+
+        output, batch = (tree_map(slice_leaf, tree, is_leaf=_is_row_list) for tree in (self.output, self.batch))
+        return EvaluationPart(output, batch, stop - start)
+
+
+class UnjoinableError(Exception):
+    """Outputs or batches of several parts do not fit together."""
+
+
+def _is_row_list(value: Any) -> bool:
+    """Whether it is a list without tensors, which has one item per sample."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields") and not tree_tensors(value)
+
+
+def join_parts(parts: Sequence[EvaluationPart]) -> EvaluationPart:
+    """All samples of these parts as one."""
+    sample_counts = [part.sample_count for part in parts]
+
+    def join_leaves(*values: Any) -> Any:
+        if isinstance(values[0], Tensor):
+            return _join_tensors(values, sample_counts)
+        for kind in (list, tuple):
+            if all(isinstance(value, kind) for value in values):
+                return kind(item for value in values for item in value)
+        return values[0]
+
+    try:
+        output = tree_map(join_leaves, *(part.output for part in parts), is_leaf=_is_row_list)
+        batch = tree_map(join_leaves, *(part.batch for part in parts), is_leaf=_is_row_list)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UnjoinableError(f"their structures differ ({error})") from error
+    return EvaluationPart(output, batch, sum(sample_counts))
+
+
+def _join_tensors(values: Sequence[Tensor], sample_counts: Sequence[int]) -> Tensor:
+    first = values[0]
+    if first.dim() == 0:  # a loss: the weighted mean
+        if not first.is_floating_point():
+            return first
+        weights = torch.tensor(sample_counts, dtype=torch.float64, device=first.device)
+        mean = (torch.stack([value.double() for value in values]) * weights).sum() / weights.sum()
+        return mean.to(first.dtype)
+    if any(value.shape[1:] != first.shape[1:] for value in values):
+        shapes = sorted({tuple(value.shape) for value in values})
+        raise UnjoinableError(f"a tensor has the shapes {', '.join(map(str, shapes[:3]))} in different batches")
+    if any(value.shape[0] % count for value, count in zip(values, sample_counts, strict=True)):
+        return first  # it has no rows of samples: weights of classes, a bias
+    return torch.cat(list(values))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.checkpoint.schedule_state import require_steppable
-from echelon.engine.group_settings import is_plain_json, read_group_settings
+from echelon.engine.checkpoint.schedule_state import require_steppable, required_arguments
+from echelon.engine.group_settings import is_plain_json, parameters_of, read_group_settings
+from echelon.engine.init_model import allows_sparse_gradients
 from echelon.engine.parallel.full_tensor_optimizer import FullTensorOptimizer
 from echelon.engine.process_groups import Communicator
 from echelon.errors import EchelonError, JobError, PlanError
@@ -21,80 +22,71 @@ from echelon.plan.plan import Plan
 from echelon.profiler.profile_optimizer import FUSED_OPTIMIZERS, FUSED_SHARDED_OPTIMIZERS
 from echelon.trials.trial_context import preserve_job_state
 
+_Named = Sequence[tuple[str, nn.Parameter]]
+_Optimizers = Sequence[Optimizer]
+_Shapes = Mapping[str, Sequence[int]]
+#: By parameter what trains it: its optimizer, and the settings of its group.
+_Settings = Mapping[str, Mapping[str, Any]]
+_FullOptimizers = Mapping[int, FullTensorOptimizer]
 #: Torch's error for an optimizer without parameters.
 _EMPTY_LIST_ERROR = "empty parameter list"
 
 
 def make_optimizers(
     job: Job,
+    plan: Plan,
     model: nn.Module,
     ranks: Communicator,
     *,
-    shapes: Mapping[str, Sequence[int]],
-    fused: bool,
-    served_names: Set[str] = frozenset(),
-    full_tensor_optimizers: Mapping[int, FullTensorOptimizer] | None = None,
-    loss_parameters: Collection[nn.Parameter] = (),
-    allow_sparse: bool = False,
-    reference_settings: Mapping[str, Mapping[str, Any]] | None = None,
+    shapes: _Shapes,
+    full_optimizers: _FullOptimizers,
+    loss_parameters: Collection[nn.Parameter],
+    reference_settings: _Settings,
 ) -> list[Optimizer]:
-    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them all raise.
+    """The job's optimizers for what this rank trains; errors are raised on all ranks. Every rank must call it.
 
-    `shapes`: of the whole model's parameters. `served_names`: tables of a parameter server. `full_tensor_optimizers`: by index, those that step on whole
-    tensors. `loss_parameters`: parameters that the loss holds, which the job's function may add. `allow_sparse`: gradients may be sparse.
-    `reference_settings`: what `single_process_settings` returned.
+    `shapes`: of the whole model's parameters. `loss_parameters`: those that the job's function may add. `reference_settings`: of one process.
     """
-    full_tensor_optimizers = full_tensor_optimizers or {}
-    trained = _trained_parameters(model, full_tensor_optimizers)
-    if full_tensor_optimizers and any(ranks.all_gather_object(_needs_values(job, trained))):
-        for full_tensor_optimizer in full_tensor_optimizers.values():
+    trained = _trained_parameters(model, full_optimizers)
+    if full_optimizers and any(ranks.all_gather_object(_needs_values(job, trained))):
+        for full_tensor_optimizer in full_optimizers.values():
             full_tensor_optimizer.broadcast_values()
-        trained = _trained_parameters(model, full_tensor_optimizers)
+        trained = _trained_parameters(model, full_optimizers)
     if any(ranks.all_gather_object(any(p.is_meta for p in model.parameters()))):
         rank_types = ranks.all_gather_object(_optimizer_types(job, model, trained, shapes))
         if None in rank_types or any(types != rank_types[0] for types in rank_types):
             # Over the parameters of its own stage the job's function gives something else than on one device.
-            trained = _trained_parameters(model, full_tensor_optimizers, include_other_stages=True)
+            trained = _trained_parameters(model, full_optimizers, all_stages=True)
     with ranks.raise_on_all_ranks():
-        optimizers = _make_checked(job, trained, served_names, allow_sparse=allow_sparse)
+        optimizers = _make_checked(job, plan, trained)
         _require_known_parameters(optimizers, [*(parameter for _, parameter in trained), *loss_parameters])
         if reference_settings:
-            _require_settings(
-                _settings_by_parameter(dict(trained), optimizers), reference_settings, PlanError,
-                "the identity, the attributes, the order or the number of the parameters, and this plan trains other tensors in their place",
-                ", or use a plan without zero, tp and pp",
-            )  # fmt: skip
+            cause = "the identity, the attributes, the order or the number of the parameters, and this plan trains other tensors in their place"
+            settings = _settings_by_parameter(dict(trained), optimizers)
+            _require_settings(settings, reference_settings, PlanError, cause, ", or use a plan without zero, tp and pp")
         else:
             _require_same_settings(job, model, trained, shapes, optimizers)
-        _require_trial_order(optimizers, full_tensor_optimizers)
-        _remove_other_stages(optimizers, full_tensor_optimizers)
+        _require_trial_order(optimizers, full_optimizers)
+        _remove_other_stages(optimizers, full_optimizers)
     for index, optimizer in enumerate(optimizers):
-        if index in full_tensor_optimizers:
-            full_tensor_optimizers[index].free_unowned(optimizer)
-        _choose_kernels(optimizer, fused=fused)
+        if index in full_optimizers:
+            full_optimizers[index].free_unowned(optimizer)
+        _choose_kernels(optimizer, fused=plan.fused)
     return optimizers
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _trained_parameters(
-    model: nn.Module, full_tensor_optimizers: Mapping[int, FullTensorOptimizer], *, include_other_stages: bool = False
-) -> list[tuple[str, nn.Parameter]]:
-    """What the optimizers are made over: this rank's parameters, or whole ones in their place. `include_other_stages`: also those without memory."""
-    full = {name: p for optimizer in full_tensor_optimizers.values() for name, p in optimizer.parameters.items()}
+def _trained_parameters(model: nn.Module, full_optimizers: _FullOptimizers, *, all_stages: bool = False) -> _Named:
+    """What the optimizers are made over: this rank's parameters, or whole ones in their place. `all_stages`: also those without memory."""
+    full = {name: p for optimizer in full_optimizers.values() for name, p in optimizer.parameters.items()}
     trained = [(name, full.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
-    local = [(name, p) for name, p in trained if include_other_stages or name in full or not p.is_meta]
+    local = [(name, p) for name, p in trained if all_stages or name in full or not p.is_meta]
     if trained and not local:
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
         return [("nothing", nn.Parameter(torch.zeros(0)))]
     return local
 
 
-def _optimizer_types(
-    job: Job, model: nn.Module, trained: list[tuple[str, nn.Parameter]], shapes: Mapping[str, Sequence[int]]
-) -> list[str] | None:
+def _optimizer_types(job: Job, model: nn.Module, trained: _Named, shapes: _Shapes) -> list[str] | None:
     """The classes of optimizers that the job's function returns for these; None where it fails, or returns others than for the whole model."""
     try:
         optimizers = _as_list(_call_job_optimizer(job, trained))
@@ -104,29 +96,22 @@ def _optimizer_types(
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
-def _remove_other_stages(
-    optimizers: Sequence[Optimizer], full_tensor_optimizers: Mapping[int, FullTensorOptimizer]
-) -> None:
+def _remove_other_stages(optimizers: _Optimizers, full_optimizers: _FullOptimizers) -> None:
     """Take parameters of other stages out of the groups, which stay as they are on one device."""
     for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups if index not in full_tensor_optimizers else ():
-            positions = [position for position, parameter in enumerate(group["params"]) if not parameter.is_meta]
-            if len(positions) == len(group["params"]):
-                continue
-            for parameter in group["params"]:
-                if parameter.is_meta:
-                    optimizer.state.pop(parameter, None)
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [group[key][position] for position in positions]
+        for group in optimizer.param_groups if index not in full_optimizers else ():
+            is_local = [not parameter.is_meta for parameter in group["params"]]
+            for parameter in filter(lambda parameter: parameter.is_meta, group["params"]):
+                optimizer.state.pop(parameter, None)
+            for key in {"params", "param_names"} & group.keys() if not all(is_local) else ():
+                group[key] = list(itertools.compress(group[key], is_local))
 
 
 def _as_list(returned: Any) -> list[Any]:
     return list(returned) if isinstance(returned, list | tuple) else [returned]
 
 
-def _needs_values(job: Job, trained: list[tuple[str, nn.Parameter]]) -> bool:
-    """Whether the job's function cannot be called with parameters that have no values."""
+def _needs_values(job: Job, trained: _Named) -> bool:
     try:
         _call_job_optimizer(job, trained)
     except Exception:
@@ -134,115 +119,80 @@ def _needs_values(job: Job, trained: list[tuple[str, nn.Parameter]]) -> bool:
     return False
 
 
-def _require_trial_order(
-    optimizers: Sequence[Optimizer], full_tensor_optimizers: Mapping[int, FullTensorOptimizer]
-) -> None:
-    """Require that trials saw the optimizers in this order."""
+def _require_trial_order(optimizers: _Optimizers, full_optimizers: _FullOptimizers) -> None:
     for index, optimizer in enumerate(optimizers):
-        held_ids = set(map(id, _parameters_of(optimizer)))
-        for trial_index, full_tensor_optimizer in full_tensor_optimizers.items():
-            stray = next((name for name, p in full_tensor_optimizer.parameters.items() if id(p) in held_ids), None)
+        ids = set(map(id, parameters_of(optimizer)))
+        for trial_index, full_tensor_optimizer in full_optimizers.items():
+            stray = next((name for name, p in full_tensor_optimizer.parameters.items() if id(p) in ids), None)
             if stray is not None and trial_index != index:
-                raise JobError(
-                    f"optimizer=: {stray} is trained by optimizer {index + 1} here and by optimizer {trial_index + 1} of a trial call with "
-                    "the same shapes; choose the optimizer by name or by shape alone"
-                )
+                problem = f"{stray} is trained by optimizer {index + 1} here and by {trial_index + 1} in a trial call"
+                raise JobError(f"optimizer=: {problem}; choose the optimizer by name or by shape alone")
 
 
-def _make_checked(
-    job: Job, trained: list[tuple[str, nn.Parameter]], served_names: Set[str], *, allow_sparse: bool
-) -> list[Optimizer]:
+def _make_checked(job: Job, plan: Plan, trained: _Named) -> list[Optimizer]:
     if not trained:
         raise JobError("no parameter requires a gradient: nothing would be trained")
     optimizers = _as_list(_call_job_optimizer(job, trained))
+    served_names, allow_sparse = {table.parameter_name for table in plan.server.tables}, allows_sparse_gradients(plan)
     table_ids = {id(parameter) for name, parameter in trained if name in served_names}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
         is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-        if is_sparse and not allow_sparse and any(id(p) not in table_ids for p in _parameters_of(optimizer)):
-            raise PlanError(
-                "optimizer= is SparseAdam, which takes sparse gradients alone; ranks sum dense ones: train in one process (dp=1), or with "
-                "Adagrad or SGD, which train the same either way, or with Adam, which also moves rows that a batch did not use; or under a plan "
-                "with exchange=server, which trains tables as SparseAdam does"
-            )
-        if _needs_closure(optimizer):
-            raise JobError(
-                f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
-                "that steps on gradients (AdamW, SGD)"
-            )
+        if is_sparse and not allow_sparse and any(id(p) not in table_ids for p in parameters_of(optimizer)):
+            problem = "optimizer= is SparseAdam, which takes sparse gradients alone; ranks sum dense ones"
+            remedy = "train in one process (dp=1), with Adagrad or SGD (same result) or Adam, or with exchange=server"
+            raise PlanError(f"{problem}: {remedy}")
+        if required_arguments(optimizer.step):
+            problem = f"optimizer= is {type(optimizer).__name__}, whose step() needs a closure, which no rank could evaluate alone"
+            raise JobError(f"{problem}: use one that steps on gradients (AdamW, SGD)")
     return optimizers
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` has a required argument."""
-    return any(
-        parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(optimizer.step).parameters.values()
-    )
-
-
-def _call_job_optimizer(job: Job, trained: list[tuple[str, nn.Parameter]]) -> Any:
+def _call_job_optimizer(job: Job, trained: _Named) -> Any:
     try:
-        return call_optimizer(job, trained)
+        return call_optimizer(job, list(trained))
     except Exception as error:
         if _EMPTY_LIST_ERROR not in str(error):
             raise
         names = ", ".join(name for name, _ in trained[:3]) + (", ..." if len(trained) > 3 else "")
-        raise JobError(
-            f"optimizer=: one of the optimizers is given no parameter of the model's ({names}); leave it out"
-        ) from error
+        problem = f"one of the optimizers is given no parameter of the model's ({names})"
+        raise JobError(f"optimizer=: {problem}; leave it out") from error
 
 
-def _require_known_parameters(optimizers: Sequence[Optimizer], known_parameters: Collection[nn.Parameter]) -> None:
-    """Require parameters that the function was given, or that the loss holds."""
+def _require_known_parameters(optimizers: _Optimizers, known_parameters: Collection[nn.Parameter]) -> None:
     known_ids = set(map(id, known_parameters))
     for optimizer in optimizers:
-        stray = next((parameter for parameter in _parameters_of(optimizer) if id(parameter) not in known_ids), None)
+        stray = next((parameter for parameter in parameters_of(optimizer) if id(parameter) not in known_ids), None)
         if stray is not None:
-            raise JobError(
-                f"optimizer= holds a parameter of shape {tuple(stray.shape)} that neither the model that is trained nor loss= uses: make the "
-                "optimizer over the parameters that the function is given, not over those of another copy of the model; a parameter of "
-                "your own has to be in the model (nn.Parameter) or in what loss= refers to"
-            )
+            problem = f"a parameter of shape {tuple(stray.shape)} that neither the model that is trained nor loss= uses"
+            remedy = "use the parameters that the function is given; put your own into the model, or into what loss= refers to"
+            raise JobError(f"optimizer= holds {problem}: {remedy}")
 
 
-def sparse_stepped_ids(optimizers: Sequence[Optimizer]) -> set[int]:
+def sparse_stepped_ids(optimizers: _Optimizers) -> set[int]:
     """Ids of the parameters whose optimizer may treat sparse gradients in its own way: SparseAdam, and those that are not torch's."""
     torch_classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, Optimizer)]
     dense_classes = tuple(cls for cls in torch_classes if cls not in (Optimizer, torch.optim.SparseAdam))
     sparse_optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, dense_classes)]
-    return {id(parameter) for optimizer in sparse_optimizers for parameter in _parameters_of(optimizer)}
+    return {id(parameter) for optimizer in sparse_optimizers for parameter in parameters_of(optimizer)}
 
 
 def trained_loss_parameters(
-    optimizers: Sequence[Optimizer],
-    held_by_loss: Mapping[str, nn.Parameter],
-    plan: Plan,
-    *,
-    has_full_tensor_optimizers: bool,
+    optimizers: _Optimizers, held_by_loss: Mapping[str, nn.Parameter], plan: Plan, full_optimizers: _FullOptimizers
 ) -> dict[str, nn.Parameter]:
-    """Of the parameters that the loss holds those that the optimizers train. `has_full_tensor_optimizers`: whether any steps on whole tensors."""
-    trained_ids = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    """Of the parameters that the loss holds those that the optimizers train."""
+    trained_ids = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     trained = {name: parameter for name, parameter in held_by_loss.items() if id(parameter) in trained_ids}
-    if trained and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.uses_servers or has_full_tensor_optimizers):
-        raise PlanError(
-            f'"{plan}" cannot train {next(iter(trained))}, a parameter that loss= holds and optimizer= trains besides the model\'s: one process and plans of '
-            "dp and zero can (zero: with an optimizer that treats each number by itself); or make it a parameter of the model"
-        )
+    if trained and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.uses_servers or full_optimizers):
+        problem = f'"{plan}" cannot train {next(iter(trained))}, a parameter of loss='
+        remedy = "use one process, or dp and zero (with an optimizer that treats each number by itself)"
+        raise PlanError(f"{problem}; {remedy}, or make it a parameter of the model")
     return trained
 
 
-def _require_same_settings(
-    job: Job,
-    model: nn.Module,
-    trained: Sequence[tuple[str, nn.Parameter]],
-    shapes: Mapping[str, Sequence[int]],
-    optimizers: Sequence[Optimizer],
-) -> None:
-    """Require the settings that one device gives each parameter: a function that chooses groups by order, number or size may choose others for a
-    stage's or a tensor-parallel rank's part. It is called once more with meta tensors of the whole model."""
+def _require_same_settings(job: Job, model: nn.Module, trained: _Named, shapes: _Shapes, own: _Optimizers) -> None:
+    """Require the settings that one device gives each parameter: the job's function may choose groups by order, number or size."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     full_shapes = {name: tuple(shapes.get(name, p.shape)) for name, p in parameters.items()}
     if not any(p.is_meta or tuple(p.shape) != full_shapes[name] for name, p in parameters.items()):
@@ -253,32 +203,26 @@ def _require_same_settings(
         reference = _as_list(_call_job_optimizer(job, list(meta_parameters.items())))
     except Exception:  # it reads numbers, which meta tensors do not have
         return
-    _require_settings(
-        _settings_by_parameter(dict(trained), optimizers), _settings_by_parameter(meta_parameters, reference), JobError,
-        "the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them", " or by dim()",
-    )  # fmt: skip
+    cause = "the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them"
+    settings = _settings_by_parameter(dict(trained), own)
+    expected = _settings_by_parameter(meta_parameters, reference)
+    _require_settings(settings, expected, JobError, cause, " or by dim()")
 
 
-def _require_settings(
-    settings: Mapping[str, Mapping[str, Any]],
-    reference_settings: Mapping[str, Mapping[str, Any]],
-    error: type[EchelonError],
-    cause: str,
-    alternative: str,
-) -> None:
-    for name, local in settings.items():
-        reference = reference_settings.get(name, local)
+def _require_settings(own: _Settings, expected: _Settings, error: type[EchelonError], cause: str, hint: str) -> None:
+    for name, local in own.items():
+        reference = expected.get(name, local)
         key = next((key for key in (*local, *reference) if local.get(key) != reference.get(key)), None)
         if key is not None:
-            raise error(
-                f"optimizer=: {name} has {key}={local.get(key)} under this plan, and {key}={reference.get(key)} on one device: groups follow from "
-                f"{cause}; choose groups by name (the function is given (name, parameter) pairs if it fails on parameters){alternative}"
+            values = f"{key}={local.get(key)} under this plan, and {key}={reference.get(key)} on one device"
+            remedy = (
+                f"choose groups by name (the function is given (name, parameter) pairs if it fails on parameters){hint}"
             )
+            raise error(f"optimizer=: {name} has {values}: groups follow from {cause}; {remedy}")
 
 
-def single_process_settings(job: Job) -> dict[str, dict[str, Any]]:
-    """By parameter what one process trains it with, where the job gives a module, whose parameters its code may know by identity. To be called
-    before the module is cut."""
+def single_process_settings(job: Job) -> _Settings:
+    """What one process trains each parameter of a given module with, whose parameters the job may know by identity. Call it before the module is cut."""
     if not isinstance(job.model, nn.Module):
         return {}
     trained = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
@@ -289,9 +233,7 @@ def single_process_settings(job: Job) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _settings_by_parameter(
-    parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-) -> dict[str, dict[str, Any]]:
+def _settings_by_parameter(parameters: Mapping[str, Tensor], optimizers: _Optimizers) -> _Settings:
     settings_by_id: dict[int, dict[str, Any]] = {}
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
@@ -301,7 +243,7 @@ def _settings_by_parameter(
     return {name: settings_by_id.get(id(parameter), {"optimizer": "none"}) for name, parameter in parameters.items()}
 
 
-def add_late_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], late_ids: Set[int]) -> None:
+def add_late_parameters(job: Job, model: nn.Module, optimizers: _Optimizers, late_ids: Set[int]) -> None:
     """Put parameters that begin to train (`late_ids`, by id) into the groups that the job's function has for them."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for optimizer, reference in zip(optimizers, _as_list(_call_job_optimizer(job, trained)), strict=True):
@@ -333,8 +275,7 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
 
 
 def init_late_momentum(optimizer: Optimizer) -> None:
-    """Give a momentum to parameters whose first gradient comes later than that of others: torch's fused SGD (2.13) takes momenta of all
-    parameters or of none. It starts from zeros itself, where gradients are not dampened."""
+    """Give momenta to parameters whose first gradient comes late: torch's fused SGD (2.13) takes momenta of all parameters or of none."""
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.state:
         return
     for group in optimizer.param_groups:
@@ -347,10 +288,7 @@ def make_schedules(job: Job, optimizers: list[Optimizer], total_steps: int) -> l
     """One schedule per optimizer, from `schedule(optimizer)` or `schedule(optimizer, total_steps)`."""
     if job.lr_schedule is None:
         return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(job.lr_schedule).parameters.values()
-    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    arguments = (total_steps,) if len(required) > 1 else ()
+    arguments = (total_steps,) if len(required_arguments(job.lr_schedule)) > 1 else ()
     schedules = [job.lr_schedule(optimizer, *arguments) for optimizer in optimizers]
     for schedule in schedules:
         require_steppable(schedule)

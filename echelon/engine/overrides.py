@@ -1,13 +1,8 @@
 """Settings of a run's optimizers and schedules: read by name, and changed when a run is resumed with others.
 
-A checkpoint restores what each parameter group was set to. `InitialSettings` keeps what the job asks for now, so that settings which the
-user overrides are applied after loading. Schedules for another length or around other settings are replayed:
-
-    before   the schedule as it was, from the first settings, advanced to the checkpoint's step
-    now      the new schedule, from the current settings, advanced as far
-
-Where both give the same, the checkpoint's state stays. Where `before` gives what the checkpoint holds, `now` replaces it. Otherwise
-something besides the schedule moves the settings, and a schedule for another length cannot be derived.
+`InitialSettings` keeps what the job asks for; what the user overrides is applied after loading. Schedules for another length or around other
+settings are replayed: `before`, the old schedule from the first settings to the checkpoint's step, and `now`, the new one. Where both agree, the
+checkpoint's state stays. Where `before` gives what the checkpoint holds, `now` replaces it. Otherwise something else moves the settings.
 """
 
 from __future__ import annotations
@@ -32,11 +27,12 @@ from echelon.engine.optimizers import make_schedules
 from echelon.engine.run_state import RunState
 from echelon.errors import JobError
 
+_Settings = Mapping[str, Any]
+_Groups = Sequence[_Settings]
 #: A schedule's progress, and what it keeps for each group: no settings.
 _PROGRESS_KEYS = frozenset(
     {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "_get_lr_called_within_step", "_is_initial", "verbose", "lr_lambdas"}
 )  # fmt: skip
-#: Keys of `optimizer_settings` that are no settings.
 _NON_SETTINGS = ("groups", "code")
 
 
@@ -50,10 +46,8 @@ class InitialSettings:
 
 def initial_settings(run: RunState) -> InitialSettings:
     """The current settings."""
-    return InitialSettings(
-        tuple(tuple(map(_initial_group_settings, optimizer.param_groups)) for optimizer in run.optimizers),
-        tuple(_user_attributes(optimizer) for optimizer in run.optimizers),
-    )
+    groups = tuple(tuple(map(_initial_group_settings, optimizer.param_groups)) for optimizer in run.optimizers)
+    return InitialSettings(groups, tuple(map(_user_attributes, run.optimizers)))
 
 
 def _initial_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,17 +60,13 @@ def _initial_group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Attributes of every torch optimizer."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 
 
 def _user_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Plain attributes of the user's class (`self.factor = 0.9`)."""
-    return {
-        key: copy.deepcopy(value)
-        for key, value in vars(optimizer).items()
-        if key not in _torch_attributes() and not key.startswith("_") and is_plain_json(value)
-    }
+    own = {n: v for n, v in vars(optimizer).items() if n not in _torch_attributes() and not n.startswith("_")}
+    return {name: copy.deepcopy(value) for name, value in own.items() if is_plain_json(value)}
 
 
 def _prefix(name: str, index: int, count: int) -> str:
@@ -88,8 +78,7 @@ def _optimizer_prefix(run: RunState, index: int) -> str:
 
 
 def optimizer_settings(run: RunState) -> dict[str, Any]:
-    """Every setting by name: optimizer.lr, or optimizer.lr[1] for the second of groups that differ in it; optimizer.groups lists which
-    parameters are in which. Every rank must call it."""
+    """Every setting by name: optimizer.lr, or optimizer.lr[1] for the second of differing groups (optimizer.groups). Every rank must call it."""
     names_by_id, local_groups = map_parameter_names(run), []
     for optimizer in run.optimizers:
         groups = []
@@ -104,7 +93,10 @@ def optimizer_settings(run: RunState) -> dict[str, Any]:
         settings |= {f"{prefix}.{key}": value for key, value in _user_attributes(run.optimizers[index]).items()}
         settings[prefix] = stages[0][0]
         groups = sorted((group for _, stage in stages for group in stage if group[0]), key=lambda group: group[0])
-        distinct = _distinct_groups([values for _, values in groups])
+        distinct: list[dict[str, Any]] = []  # groups with equal settings are one: stages cut groups in two
+        for _, values in groups:
+            if values not in distinct:
+                distinct.append(values)
         if len(distinct) > 1:
             settings[f"{prefix}.groups"] = {n: distinct.index(values) for members, values in groups for n in members}
         for key in sorted({key for values in distinct for key in values}):
@@ -114,15 +106,6 @@ def optimizer_settings(run: RunState) -> dict[str, Any]:
             else:
                 settings |= {f"{prefix}.{key}[{group}]": value for group, value in enumerate(of_groups)}
     return settings
-
-
-def _distinct_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups with equal settings are one: stages cut groups in two."""
-    distinct: list[dict[str, Any]] = []
-    for group in groups:
-        if group not in distinct:
-            distinct.append(group)
-    return distinct
 
 
 def parameter_settings(settings: Mapping[str, Any], prefix: str, name: str) -> dict[str, Any]:
@@ -166,28 +149,22 @@ def _plain_leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def apply_overrides(run: RunState, initial: InitialSettings, saved: Mapping[str, Any], changed_names: Set[str]) -> bool:
-    """Apply the job's current values of `changed_names`, and rebuild schedules around them; returns whether any was. `saved`: the settings with which
-    the checkpoint was written."""
+    """Apply the job's values of `changed_names`; returns whether schedules were rebuilt. `saved`: the settings in the checkpoint."""
     schedules_replaced = any(name.startswith("lr_schedule") for name in changed_names)
     length_changed = saved.get("total_steps", run.total_steps) != run.total_steps
-    keys = [_keys_below(changed_names, _optimizer_prefix(run, index)) for index in range(len(run.optimizers))]
-    for optimizer, changed_keys, values in zip(run.optimizers, keys, initial.attributes, strict=True):
-        for key in changed_keys & values.keys():
-            setattr(optimizer, key, copy.deepcopy(values[key]))
-    if not (schedules_replaced or (length_changed and run.schedules) or any(keys)):
-        return False
-    if run.schedules or schedules_replaced:
-        return _rebuild_schedules(
-            run, initial, saved, keys, schedules_replaced=schedules_replaced, length_changed=length_changed
-        )
+    keys: list[set[str]] = []
+    for index, optimizer in enumerate(run.optimizers):
+        prefix, attributes = f"{_optimizer_prefix(run, index)}.", initial.attributes[index]
+        names = {name.removeprefix(prefix) for name in changed_names if name.startswith(prefix)}
+        keys.append({name.partition("[")[0] for name in names})
+        for key in keys[index] & attributes.keys():
+            setattr(optimizer, key, copy.deepcopy(attributes[key]))
+    if schedules_replaced or (run.schedules and (length_changed or any(keys))):
+        return _rebuild_schedules(run, initial, saved, keys, replaced=schedules_replaced, length_changed=length_changed)
     for optimizer, groups, changed_keys in zip(run.optimizers, initial.groups, keys, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             _set_keys(group, values, changed_keys & values.keys())
     return False
-
-
-def _keys_below(names: Set[str], prefix: str) -> set[str]:
-    return {name.removeprefix(f"{prefix}.").partition("[")[0] for name in names if name.startswith(f"{prefix}.")}
 
 
 def _set_key(group: dict[str, Any], key: str, value: Any) -> None:
@@ -206,18 +183,17 @@ def _set_keys(group: dict[str, Any], new_values: Mapping[str, Any], keys: Set[st
 
 
 def _replay_schedules(
-    run: RunState, groups: Sequence[Sequence[Mapping[str, Any]]], total_steps: int, step_counts: Sequence[int]
+    run: RunState, groups: Sequence[_Groups], total_steps: int, step_counts: Sequence[int]
 ) -> tuple[list[Optimizer], list[Any]]:
     """Copies of the optimizers with these settings, and their schedules for `total_steps` steps, advanced by `step_counts`."""
     copies = []
     for optimizer, group_settings in zip(run.optimizers, groups, strict=True):
         optimizer_copy = object.__new__(type(optimizer))
         vars(optimizer_copy).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        optimizer_copy.param_groups = [
-            {key: value for key, value in group.items() if key not in read_group_settings(group)}
-            | copy.deepcopy(dict(settings))
-            for group, settings in zip(optimizer.param_groups, group_settings, strict=True)
-        ]
+        optimizer_copy.param_groups = []
+        for group, settings in zip(optimizer.param_groups, group_settings, strict=True):
+            other = {key: value for key, value in group.items() if key not in read_group_settings(group)}
+            optimizer_copy.param_groups.append(other | copy.deepcopy(dict(settings)))
         copies.append(optimizer_copy)
     return copies, _make_advanced_schedules(run, copies, total_steps, step_counts)
 
@@ -235,23 +211,17 @@ def _make_advanced_schedules(
 
 
 def _rebuild_schedules(
-    run: RunState,
-    initial: InitialSettings,
-    saved: Mapping[str, Any],
-    keys: Sequence[Set[str]],
-    *,
-    schedules_replaced: bool,
+    run: RunState, initial: InitialSettings, saved: Mapping[str, Any], keys: Sequence[Set[str]], *, replaced: bool,
     length_changed: bool,
-) -> bool:
+) -> bool:  # fmt: skip
+    """`replaced`: what was loaded, if anything, is of other schedules."""
     old_schedules = run.schedules
     step_counts = [int(getattr(schedule, "last_epoch", run.step_number)) for schedule in old_schedules]
-    if schedules_replaced:  # what was loaded, if anything, is of other schedules
-        step_counts = [run.step_number] * len(old_schedules)
+    step_counts = [run.step_number] * len(old_schedules) if replaced else step_counts
     first = [_first_settings(run, index, initial, saved) for index in range(len(run.optimizers))]
     loaded = [[read_group_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
-    replayed = None
-    if not schedules_replaced:
-        replayed = _replay_schedules(run, first, saved.get("total_steps", run.total_steps), step_counts)
+    old_total_steps = saved.get("total_steps", run.total_steps)
+    replayed = None if replaced else _replay_schedules(run, first, old_total_steps, step_counts)
     for optimizer, groups in zip(run.optimizers, initial.groups, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             _set_keys(group, values, read_group_settings(group).keys() | values.keys())
@@ -270,29 +240,22 @@ def _rebuild_schedules(
             old = [read_group_settings(group) for group in replayed[0][index].param_groups]
             states = map(schedule_state.read_state, (replayed[1][index], run.schedules[index]))
             is_same = _same_settings(old, new) and _is_close(*states)
-            follows_metric = takes_metric(old_schedules[index])
-            keeps_old_schedule = is_same or follows_metric
+            keeps_old_schedule = is_same or takes_metric(old_schedules[index])
             if not keeps_old_schedule and _same_settings(old, loaded[index]):
                 adopted = [_differing_keys(*settings) for settings in zip(old, new, strict=True)]
             elif not keeps_old_schedule and length_changed:
-                raise JobError(_irreproducible_message(run, old, loaded[index], saved))
-        for group, old_group, new_group, adopted_keys in zip(
-            optimizer.param_groups, loaded[index], new, adopted, strict=True
-        ):
-            values = {**old_group, **{key: new_group[key] for key in adopted_keys & new_group.keys()}}
-            _set_keys(group, values, old_group.keys() | new_group.keys())
-            for key in adopted_keys - new_group.keys():
-                group.pop(key, None)
+                raise JobError(_irreproducible_message(run, old, loaded[index], old_total_steps))
+        for group, before, after, adopted_keys in zip(optimizer.param_groups, loaded[index], new, adopted, strict=True):
+            values = {**before, **{key: after[key] for key in adopted_keys & after.keys()}}
+            values = {key: value for key, value in values.items() if key in after or key not in adopted_keys}
+            _set_keys(group, values, before.keys() | after.keys())
         if keeps_old_schedule:
             run.schedules[index] = old_schedules[index]
         rebuilt |= not keeps_old_schedule
     return rebuilt
 
 
-def _first_settings(
-    run: RunState, index: int, initial: InitialSettings, saved: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """What each group was set to before a schedule moved it, by the record of the checkpoint."""
+def _first_settings(run: RunState, index: int, initial: InitialSettings, saved: _Settings) -> list[dict[str, Any]]:
     names_by_id, first_settings = map_parameter_names(run), []
     for group, initial_group in zip(run.optimizers[index].param_groups, initial.groups[index], strict=True):
         name = next((names_by_id[id(p)] for p in group["params"] if id(p) in names_by_id), "")
@@ -306,20 +269,18 @@ def _first_settings(
     return first_settings
 
 
-def _keys_moved_by_schedule(
-    loaded: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], initial: Mapping[str, Any]
-) -> set[str]:
+def _keys_moved_by_schedule(loaded: _Settings, old: _Settings, new: _Settings, initial: _Settings) -> set[str]:
     """Settings that a schedule moves or moved: those that differ from the first ones, in the checkpoint or now."""
     moved_before = _differing_keys(read_group_settings(old), loaded)
     moved_now = _differing_keys(read_group_settings(initial), new)
     return ({"lr", "initial_lr"} | moved_before | moved_now) & (loaded.keys() | new.keys())
 
 
-def _differing_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> set[str]:
+def _differing_keys(left: _Settings, right: _Settings) -> set[str]:
     return {key for key in left.keys() | right.keys() if not _is_close(left.get(key), right.get(key))}
 
 
-def _same_settings(left: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Any]]) -> bool:
+def _same_settings(left: _Groups, right: _Groups) -> bool:
     return not any(_differing_keys(*pair) for pair in zip(left, right, strict=True))
 
 
@@ -335,13 +296,10 @@ def _is_close(left: Any, right: Any) -> bool:
     return callable(left) or bool(left == right)
 
 
-def _irreproducible_message(
-    run: RunState, replayed: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
-) -> str:
+def _irreproducible_message(run: RunState, replayed: _Groups, loaded: _Groups, old_total_steps: int) -> str:
     index = next(i for i, pair in enumerate(zip(replayed, loaded, strict=True)) if _differing_keys(*pair))
-    key = sorted(_differing_keys(replayed[index], loaded[index]))[0]
-    return (
-        f"lr_schedule=: cannot be rebuilt for {run.total_steps} steps ({saved.get('total_steps')} before): at step {run.step_number} it gives "
-        f"{key}={replayed[index].get(key)} for the old length, and the checkpoint has {loaded[index].get(key)}, so something else changes {key} as well; "
-        "keep the length, give a schedule that does not depend on it, or start over in another folder with weights= from this one"
-    )
+    key = min(_differing_keys(replayed[index], loaded[index]))
+    values = f"{key}={replayed[index].get(key)} for the old length, and the checkpoint has {loaded[index].get(key)}"
+    problem = f"cannot be rebuilt for {run.total_steps} steps ({old_total_steps} before): at step {run.step_number} it gives {values}"
+    remedy = "keep the length, give a schedule that does not depend on it, or start a new run with weights= from it"
+    return f"lr_schedule=: {problem}, so something else changes {key} as well; {remedy}"

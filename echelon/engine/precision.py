@@ -18,10 +18,7 @@ _MAX_OVERFLOWS = 5
 
 
 def set_fp32_precision(precision: str) -> Callable[[], None]:
-    """Set torch's switches for fp32 products and convolutions, which belong to the process; returns what restores them.
-
-    By default torch multiplies matrices in fp32 and convolves in tf32. Half precision leaves the switches as the user has them.
-    """
+    """Set torch's process-wide switches for fp32 products and convolutions; returns what restores them. Half precision leaves them alone."""
     if precision not in ("fp32", "tf32"):
         return lambda: None
     matmul_precision = torch.get_float32_matmul_precision()
@@ -37,11 +34,8 @@ def set_fp32_precision(precision: str) -> Callable[[], None]:
 
 
 def _swap_cudnn_tf32(allow: bool) -> bool | None:
-    """Set whether cuDNN may use tf32; returns the previous value, None where it was left alone.
-
-    By the older switch: torch refuses to read it (as its own `cudnn.flags` does) once the newer ones differ. A user
-    who set the newer ones has chosen by operator, and keeps that.
-    """
+    """Set whether cuDNN may use tf32, by the older switch; returns the previous value. None: the user chose by operator with the newer
+    switches, and torch refuses to read the older one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the older switch warns about the newer ones
         try:
@@ -61,10 +55,7 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 @dataclass(slots=True)
 class LossScale:
-    """Dynamic loss scale for fp16: halved when a gradient overflows on any rank, doubled after `growth_interval` good steps.
-
-    Not torch.amp.GradScaler, whose overflow check looks at this rank's shard alone: ranks would disagree on skipping.
-    """
+    """Dynamic loss scale for fp16. Not torch.amp.GradScaler, whose overflow check looks at this rank's shard alone."""
 
     scale: float = 2.0**16
     good_steps: int = 0
@@ -79,9 +70,8 @@ class LossScale:
     def update(self, *, overflowed: bool) -> None:
         """After each step."""
         self.overflow_streak = self.overflow_streak + 1 if overflowed and self.scale == 1.0 else 0
+        self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
-            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps == self.growth_interval:
             self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0

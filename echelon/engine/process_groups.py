@@ -96,13 +96,14 @@ class Communicator:
             yield
         except Exception as caught:
             error = caught
-        rank_errors = self.all_gather_object(error and _picklable_error(error))
+        is_own = isinstance(error, EchelonError)
+        picklable = (type(error), str(error)) if is_own else (WorldError, f"{type(error).__name__}: {error}")
+        rank_errors = self.all_gather_object(error and picklable)
         if error is not None:
             raise error
         for rank, rank_error in enumerate(rank_errors):
             if rank_error is not None:
-                error_class, message = rank_error
-                raise error_class(f"rank {rank}: {message}")
+                raise rank_error[0](f"rank {rank}: {rank_error[1]}")
 
 
 class WorldCommunicator(Communicator):
@@ -111,7 +112,8 @@ class WorldCommunicator(Communicator):
     def __init__(self, world: World, device: torch.device | None = None) -> None:
         self.world = world
         if device is None or device == torch.device("cuda"):
-            device = _default_device(world)
+            gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            device = torch.device("cuda", world.local_rank % gpus) if gpus else torch.device("cpu")
         super().__init__(world.rank, world.size, device)
         self._owns_process_group = False
         #: Whether Python hashes strings differently on some ranks: sets then have different orders.
@@ -128,7 +130,9 @@ class WorldCommunicator(Communicator):
         try:
             store = open_shared_store(self.world, "echelon")
             # Before there is a process group, through the store.
-            store.set(f"echelon/device/{rank}", f"{hash('echelon')} {_device_name(self.device)}")
+            is_gpu = self.device.type == "cuda"
+            device_name = str(torch.cuda.get_device_properties(self.device).uuid) if is_gpu else _CPU_NAME
+            store.set(f"echelon/device/{rank}", f"{hash('echelon')} {device_name}")
             answers = [store.get(f"echelon/device/{other}").decode() for other in range(size)]
             hashes, devices = zip(*(answer.split(" ", 1) for answer in answers), strict=True)
             self.hash_seeds_differ = len(set(hashes)) > 1
@@ -212,30 +216,10 @@ def open_shared_store(world: World, purpose: str) -> dist.Store:
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """torch's backend for ranks on these devices, one name each.
-
-    By the devices themselves: how many GPUs a rank sees says nothing, as a launcher may show each rank its own alone. NCCL
-    refuses two ranks on one device; gloo carries CUDA tensors through the host.
-    """
+    """torch's backend for ranks on these devices, one name each: a launcher may show each rank its own GPU alone. NCCL refuses two ranks on one
+    device; gloo carries CUDA tensors through the host."""
     if _CPU_NAME in devices and set(devices) != {_CPU_NAME}:
         gpu_rank = next(rank for rank, device in enumerate(devices) if device != _CPU_NAME)
-        raise WorldError(
-            f"rank {gpu_rank} has a GPU and rank {list(devices).index(_CPU_NAME)} has none: give every rank one, or hide them all (CUDA_VISIBLE_DEVICES=)"
-        )
+        problem = f"rank {gpu_rank} has a GPU and rank {list(devices).index(_CPU_NAME)} has none"
+        raise WorldError(f"{problem}: give every rank one, or hide them all (CUDA_VISIBLE_DEVICES=)")
     return "gloo" if _CPU_NAME in devices or len(set(devices)) < len(devices) else "cpu:gloo,cuda:nccl"
-
-
-def _device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _CPU_NAME
-
-
-def _picklable_error(error: Exception) -> tuple[type[Exception], str]:
-    if isinstance(error, EchelonError):
-        return type(error), str(error)
-    return WorldError, f"{type(error).__name__}: {error}"
-
-
-def _default_device(world: World) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())

@@ -55,12 +55,11 @@ class Run(RunState):
         external_servers: ExternalServers | None = None,
         monitor_divergence: bool = True,
     ) -> None:
-        """`dtype` casts the model and its floating inputs, for proofs in float64, in place: `IsolatedJob` copies the user's own module.
-        `external_servers`: parameter servers that run already. `monitor_divergence`: compare ranks while they train (a proof compares them itself)."""
+        """`dtype` casts the model and its floating inputs in place, for proofs in float64. `external_servers`: parameter servers that run already.
+        `monitor_divergence`: compare ranks while they train."""
         if external_servers is not None and not plan.uses_servers:
-            raise PlanError(
-                f'servers={external_servers.address}: the plan "{plan}" uses no servers; add exchange=server to it, or leave servers out'
-            )
+            problem = f'servers={external_servers.address}: the plan "{plan}" uses no servers'
+            raise PlanError(f"{problem}; add exchange=server to it, or leave servers out")
         super().__init__(job, plan, world, device=device, dtype=dtype, workers=workers, warn=warn)
         try:
             uses_servers = plan.uses_servers
@@ -69,15 +68,12 @@ class Run(RunState):
             #: Counters and flags of modules, functions and optimizers, for checkpoints.
             self.attributes = RunAttributes(self)
             self._restore_process_settings = self._apply_process_settings()
-            self.train_step = TrainStep(
-                self, self.attributes, checks_state=checks_state, monitor_divergence=monitor_divergence
-            )
+            self.train_step = TrainStep(self, self.attributes, checks_state=checks_state, monitors=monitor_divergence)
             self.read_history = ReadHistory(self, self.train_step.is_batch_unchanged)
             self.evaluator = Evaluator(self, self.attributes)
         except BaseException:
             self.ranks.close()  # a group that still runs when Python ends may abort the process
             raise
-        #: Called once the run is closed.
         self.close_callbacks: list[Callable[[], None]] = []
 
     def _apply_process_settings(self) -> Callable[[], None]:
@@ -93,8 +89,6 @@ class Run(RunState):
             torch.set_num_threads(threads)
 
         return restore
-
-    # Training
 
     def batches(self, stop: int | None = None) -> Iterator[StepBatch]:
         """This rank's batches from the current step to `stop` (default: the end of the training)."""
@@ -130,8 +124,6 @@ class Run(RunState):
         for index, full_tensor_optimizer in self.full_tensor_optimizers.items():
             full_tensor_optimizer.sync_settings(self.optimizers[index])
 
-    # Evaluation and state
-
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over the job's evaluation set, or `data`. The former's loss steps ReduceLROnPlateau."""
         self.synchronize()
@@ -152,14 +144,13 @@ class Run(RunState):
         self.check_last_step()
         self.train_step.divergence_monitor.compare_replicas(self.step_number)
         self.synchronize()
-        return save_load.save(
-            self, self.attributes, self.read_history, self.train_step.step_metrics.buffer_tracker, Path(folder)
-        )
+        tracker = self.train_step.step_metrics.buffer_tracker
+        return save_load.save(self, self.attributes, self.read_history, tracker, Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """Resume from a checkpoint, whatever plan wrote it."""
-        is_new_run = self.step_number == 0
-        stored_reads = save_load.load(self, self.attributes, self.train_step.step_metrics.buffer_tracker, Path(folder))
+        is_new_run, tracker = self.step_number == 0, self.train_step.step_metrics.buffer_tracker
+        stored_reads = save_load.load(self, self.attributes, tracker, Path(folder))
         if is_new_run:
             self.read_history.restore(stored_reads)
         else:

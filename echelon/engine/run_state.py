@@ -9,21 +9,14 @@ from typing import Any
 import torch
 
 from echelon.data.loader import StepBatch
+from echelon.engine import optimizers
 from echelon.engine.backends.backend import Backend
-from echelon.engine.build_model import RankModel, allows_sparse_gradients
+from echelon.engine.build_model import RankModel
 from echelon.engine.checkpoint.function_state import find_loss_parameters
 from echelon.engine.checks.schedule_reads import ScheduleReadCheck
 from echelon.engine.data_setup import BatchMover, find_generators, open_run_data, seed_step
-from echelon.engine.init_model import broadcast_tensors
+from echelon.engine.init_model import allows_sparse_gradients, broadcast_tensors
 from echelon.engine.losses import EvaluationLoss, TrainingLoss
-from echelon.engine.optimizers import (
-    add_late_parameters,
-    make_optimizers,
-    make_schedules,
-    single_process_settings,
-    sparse_stepped_ids,
-    trained_loss_parameters,
-)
 from echelon.engine.parallel.full_tensor_optimizer import make_full_tensor_optimizers
 from echelon.engine.precision import LossScale
 from echelon.engine.process_groups import WorldCommunicator
@@ -36,7 +29,6 @@ from echelon.world import World
 class RunState:
     """The parts of a run, for everything that works on them: steps, checks, evaluations, checkpoints. `Run` adds the backend and the life cycle."""
 
-    #: How gradients are exchanged.
     backend: Backend
 
     def __init__(
@@ -51,14 +43,12 @@ class RunState:
         warn: Callable[[str], None],
     ) -> None:
         if plan.ranks != world.size:
-            raise PlanError(
-                f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: start as many as it needs, or plan for {world.size}'
-            )
+            remedy = f"start as many as it needs, or plan for {world.size}"
+            raise PlanError(f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: {remedy}')
         self.job, self.plan, self.world, self.workers, self.warn = job, plan, world, workers, warn
         self.ranks = WorldCommunicator(world, device)
         self.device = self.ranks.device
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
-        #: Steps that were finished.
         self.step_number = 0
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
@@ -95,36 +85,24 @@ class RunState:
         self.data_parallel = self.axes["dp"]
         self.move_batch = BatchMover(self.device, dtype)
         if ranks.via_host:
-            self.warn(
-                "ranks share a GPU, which NCCL refuses: gradients go through the hosts' memory (gloo), which is far slower; start "
-                "one rank per GPU"
-            )
+            problem = "ranks share a GPU, which NCCL refuses: gradients go through the hosts' memory (gloo), which is far slower"
+            self.warn(f"{problem}; start one rank per GPU")
         if ranks.hash_seeds_differ:
-            self.warn(
-                "Python hashes strings differently on some ranks, so that sets have other orders there; export PYTHONHASHSEED=0 for every rank"
-            )
-        shares = plan.data.batch_shares
-        data = open_run_data(
-            job, ranks, self.data_parallel, micro_batch_size=plan.micro, workers=self.workers, shares=shares
-        )
+            problem = "Python hashes strings differently on some ranks, so that sets have other orders there"
+            self.warn(f"{problem}; export PYTHONHASHSEED=0 for every rank")
+        data = open_run_data(job, plan, ranks, self.data_parallel, workers=self.workers)
         self.loader, self.total_steps, self.warmup_steps = data.loader, data.total_steps, data.warmup_steps
         #: Both 0 for a stream, whose length is unknown.
         self.steps_per_epoch, self.sample_count = data.steps_per_epoch, data.sample_count
         #: How samples are ordered and what they hold, where known: a checkpoint resumes with the same only.
         self.sample_order, self.data_fingerprint = data.order_rule, data.fingerprint
-        reference_settings = single_process_settings(job)
+        reference_settings = optimizers.single_process_settings(job)
         self.training_loss = TrainingLoss(job, self.precision, self.device)
         self.evaluation_loss = EvaluationLoss(job, self.precision, self.device)
         self.rank_model = RankModel(
-            job,
-            plan,
-            ranks,
-            self.axes,
-            dtype=dtype,
-            training_loss=self.training_loss,
-            evaluation_loss=self.evaluation_loss,
+            job, plan, ranks, self.axes, dtype=dtype, training_loss=self.training_loss, evaluation_loss=self.evaluation_loss,
             warn=self.warn,
-        )
+        )  # fmt: skip
         self.model, self.tp_shards = self.rank_model.model, self.rank_model.tp_shards
         #: Of the whole model, whichever part of it is on this rank.
         self.fingerprint, self.full_shapes = self.rank_model.fingerprint, self.rank_model.full_shapes
@@ -132,30 +110,21 @@ class RunState:
         needs_seeds = self.data_parallel.size > 1 or self.axes["pp"].size > 1
         self.seeded_generators = find_generators(self.model) if needs_seeds else []
         #: By index, the optimizers that step on whole tensors, because they compute with more than a rank's shard.
-        self.full_tensor_optimizers = make_full_tensor_optimizers(job, self.rank_model)
+        full_optimizers = make_full_tensor_optimizers(job, self.rank_model)
+        self.full_tensor_optimizers = full_optimizers
         held_by_loss = find_loss_parameters(job, self.model)
-        self.optimizers = make_optimizers(
-            job,
-            self.model,
-            ranks,
-            shapes=self.full_shapes,
-            fused=plan.fused,
-            served_names={table.parameter_name for table in plan.server.tables},
-            full_tensor_optimizers=self.full_tensor_optimizers,
-            loss_parameters=held_by_loss.values(),
-            allow_sparse=allows_sparse_gradients(plan),
-            reference_settings=reference_settings,
-        )
+        self.optimizers = optimizers.make_optimizers(
+            job, plan, self.model, ranks, shapes=self.full_shapes, full_optimizers=full_optimizers,
+            loss_parameters=held_by_loss.values(), reference_settings=reference_settings,
+        )  # fmt: skip
         if allows_sparse_gradients(plan):
-            disable_sparse_gradients(self.model, kept_ids=sparse_stepped_ids(self.optimizers))
+            disable_sparse_gradients(self.model, kept_ids=optimizers.sparse_stepped_ids(self.optimizers))
         #: Parameters that the loss holds and the optimizers train, by name, whole on every rank.
-        self.loss_parameters = trained_loss_parameters(
-            self.optimizers, held_by_loss, plan, has_full_tensor_optimizers=bool(self.full_tensor_optimizers)
-        )
+        self.loss_parameters = optimizers.trained_loss_parameters(self.optimizers, held_by_loss, plan, full_optimizers)
         broadcast_tensors([parameter.detach() for parameter in self.loss_parameters.values()], ranks)
-        self.schedule_read_check = ScheduleReadCheck(self.rank_model, self.optimizers, self.full_tensor_optimizers)
+        self.schedule_read_check = ScheduleReadCheck(self.rank_model, self.optimizers, full_optimizers)
         with ranks.raise_on_all_ranks(), self.schedule_read_check.watch():
-            self.schedules = make_schedules(job, self.optimizers, self.total_steps)
+            self.schedules = optimizers.make_schedules(job, self.optimizers, self.total_steps)
         self._frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
 
     @property
@@ -190,13 +159,11 @@ class RunState:
     def unfreeze(self, names: Collection[str]) -> bool:
         """Train parameters that were frozen at the start; False where several ranks have agreed on what they exchange."""
         unfrozen = [parameter for name, parameter in self._frozen.items() if name in names]
-        if not unfrozen:
-            return True
-        if self.plan.ranks > 1 or self.full_tensor_optimizers:
-            return False
+        if not unfrozen or self.plan.ranks > 1 or self.full_tensor_optimizers:
+            return not unfrozen
         for parameter in unfrozen:
             parameter.requires_grad_(True)
-        add_late_parameters(self.job, self.model, self.optimizers, set(map(id, unfrozen)))
+        optimizers.add_late_parameters(self.job, self.model, self.optimizers, set(map(id, unfrozen)))
         self.rank_model.parameters += unfrozen
         self.rank_model.replica_counts += [1] * len(unfrozen)
         self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}

@@ -1,10 +1,8 @@
-"""Sum a step's numbers over the ranks in one small message that is sent while backward runs: the loss, the number of items
-it counts, the stop flag, buffers and batch-norm statistics.
+"""Sum a step's numbers over the ranks in one small message that is sent while backward runs: the loss, what it counts, the stop flag, buffers
+and batch-norm statistics.
 
-Running statistics after a step are exactly those of one device that runs all ranks' micro-batches one after another. A
-running mean r after micro-batches 1..G is (1-m)^G r0 plus a sum over them, so each rank's part of that sum, decayed by the
-micro-batches that come after it, adds up to the whole. The message says how often each rank called each layer: where a model calls one by chance,
-ranks call it unequally often, and the parts are exchanged once more with the right decay.
+A running mean r after micro-batches 1..G is (1-m)^G r0 plus a sum over them, so each rank's part of that sum, decayed by the micro-batches
+that come after it, adds up to the whole. Where ranks call a layer unequally often, parts are exchanged once more with the right decay.
 """
 
 from __future__ import annotations
@@ -27,17 +25,10 @@ class StepMetrics:
     """One step's sums over the ranks: `begin_step` before its first forward, `send` after its last, `receive` after backward."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: Communicator,
-        *,
-        uses_micro_batches: bool = False,
-        track_frozen: bool = False,
-        deferred: bool | None = None,
-        warn: Callable[[str], None] = lambda message: None,
-    ) -> None:
-        """`uses_micro_batches`: whether a rank computes its part of a batch in micro-batches. `track_frozen`: also track frozen parameters, which are
-        whole. `deferred`: the host reads changes a step later (default: on an accelerator, which must not wait for it)."""
+        self, model: nn.Module, ranks: Communicator, *, uses_micro_batches: bool = False, track_frozen: bool = False,
+        deferred: bool | None = None, warn: Callable[[str], None] = lambda message: None,
+    ) -> None:  # fmt: skip
+        """`uses_micro_batches`: ranks split their part of a batch. `track_frozen`: also frozen parameters. `deferred`: the host reads changes a step later."""
         self._ranks = ranks
         self._synced_states: list[_RunningStatistics | BufferTracker | ReducedState] = []
         #: State that calls change by a known rule; None: nothing does.
@@ -45,13 +36,12 @@ class StepMetrics:
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
         self._sizes: list[int] = []
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SynchronisedBatchNorm)]
+        norms = [norm for norm in norms if norm.track_running_stats]
         norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
-        # A synchronised batch norm has the same statistics on every rank already.
-        local_norms = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)] if ranks.size > 1 else []
         deferred = ranks.device.type != "cpu" if deferred is None else deferred
-        if local_norms:
-            self._synced_states.append(_RunningStatistics(local_norms, ranks, deferred=deferred))
+        if norms and ranks.size > 1:
+            self._synced_states.append(_RunningStatistics(norms, ranks, deferred=deferred))
         self.buffer_tracker = BufferTracker(model, ranks, deferred=deferred, track_frozen=track_frozen, warn=warn)
         if self.buffer_tracker.slots and (ranks.size > 1 or uses_micro_batches):
             self._synced_states.append(self.buffer_tracker)
@@ -112,7 +102,7 @@ class _RunningStatistics:
         self._deferred = deferred
         #: Where the host may not wait: above 0 if ranks called a layer unequally often.
         self.resync_flag: Tensor | None = None
-        statistics = [statistic for norm in norms for statistic in (norm.running_mean, norm.running_var)]
+        statistics = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
         self._statistics = [statistic for statistic in statistics if statistic is not None]
         self._counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
         widths = torch.tensor([2 * norm.num_features for norm in norms], device=device)
@@ -135,15 +125,15 @@ class _RunningStatistics:
 
     def _local_part(self, later_calls: Tensor) -> Tensor:
         """This rank's part, given how many calls of other ranks come after its own."""
-        decayed = (
-            self._current_values - self._initial_values * self._per_element(self._decay**self._local_calls)
-        ) * self._per_element(self._decay**later_calls)
-        summed = self._current_values * self._per_element(
-            self._initial_calls + self._local_calls
-        ) - self._initial_values * self._per_element(self._initial_calls)
-        return torch.where(self._per_element(self._is_plain_average), summed, decayed)
+        initial, current, per_element = self._initial_values, self._current_values, self._per_element
+        decayed = current - initial * per_element(self._decay**self._local_calls)
+        decayed *= per_element(self._decay**later_calls)
+        initial_sum = initial * per_element(self._initial_calls)
+        summed = current * per_element(self._initial_calls + self._local_calls) - initial_sum
+        return torch.where(per_element(self._is_plain_average), summed, decayed)
 
     def unpack(self, sums: Tensor) -> None:
+        initial, per_element = self._initial_values, self._per_element
         parts, calls_by_rank = sums[: len(self._norm_index)], sums[len(self._norm_index) :].view(self._ranks.size, -1)
         total_calls = calls_by_rank.sum(0)
         is_unequal = (calls_by_rank != calls_by_rank[0]).any()
@@ -151,22 +141,18 @@ class _RunningStatistics:
             self.resync_flag = is_unequal.double()
         elif is_unequal:
             parts = self._ranks.all_reduce(self._local_part(calls_by_rank[self._ranks.rank + 1 :].sum(0)))
-        decayed = self._initial_values * self._per_element(self._decay**total_calls) + parts
-        averaged = (self._initial_values * self._per_element(self._initial_calls) + parts) / self._per_element(
-            self._initial_calls + total_calls
-        ).clamp(min=1)
-        updated = torch.where(self._per_element(self._is_plain_average), averaged, decayed)
-        _write_flat(self._statistics, updated)
-        _write_flat(self._counters, self._initial_calls + total_calls)
+        decayed = initial * per_element(self._decay**total_calls) + parts
+        calls = self._initial_calls + total_calls
+        averaged = (initial * per_element(self._initial_calls) + parts) / per_element(calls).clamp(min=1)
+        _write_flat(self._statistics, torch.where(per_element(self._is_plain_average), averaged, decayed))
+        _write_flat(self._counters, calls)
 
     def resync(self) -> None:
         """On an accelerator, whose host hears of it too late: unequal calls end the run."""
         if self.resync_flag is not None and self.resync_flag > 0:
-            raise DivergenceError(
-                "a batch norm is called more often on some ranks than on others (by chance, or depending on the data), so that its running statistics "
-                "are not those of one device; call it equally often, or use batchnorm=sync",
-                cause="calls depend on the rank",
-            )
+            problem = "a batch norm is called more often on some ranks: its statistics are not those of one device"
+            remedy = "call it equally often, or use batchnorm=sync"
+            raise DivergenceError(f"{problem}; {remedy}", cause="calls depend on the rank")
 
     def _flat_values(self) -> Tensor:
         return torch.cat(self._statistics).double()

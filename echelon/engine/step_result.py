@@ -12,8 +12,7 @@ from torch import Tensor
 class StepResult(Tensor):
     """The loss of one optimizer step over the whole global batch, with the step's other figures; equal on every rank.
 
-    It is a detached scalar tensor: `f"{loss:.3f}"`, `loss < best`, `total += loss` and `torch.stack(losses)` work. The host's copy is made
-    asynchronously: `item()`, `float()` and formatting wait for this step alone, and nothing waits where nobody reads.
+    A detached scalar tensor whose copy on the host is made asynchronously: `item()`, `float()` and formatting wait for this step alone.
     """
 
     #: Operations return plain tensors, as those of nn.Parameter do (which uses the same private name).
@@ -34,9 +33,7 @@ class StepResult(Tensor):
         self = loss.detach().as_subclass(cls)
         self.gradient_norm, self.sample_count, self.skipped = gradient_norm, sample_count, skipped
         self._learning_rates, self._has_resync_flag = learning_rates, resync_flag is not None
-        self._scalars = AsyncScalars(
-            [value for value in (loss, stop_flag, gradient_norm, resync_flag) if value is not None]
-        )
+        self._scalars = AsyncScalars([v for v in (loss, stop_flag, gradient_norm, resync_flag) if v is not None])
         return self
 
     @property
@@ -84,15 +81,13 @@ class StepResult(Tensor):
 
 
 class AsyncScalars:
-    """Scalars of a device, copied to the host asynchronously. `read` waits for that copy; `Tensor.item()` would wait for everything
-    launched since."""
+    """Scalars of a device, copied to the host asynchronously. `read` waits for that copy alone, not for everything launched since."""
 
     __slots__ = ("_copied", "_host")
 
     def __init__(self, values: list[Tensor]) -> None:
-        numbers = torch.stack([value.detach().double() for value in values])
+        self._host = numbers = torch.stack([value.detach().double() for value in values])
         self._copied: torch.cuda.Event | None = None
-        self._host = numbers
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)

@@ -13,13 +13,14 @@ from echelon.data.loader import StepBatch
 from echelon.engine import grad_clip
 from echelon.engine.buffers.buffer_rollback import BufferRollback
 from echelon.engine.buffers.buffer_rule_check import BufferRuleCheck, rules_apply
+from echelon.engine.checkpoint import optimizer_state
 from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.checkpoint.schedule_state import takes_metric
-from echelon.engine.checkpoint.state_check import require_storable_state
 from echelon.engine.checks.divergence_monitor import DivergenceMonitor
 from echelon.engine.checks.replaced_parameters import ReplacedParameterCheck
 from echelon.engine.checks.shared_state_check import SharedStateCheck
 from echelon.engine.data_setup import seed_step
+from echelon.engine.loss_averages import LossAverages, is_uncertain
 from echelon.engine.loss_weighing import LossWeighing
 from echelon.engine.optimizers import init_late_momentum
 from echelon.engine.parallel.data_parallel import sum_gradients, sync_max_norm_weights
@@ -34,21 +35,16 @@ from echelon.tree import tensor_versions
 class TrainStep:
     """Computes the steps of one run, and checks each before its update."""
 
-    def __init__(
-        self, run: RunState, attributes: RunAttributes, *, checks_state: bool, monitor_divergence: bool
-    ) -> None:
-        """`checks_state`: whether optimizer state, which the first step creates, must be checked for checkpoints."""
+    def __init__(self, run: RunState, attributes: RunAttributes, *, checks_state: bool, monitors: bool) -> None:
+        """`checks_state`: whether optimizer state must be checked once the first step has created it. `monitors`: whether ranks are compared."""
         self._run, self._attributes = run, attributes
         self.loss_weighing = LossWeighing(run)
         self.step_metrics = StepMetrics(
-            run.model,
-            run.backend.step_ranks,
-            uses_micro_batches=rules_apply(run) and run.plan.micro is not None,
-            track_frozen=run.rank_model.sharding is None,
-            warn=run.warn,
-        )
+            run.model, run.backend.step_ranks, uses_micro_batches=rules_apply(run) and run.plan.micro is not None,
+            track_frozen=run.rank_model.sharding is None, warn=run.warn,
+        )  # fmt: skip
         self.buffer_rule_check = BufferRuleCheck(run, self.step_metrics)
-        self.divergence_monitor = DivergenceMonitor(run, attributes, is_off=not monitor_divergence)
+        self.divergence_monitor = DivergenceMonitor(run, attributes, is_off=not monitors)
         self._replaced_parameter_check = ReplacedParameterCheck(run.plan, run.model, run.tp_shards)
         self._shared_state_check = SharedStateCheck(run, attributes.functions)
         self._buffer_rollback = BufferRollback(run.model)
@@ -62,8 +58,6 @@ class TrainStep:
         #: The last finished step, not yet checked on an accelerator.
         self.last_step: StepResult | None = None
         self._versions_before: list[int] = []
-
-    # Gradients
 
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
@@ -93,8 +87,7 @@ class TrainStep:
         return _batch_versions(batch) == self._versions_before
 
     def _undo_step(self, batch: StepBatch) -> None:
-        """Forget the step, to compute it again with other weights."""
-        changed_buffer, remedy = None, "return (sum, count) from the loss"
+        changed_buffer, obstacle, remedy = None, "", "return (sum, count) from the loss"
         if self._attributes.functions.changed_objects():
             obstacle = "keeps values between calls"
         elif not self.is_batch_unchanged(batch):
@@ -102,15 +95,12 @@ class TrainStep:
         else:
             if self.step_metrics.reduced_state is not None:
                 self.step_metrics.reduced_state.begin_micro_batch()
-            changed_buffer = self._buffer_rollback.undo()
-            obstacle = "" if changed_buffer is None else f"{changed_buffer} changes for the first time"
+            if (changed_buffer := self._buffer_rollback.undo()) is not None:
+                obstacle = f"{changed_buffer} changes for the first time"
         if obstacle:
-            raise DivergenceError(
-                f"step {batch.step + 1}: the loss averages over unequal counts for the first time and {obstacle}, so that the step "
-                f"cannot be computed again with the right weights; {remedy}",
-                tensor=changed_buffer,
-                cause="averages over unequal counts",
-            )
+            problem = f"the loss averages over unequal counts for the first time and {obstacle}: it cannot be repeated"
+            message, cause = f"step {batch.step + 1}: {problem}; {remedy}", "averages over unequal counts"
+            raise DivergenceError(message, tensor=changed_buffer, cause=cause)
         for parameter in self._run.rank_model.parameters:
             parameter.grad = None
 
@@ -146,7 +136,6 @@ class TrainStep:
         return loss
 
     def _run_micro_batches(self, batch: StepBatch) -> None:
-        """Forward and backward, micro-batch by micro-batch."""
         run, reduced_state = self._run, self.step_metrics.reduced_state
         for index, micro_batch in enumerate(batch.micro_batches):
             is_last = index == len(batch.micro_batches) - 1
@@ -165,28 +154,23 @@ class TrainStep:
         """All micro-batches through the stages, in the order of the schedule."""
         run, micro_batches = self._run, batch.micro_batches
         run.backend.begin_micro_batch(None, is_last=False)
+        communicates = run.data_parallel.size > 1 and (run.plan.zero > 1 or run.plan.batchnorm == "sync")
         pipeline.run(
             [run.move_batch(micro_batch.batch) for micro_batch in micro_batches],
             lambda loss, index: self.loss_weighing.weigh(loss, micro_batches[index], batch),
             partial(run.seed_random, batch.step, run.data_parallel.rank),
-            run.data_parallel
-            if run.data_parallel.size > 1 and (run.plan.zero > 1 or run.plan.batchnorm == "sync")
-            else None,
+            run.data_parallel if communicates else None,
         )
         for holders, tied in run.rank_model.tied_parameters:
             sum_gradients(tied, holders)
         self._send_sums()
 
     def _adopt_unfrozen(self, step: int) -> None:
-        """Train parameters that forward has unfrozen."""
         unfrozen = self._run.unfrozen_names()
         if unfrozen and not self._run.unfreeze(unfrozen):
-            raise DivergenceError(
-                f"step {step + 1}: {unfrozen[0]} requires a gradient from now on and was frozen at the start, when ranks agreed on what they exchange; "
-                "unfreeze it before training, or train in one process (--plan dp=1), which follows",
-                tensor=unfrozen[0],
-                cause="a parameter that is unfrozen while it trains",
-            )
+            problem = f"{unfrozen[0]} requires a gradient from now on and was frozen when ranks agreed on the exchange"
+            message = f"step {step + 1}: {problem}; unfreeze it before training, or train in one process (--plan dp=1)"
+            raise DivergenceError(message, tensor=unfrozen[0], cause="a parameter that is unfrozen while it trains")
 
     def sync_max_norm_weights(self) -> None:
         """Give every rank the rows that forward renormalized on any."""
@@ -203,14 +187,9 @@ class TrainStep:
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
         run.backend.scale_gradients(factor)
 
-    # The step's message
-
     def _send_sums(self) -> None:
-        self.step_metrics.send(
-            *self.loss_weighing.sums(),
-            self._one * self._run.stop_requested,
-            extra=self.loss_weighing.pack(self.divergence_monitor.pack_data_parallel()),
-        )
+        extra = self.loss_weighing.averages.pack(self.divergence_monitor.pack_data_parallel())
+        self.step_metrics.send(*self.loss_weighing.sums(), self._one * self._run.stop_requested, extra=extra)
 
     def _receive_sums(self) -> tuple[Tensor, Tensor, bool, Tensor]:
         """The step's loss, what it counts, whether it is a sum over that, and what is checked: the same on every rank."""
@@ -220,15 +199,11 @@ class TrainStep:
             return loss, count, is_counted, checks
         nominal_count = torch.full_like(loss, (run.nominal_count or 0.0) if is_counted else 0.0)
         sums = torch.cat([torch.stack([loss, count, nominal_count]), checks])
-        local_checks = torch.tensor(self.divergence_monitor.pack_model_parallel(), dtype=torch.float64).to(
-            run.device, non_blocking=True
-        )
-        packed = torch.cat([
-            self._stop_flag.view(1), sums if run.is_reporting else torch.zeros_like(sums), local_checks
-        ])  # fmt: skip
+        sums = sums if run.is_reporting else torch.zeros_like(sums)
+        local_checks = torch.tensor(self.divergence_monitor.pack_model_parallel(), dtype=torch.float64)
+        packed = torch.cat([self._stop_flag.view(1), sums, local_checks.to(run.device, non_blocking=True)])
         self._stop_flag, loss, count, nominal_count = run.model_parallel.all_reduce(packed)[:4]
-        loss_size = self.loss_weighing.packed_size
-        packed[4 + loss_size : 4 + len(checks)] = checks[loss_size:]  # between this rank and its data ranks
+        packed[4 + LossAverages.size : 4 + len(checks)] = checks[LossAverages.size :]  # of its data ranks
         if run.rank_model.pipeline is not None:
             is_counted = bool(nominal_count > 0)
             if is_counted:
@@ -239,22 +214,21 @@ class TrainStep:
         """Whether the step must be computed again, by what all ranks saw of it."""
         if not self.loss_weighing.is_split and self._run.model_parallel.size == 1:
             return False
-        if self._run.device.type == "cpu":
-            return self._check_ranks(checks.tolist(), step) and not is_counted
-        self._deferred_checks = AsyncScalars([*checks])
-        return False
+        if self._run.device.type != "cpu":
+            self._deferred_checks = AsyncScalars([*checks])
+            return False
+        return self._check_ranks(checks.tolist(), step) and not is_counted
 
     def _check_ranks(self, checks: Sequence[float], step: int) -> bool:
         """Whether parts of the batch must be weighed by what their losses count; raises where ranks did not compute together."""
-        loss_size = self.loss_weighing.packed_size
+        own_checks = checks[LossAverages.size :]
         if self._run.data_parallel.size > 1:
-            self.divergence_monitor.check_data_parallel(checks[loss_size : loss_size + 2], step)
+            self.divergence_monitor.check_data_parallel(own_checks[:2], step)
         if self._run.model_parallel.size > 1:
-            self.divergence_monitor.check_model_parallel(checks[loss_size + 2 :], step)
-        self.needs_comparison = self.loss_weighing.is_uncertain(checks)
-        return self.loss_weighing.must_reweigh(checks, step)
-
-    # The update
+            self.divergence_monitor.check_model_parallel(own_checks[2:], step)
+        is_split, averages = self.loss_weighing.is_split, self.loss_weighing.averages
+        self.needs_comparison = is_split and is_uncertain(checks)
+        return is_split and averages.has_unequal_counts(checks[: LossAverages.size], step)
 
     def check_loss(self, loss: Tensor) -> None:
         """Require a finite loss before the update."""
@@ -266,11 +240,9 @@ class TrainStep:
     def update(self, loss: Tensor, sample_count: int) -> StepResult:
         """Clip, step the optimizers and schedules, drop the gradients."""
         run = self._run
-        learning_rates = [
-            rate.clone() if isinstance(rate := group["lr"], Tensor) else rate  # a schedule changes a tensor in place
-            for optimizer in run.optimizers
-            for group in optimizer.param_groups
-        ]
+        # Copies: a schedule changes tensors in place.
+        rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         gradient_norm, skipped = None, False
         if run.job.clip_norm is not None or run.loss_scale is not None:
             gradient_norm = self.gradient_norm()
@@ -290,11 +262,10 @@ class TrainStep:
         if run.loss_scale is not None:
             run.loss_scale.update(overflowed=skipped)
             if run.loss_scale.has_diverged:
-                raise TrainingError(
-                    f"gradients overflow fp16 at step {run.step_number + 1}, as in the {run.loss_scale.overflow_streak - 1} steps before, though the loss is not "
-                    "scaled any more: training stopped, the weights are those before these steps; use precision=bf16 or fp32, lower the "
-                    f"learning rate, or look at its batch: {_batch_expression(run.step_number)}"
-                )
+                step, streak = run.step_number, run.loss_scale.overflow_streak
+                problem = f"gradients overflow fp16 at step {step + 1}, as in the {streak - 1} steps before, though the loss is not scaled any more"
+                remedy = f"use precision=bf16 or fp32, lower the learning rate, or look at its batch: {_batch_expression(step)}"
+                raise TrainingError(f"{problem}: training stopped, the weights are those before these steps; {remedy}")
         for parameter in (*run.rank_model.parameters, *run.loss_parameters.values()):
             parameter.grad = None
         run.step_number += 1
@@ -302,9 +273,8 @@ class TrainStep:
         all_stop = run.backend.agree_to_stop(run.step_number, run.stop_requested)
         if all_stop is not None:
             self._stop_flag = self._one * all_stop
-        return StepResult(
-            loss, gradient_norm, self._stop_flag, sample_count, skipped, learning_rates, self.step_metrics.resync_flag
-        )
+        resync_flag = self.step_metrics.resync_flag
+        return StepResult(loss, gradient_norm, self._stop_flag, sample_count, skipped, rates, resync_flag)
 
     def _step_optimizers(self, loss: Tensor) -> None:
         run = self._run
@@ -322,17 +292,13 @@ class TrainStep:
                 run.step_schedule(schedule, float(loss))
         if self._has_unchecked_state:
             self._has_unchecked_state = False
-            require_storable_state(run)
+            optimizer_state.collect(run)  # refuses what could not be saved
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, the same on every rank. Every rank must call it."""
-        rank_model = self._run.rank_model
-        replica_counts = [
-            count
-            for parameter, count in zip(rank_model.parameters, rank_model.replica_counts, strict=True)
-            if parameter.grad is not None
-        ]
-        return self._run.backend.gradient_norm(grad_clip.gradients(rank_model.parameters), replica_counts)
+        parameters, counts = self._run.rank_model.parameters, self._run.rank_model.replica_counts
+        replica_counts = [count for p, count in zip(parameters, counts, strict=True) if p.grad is not None]
+        return self._run.backend.gradient_norm(grad_clip.gradients(parameters), replica_counts)
 
     def check_last(self) -> None:
         """Check the last step's results before they are built upon, saved or reported."""
@@ -345,21 +311,18 @@ class TrainStep:
         if self._deferred_checks is not None:
             checks, self._deferred_checks = self._deferred_checks.read(), None
             if self._check_ranks(checks, step) and run.nominal_count is None:
-                raise DivergenceError(
-                    f"step {step + 1}: the loss averages over unequal counts on different ranks or micro-batches, which an accelerator cannot weigh "
-                    "afterwards; return (sum, count) from the loss",
-                    cause="averages over unequal counts",
-                )
+                problem = "the loss averages over unequal counts on different ranks or micro-batches"
+                message = f"step {step + 1}: {problem}, which an accelerator cannot weigh afterwards; return (sum, count) from the loss"
+                raise DivergenceError(message, cause="averages over unequal counts")
         if self.last_step.needs_resync():
             self.step_metrics.resync()
 
     def _require_finite_loss(self, loss: float, step: int) -> None:
         if self._run.loss_scale is None and not math.isfinite(loss):
             empty_hint = " Or the loss counted no item in the whole batch: then (sum, count) has count 0 on every rank."
-            raise TrainingError(
-                f"the loss is {loss} at step {step + 1}: training stopped, and no checkpoint holds that step; lower the learning rate, "
-                f"clip gradients (clip_norm=1.0), or look at its batch: {_batch_expression(step)}.{empty_hint if self._run.nominal_count else ''}"
-            )
+            remedy = f"lower the learning rate, clip gradients (clip_norm=1.0), or look at its batch: {_batch_expression(step)}"
+            problem = f"the loss is {loss} at step {step + 1}: training stopped, and no checkpoint holds that step"
+            raise TrainingError(f"{problem}; {remedy}.{empty_hint if self._run.nominal_count else ''}")
 
     def close(self) -> None:
         """Take hooks off the model and let go of its tensors."""

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,16 @@ from echelon.checkpoint_files.checkpoint_reader import MANIFEST_FILE, open_check
 from echelon.engine.backends.launch_servers import SERVER_FOLDER
 from echelon.engine.parallel.shard_layout import TPShard, full_tensor_shape, local_regions
 from echelon.errors import CheckpointError, EchelonError, JobError
+from echelon.files import atomic_writer
 from echelon.plan.sealed_json import MAX_FILE_BYTES, parse_object
 
-ReadRows = Callable[[slice | None], Tensor]
-#: Prefix of the model's tensors in a checkpoint.
+_ReadRows = Callable[[slice | None], Tensor]
+_Warn = Callable[[str], None]
 _MODEL_PREFIX = "model/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSource:
-    """Stored tensors: their shapes and dtypes, and what copies them into targets."""
-
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Mapping[str, Tensor]], None]
@@ -37,48 +37,34 @@ class _TensorSource:
 
 
 @torch.no_grad()
-def load_weights(
-    model: nn.Module, path: str | Path, *, tp_shards: Mapping[str, TPShard], warn: Callable[[str], None]
-) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, tp_shards: Mapping[str, TPShard], warn: _Warn) -> None:
     """Fill parameters and buffers from a safetensors file, its `.index.json`, a torch state dict (read without pickle), a
     checkpoint, or the last checkpoint of a run."""
-    path = Path(path)
-    targets = dict(model.state_dict(keep_vars=True).items())
+    path, targets = Path(path), dict(model.state_dict(keep_vars=True))
     with ExitStack() as files:
         source = _open_checkpoint(find_checkpoint(path)) if path.is_dir() else _open_file(path, files)
-        unknown_names = sorted(set(source.shapes) - set(targets))
-        if unknown_names:
-            raise JobError(
-                f"{path}: {len(unknown_names)} tensor{'s' * (len(unknown_names) > 1)} that the model does not have, the first is {unknown_names[0]}; "
-                "is it another model's?"
-            )
+        unknown = sorted(source.shapes.keys() - targets.keys())
+        if unknown:
+            problem = f"{len(unknown)} tensor{'s' * (len(unknown) > 1)} that the model does not have, the first is {unknown[0]}"
+            raise JobError(f"{path}: {problem}; is it another model's?")
         for name, shape in source.shapes.items():
             model_shape = tuple(full_tensor_shape(targets[name], tp_shards.get(name)))
             if shape != model_shape:
                 raise JobError(f"{path}: {name} is {shape} there and {model_shape} in the model")
-        for name, dtype in source.dtypes.items() if source.manifest is None else ():
-            _require_compatible_dtype(path, name, dtype, targets[name].dtype)
+            if source.manifest is None:
+                _require_compatible_dtype(path, name, source.dtypes[name], targets[name].dtype)
         local_names = [name for name in source.shapes if not targets[name].is_meta]  # the others are other stages'
         source.fill({name: targets[name] for name in local_names if name not in tp_shards})
-        for name in local_names:
-            if name in tp_shards:
-                _fill_tp_shard(targets[name], tp_shards[name], source, name)
-    missing = sorted(set(targets) - set(source.shapes) - _tied_names(model, set(source.shapes)))
+        for name in (name for name in local_names if name in tp_shards):
+            # Not cut by rows: read the whole, one tensor at a time.
+            full_tensor = torch.empty(tp_shards[name].full_shape, dtype=targets[name].dtype)
+            source.fill({name: full_tensor})
+            for region in local_regions(targets[name], tp_shards[name]):
+                region.values.copy_(full_tensor[region.slices])
+    missing = sorted(targets.keys() - source.shapes.keys() - _tied_names(model, set(source.shapes)))
     if missing:
-        warn(
-            f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ..."
-        )
-
-
-def _fill_tp_shard(target: Tensor, tp_shard: TPShard, source: _TensorSource, name: str) -> None:
-    """Not cut by rows: read the whole, one tensor at a time."""
-    full_tensor = torch.empty(tp_shard.full_shape, dtype=target.dtype)
-    source.fill({name: full_tensor})
-    for region in local_regions(target, tp_shard):
-        region.values.copy_(full_tensor[region.slices])
-
-
-# Checkpoints
+        count = f"{len(missing)} of {len(targets)} tensors"
+        warn(f"{path} lacks {count}, which keep their initial values: {', '.join(missing[:3])} ...")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +81,14 @@ def find_checkpoint(path: Path) -> Path:
     """`path` where it is a checkpoint; of a run the newest one."""
     if (path / MANIFEST_FILE).is_file():
         return path
-    checkpoints = {
-        int(folder.name.removeprefix("step-")): folder
-        for folder in (path / "checkpoints").glob("step-*")
-        if folder.name.removeprefix("step-").isdigit()
-        and (folder / MANIFEST_FILE).is_file()
-        and not folder.is_symlink()
-    }
-    if not checkpoints:
+    steps = ((folder.name.removeprefix("step-"), folder) for folder in (path / "checkpoints").glob("step-*"))
+    checkpoints = {int(step): folder for step, folder in steps if step.isdigit() and not folder.is_symlink()}
+    complete = [step for step, folder in checkpoints.items() if (folder / MANIFEST_FILE).is_file()]
+    if not complete:
         problem = "a folder without a checkpoint" if path.is_dir() else "no such folder"
-        raise CheckpointError(
-            f"{path}: {problem}; give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
-        )
-    return checkpoints[max(checkpoints)]
+        remedy = "give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
+        raise CheckpointError(f"{path}: {problem}; {remedy}")
+    return checkpoints[max(complete)]
 
 
 def export_weights(path: str | Path, out: str | Path) -> ExportResult:
@@ -121,22 +102,18 @@ def export_weights(path: str | Path, out: str | Path) -> ExportResult:
     manifest = source.manifest or {}
     tensors = {name: torch.empty(shape, dtype=source.dtypes[name]) for name, shape in source.shapes.items()}
     source.fill(tensors)
-    partial = out.with_name(out.name + ".partial")
+    metadata = {"format": "pt", "step": str(manifest["step"]), "job": str(manifest["job"])}
     try:
-        save_file(
-            tensors, partial, metadata={"format": "pt", "step": str(manifest["step"]), "job": str(manifest["job"])}
-        )
-        partial.replace(out)
+        with atomic_writer(out) as file:
+            save_file(tensors, file.name, metadata)
     except Exception as error:  # the disk, the folder, or a dtype that the format does not have
-        partial.unlink(missing_ok=True)
         raise EchelonError(f"{out}: could not be written ({error})") from error
     return ExportResult(checkpoint=folder, step=manifest["step"], tensors=len(tensors), bytes=out.stat().st_size)
 
 
 def _open_checkpoint(folder: Path) -> _TensorSource:
     stored = open_checkpoint(folder)  # every rank checks all of it: nobody waits here for the others
-    manifest = stored.manifest
-    prefix = _MODEL_PREFIX
+    manifest, prefix = stored.manifest, _MODEL_PREFIX
     entries = {n.removeprefix(prefix): entry for n, entry in stored.entries.items() if n.startswith(prefix)}
     served_names = (manifest.get("served") or {}).get("trained", ())
     tables = {name: tuple(manifest["parameters"][name]) for name in served_names if name not in entries}
@@ -147,45 +124,33 @@ def _open_checkpoint(folder: Path) -> _TensorSource:
         stored_targets = {f"{prefix}{name}": t.detach() for name, t in targets.items() if name not in tables}
         stored.load_into(stored_targets, is_single_process=True)
 
-    return _TensorSource(
-        shapes={name: tuple(entry.shape) for name, entry in entries.items()} | tables,
-        dtypes={name: entry.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
-        fill=fill,
-        manifest=manifest,
-    )
+    shapes = {name: tuple(entry.shape) for name, entry in entries.items()} | tables
+    dtypes = {name: entry.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32)
+    return _TensorSource(shapes=shapes, dtypes=dtypes, fill=fill, manifest=manifest)
 
 
 def _fill_table(target: Tensor, folder: Path, name: str) -> None:
-    """Read a whole table from what servers wrote of it."""
     from echelon.server.store.table_export import iterate_complete_rows
 
     if isinstance(target, DTensor):
-        raise JobError(
-            f"weights=: {name} is a table of a parameter server's, and zero shards it here; export the checkpoint to a file first "
-            "(echelon export), or use zero=0"
-        )
+        problem = f"{name} is a table of a parameter server's, and zero shards it here"
+        raise JobError(f"weights=: {problem}; export the checkpoint to a file first (echelon export), or use zero=0")
     dtype = "f8" if target.dtype == torch.float64 else "f4"
     for ids, values in iterate_complete_rows(folder, name, len(target), dtype):
         target[torch.from_numpy(ids)] = torch.from_numpy(values).to(target.device, target.dtype)
 
 
-# Files
-
-
 def _open_file(path: Path, files: ExitStack) -> _TensorSource:
     readers = _open_readers(path, files)
+    if not readers:
+        raise JobError(f"{path}: holds no tensors; save model.state_dict()")
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
             _fill_target(target, readers[name][1])
 
-    if not readers:
-        raise JobError(f"{path}: holds no tensors; save model.state_dict()")
-    return _TensorSource(
-        shapes={name: shape for name, (shape, _, _) in readers.items()},
-        dtypes={name: dtype for name, (_, _, dtype) in readers.items()},
-        fill=fill,
-    )
+    shapes = {name: shape for name, (shape, _, _) in readers.items()}
+    return _TensorSource(shapes=shapes, dtypes={name: dtype for name, (_, _, dtype) in readers.items()}, fill=fill)
 
 
 def _require_compatible_dtype(path: Path, name: str, file_dtype: torch.dtype, model_dtype: torch.dtype) -> None:
@@ -194,13 +159,12 @@ def _require_compatible_dtype(path: Path, name: str, file_dtype: torch.dtype, mo
     are_integers = not any(d.is_floating_point or d.is_complex or d == torch.bool for d in dtypes)
     have_one_kind = all(d.is_floating_point for d in dtypes) or all(d.is_complex for d in dtypes) or are_integers
     if file_dtype != model_dtype and not have_one_kind:
-        raise JobError(
-            f"{path}: {name} is {str(file_dtype).removeprefix('torch.')} there and {str(model_dtype).removeprefix('torch.')} in the model; convert it "
-            "in the file: dequantize integers, take the real part of complex numbers"
-        )
+        there, here = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        remedy = "convert it in the file: dequantize integers, take the real part of complex numbers"
+        raise JobError(f"{path}: {name} is {there} there and {here} in the model; {remedy}")
 
 
-def _fill_target(target: Tensor, read: ReadRows) -> None:
+def _fill_target(target: Tensor, read: _ReadRows) -> None:
     if not isinstance(target, DTensor):
         target.copy_(read(None))
         return
@@ -210,7 +174,7 @@ def _fill_target(target: Tensor, read: ReadRows) -> None:
         local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
-def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], ReadRows, torch.dtype]]:
+def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], _ReadRows, torch.dtype]]:
     """name -> (shape, reader of some rows, dtype), without reading any data yet."""
     try:
         if path.name.endswith(".index.json"):
@@ -225,10 +189,8 @@ def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ..
     except JobError:
         raise
     except Exception as error:
-        raise JobError(
-            f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, a torch state dict, a checkpoint "
-            "or a run"
-        ) from error
+        remedy = "give a safetensors file, its index, a torch state dict, a checkpoint or a run"
+        raise JobError(f"{path}: cannot be read as weights ({error}); {remedy}") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")
     for name, tensor in state.items():
@@ -236,7 +198,11 @@ def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ..
         problem = problem or ("" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch."))
         if problem:
             raise JobError(f"{path}: {name} is {problem}; save dense tensors with values (dequantize(), to_dense())")
-    return {name: (tuple(tensor.shape), _row_reader(tensor), tensor.dtype) for name, tensor in state.items()}
+    return {name: (tuple(t.shape), partial(_read_rows, t), t.dtype) for name, t in state.items()}
+
+
+def _read_rows(tensor: Tensor, rows: slice | None) -> Tensor:
+    return tensor if rows is None else tensor[rows]
 
 
 def list_shards(index: Path) -> list[Path]:
@@ -253,7 +219,7 @@ def list_shards(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
-def _slice_reader(tensor_slice: Any) -> tuple[tuple[int, ...], ReadRows, torch.dtype]:
+def _slice_reader(tensor_slice: Any) -> tuple[tuple[int, ...], _ReadRows, torch.dtype]:
     shape = tuple(tensor_slice.get_shape())
 
     def read(rows: slice | None) -> Tensor:
@@ -262,10 +228,6 @@ def _slice_reader(tensor_slice: Any) -> tuple[tuple[int, ...], ReadRows, torch.d
 
     # The dtype's name in the file ("BF16") is not torch's; an empty slice has it too.
     return shape, read, tensor_slice[:0].dtype if shape else tensor_slice[...].dtype
-
-
-def _row_reader(value: Tensor) -> ReadRows:
-    return lambda rows: value if rows is None else value[rows]
 
 
 def _tied_names(model: nn.Module, loaded_names: set[str]) -> set[str]:

@@ -334,8 +334,7 @@ class Trainer:
         )  # fmt: skip
 
     def _measure_memory(self) -> dict[str, int]:
-        from echelon.engine.full_state import state_bytes
-        from echelon.engine.peak_memory import peak_memory_bytes
+        from echelon.engine.full_state import peak_memory_bytes, state_bytes
 
         run = self._run
         peaks = run.ranks.all_gather_object(peak_memory_bytes(run.device))

@@ -99,9 +99,9 @@ def _drop_last_micro_batch(run: Any, self: Pipeline, batches: Sequence[Any], *re
 
 
 @register_wrapper("data order seeded per rank", run_state, "open_run_data", "dp > 1")
-def _shuffle_per_rank(open_data: Any, job: Job, ranks: Any, data: Communicator, **options: Any) -> RunData:
+def _shuffle_per_rank(open_data: Any, job: Job, plan: Any, ranks: Any, data: Communicator, **options: Any) -> RunData:
     """each rank shuffles by itself: samples come twice or never"""
-    return open_data(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **options)
+    return open_data(dataclasses.replace(job, seed=job.seed + data.rank), plan, ranks, data, **options)
 
 
 @register_fault("one parameter not reduced", "dp > 1, zero=0")
@@ -213,8 +213,8 @@ def _untie_stage_weights(*_: Any) -> None:
 def _seed_weights_per_rank() -> Patches:
     """each rank starts from its own random weights"""
 
-    def build_seeded(initialize: Any, job: Any, ranks: Any, **options: Any) -> nn.Module:
-        return initialize(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
+    def build_seeded(initialize: Any, job: Any, plan: Any, ranks: Any, **options: Any) -> nn.Module:
+        return initialize(dataclasses.replace(job, seed=job.seed + ranks.world.rank), plan, ranks, **options)
 
     no_broadcast = patch.object(build_model, "broadcast_model", lambda model, ranks: None)
     return [wrap(build_model, "initialize_model", build_seeded), no_broadcast]

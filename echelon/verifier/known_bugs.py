@@ -78,7 +78,7 @@ def changed_by_forward(reference: Reference, step: int) -> tuple[str, ...]:
         if isinstance(module, _BatchNorm)
         for name in ("running_mean", "running_var", "num_batches_tracked")
     }
-    changed_attributes = (name.removeprefix("model.") for name in attributes.changed_slots())
+    changed_attributes = ("".join(slot).removeprefix("model.") for slot in attributes.changed_slots())
     changed = dict.fromkeys([*state.changed_tensors(), *changed_attributes])
     return tuple(name for name in changed if name not in batch_norm_buffers)
 

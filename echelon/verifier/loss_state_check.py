@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.engine.checkpoint.function_state import (
     FunctionState,
-    SlotName,
     describe_slot,
     find_differing_slots,
     snapshot_functions,
 )
-from echelon.engine.checkpoint.reachable_state import StateChanges
+from echelon.engine.checkpoint.reachable_state import SlotName, StateChanges
 from echelon.errors import DivergenceError
 from echelon.plan.certificate import Finding
 from echelon.verifier.candidate_run import CandidateRun
@@ -90,12 +89,13 @@ class _LossStateProbe:
         return None
 
     def _describe(self, state: StateChanges, cause: str, own_pass: list[Tensor], noise: float) -> Objection:
-        own_slots = [(name, label) for name, labels in state.items() for label in labels]
-        slots_by_rank = self._run.ranks.all_gather_object(own_slots)
+        slots_by_rank = self._run.ranks.all_gather_object(list(state))
         slots: list[SlotName] = list(dict.fromkeys(slot for rank_slots in slots_by_rank for slot in rank_slots))
         named = slots[:_MAX_NAMED]
         if len(slots) > 1:
-            named = [slot for slot in named if self._is_read(_select_slot(state, slot), own_pass, noise)] or named
+            named = [
+                slot for slot in named if self._is_read({slot: state[slot]} if slot in state else {}, own_pass, noise)
+            ] or named
         locations = list(dict.fromkeys(map(describe_slot, named)))
         difference, step = self._difference(own_pass, self._repeat_with(state)), self._step + 1
         where, count = f"{locations[0]} (step {step})", len(locations)
@@ -166,8 +166,3 @@ def _scaled_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> flo
     largest = max((float(tensor.abs().max()) for pair in pairs for tensor in pair), default=0.0)
     difference = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
     return difference / largest if largest > 0 else 0.0
-
-
-def _select_slot(state: StateChanges, slot: SlotName) -> StateChanges:
-    name, label = slot
-    return {name: {label: state[name][label]}} if label in state.get(name, {}) else {}

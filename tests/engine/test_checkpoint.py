@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echelon.checkpoint_files.checkpoint_reader import CHECKPOINT_FORMAT, MANIFEST_FILE, read_manifest
-from echelon.checkpoint_files.tensor_format import INDEX_FILE
+from echelon.checkpoint_files.tensor_files import INDEX_FILE
 from echelon.engine.run import Run
 from echelon.errors import CheckpointError, IncompatibleCheckpointError
 from echelon.plan.plan import Plan
@@ -227,10 +227,12 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     # The real device that is always full stands in for the disk: every write ends in ENOSPC.
-    monkeypatch.setattr(
-        "echelon.checkpoint_files.tensor_writer._create_file",
-        lambda path: Path("/dev/full").open("wb"),  # noqa: SIM115
-    )
+    real_open: Any = Path.open
+
+    def open_full(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return real_open(Path("/dev/full"), "wb") if mode == "xb" else real_open(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_full)
     with pytest.raises(CheckpointError, match="the disk is full"):
         run.save(tmp_path / "here")
     assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.engine.evaluation_parts import EvaluationPart, UnjoinableError, join_parts
-from echelon.engine.metrics import classify_metric
+from echelon.engine.metrics import EvaluationPart, UnjoinableError, classify_metric, join_parts
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.partition.complete_plan import complete

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.checkpoint.function_state import FunctionState, preserve_function_state
+from echelon.engine.checkpoint.reachable_state import flatten_changes, nest_changes
 from echelon.engine.checkpoint.run_attributes import ModelState
 from echelon.engine.run import Run
 from echelon.errors import JobError
@@ -283,7 +284,7 @@ def test_it_comes_back(name: str) -> None:
     assert before.changed_objects()
     assert changes
     assert not lost
-    stored = json.loads(json.dumps(changes))
+    stored = flatten_changes(json.loads(json.dumps(nest_changes(changes))))
     loss = LOSSES[name]()
     assert not FunctionState(mlp(loss=loss), MODEL).restore(stored, tensors.__getitem__)
     assert values(loss, 4, 7) == unbroken[4:]
@@ -318,7 +319,8 @@ def test_the_systems_entropy_takes_no_state() -> None:
     assert changes
     assert not lost
     loss = Drawing(random.SystemRandom())
-    FunctionState(mlp(loss=loss), MODEL).restore(json.loads(json.dumps(changes)), lambda path: torch.zeros(()))
+    stored = flatten_changes(json.loads(json.dumps(nest_changes(changes))))
+    FunctionState(mlp(loss=loss), MODEL).restore(stored, lambda path: torch.zeros(()))
     assert values(loss, 0, 1)[0] != values(loss, 1, 2)[0]
 
 
@@ -388,7 +390,7 @@ def test_the_models_own_is_not_the_losss() -> None:
     with torch.no_grad():
         model.weight.zero_()
     changes, lost = state.collect_changes(lambda path, value: path)
-    assert changes == {"loss": {".calls": {"value": 1}}}
+    assert changes == {("loss", ".calls"): {"value": 1}}
     assert not lost
 
 
@@ -482,7 +484,7 @@ def test_lists_of_parameters_are_no_state() -> None:
     model.rnn.weight_ih_l0 = nn.Parameter(model.rnn.weight_ih_l0.detach().clone())  # torch makes its lists again
     model.listed = [*model.rnn.parameters()][:2]
     changes, lost = state.collect_changes(lambda path, value: path)
-    assert changes == {"model": {".calls": {"value": 1}}}
+    assert changes == {("model", ".calls"): {"value": 1}}
     assert not lost
 
 

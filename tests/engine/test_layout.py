@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.engine.checkpoint.checkpoint_tensor import CheckpointTensor
+from echelon.engine.checkpoint.save_load import CheckpointTensor
 from echelon.engine.parallel.shard_layout import TPShard, local_regions
 from echelon.plan.placement import compute_shard_sizes
 

@@ -91,7 +91,7 @@ def trained_plainly(*, fused: bool) -> list[torch.Tensor]:
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
-    with pytest.raises(JobError, match="optimizer= is LBFGS, whose step computes the loss again by itself"):
+    with pytest.raises(JobError, match=r"optimizer= is LBFGS, whose step\(\) needs a closure"):
         Run(mlp(optimizer=lambda params: torch.optim.LBFGS(params)), Plan(), World())
 
 

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.checkpoint.json_values import StoreTensor, TensorRecorder, find_tensor_refs
-from echelon.engine.checkpoint.reachable_state import ReachableState, StateChanges, digest_tensor
+from echelon.engine.checkpoint.reachable_state import (
+    CollectedChanges,
+    ReachableState,
+    SlotName,
+    StateChanges,
+    store_digest,
+)
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.trials.reachable import find_reachable
 from echelon.trials.snapshot import Snapshot
-
-#: The name of an object and the label of a slot or content in it, as in `StateChanges`.
-SlotName = tuple[str, str]
 
 
 class MetricState(ReachableState):
@@ -43,42 +46,29 @@ class FunctionState(ReachableState):
 
     def digest_changes(self) -> dict[SlotName, str]:
         """Digests of what calls have changed, by slot. They contain no addresses: ranks can compare them."""
-        changes, _ = self.collect_changes(
-            lambda _, value: digest_tensor(value, include_large=True).hex(), self.changed_objects()
-        )
-        return {
-            (name, label): hashlib.blake2b(json.dumps(reference, sort_keys=True).encode(), digest_size=16).hexdigest()
-            for name, labels in changes.items()
-            for label, reference in labels.items()
-        }
+        changes, _ = self.collect_changes(store_digest, self.changed_objects())
+        texts = {slot: json.dumps(reference, sort_keys=True) for slot, reference in changes.items()}
+        return {slot: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for slot, text in texts.items()}
 
-    def collect_changes_except(
-        self, excluded_slots: Collection[SlotName], store_tensor: StoreTensor
-    ) -> tuple[StateChanges, list[str]]:
+    def collect_changes_except(self, excluded: Collection[SlotName], store_tensor: StoreTensor) -> CollectedChanges:
         """`collect_changes` without these slots."""
         recorder = TensorRecorder()
         changes, unstorable = self.collect_changes(recorder)
-        remaining = {
-            name: {label: reference for label, reference in labels.items() if (name, label) not in excluded_slots}
-            for name, labels in changes.items()
-        }
-        for path, _ in find_tensor_refs(remaining):
+        changes = {slot: reference for slot, reference in changes.items() if slot not in excluded}
+        for path, _ in find_tensor_refs(changes):
             store_tensor(path, recorder.tensors[path])
-        return {name: labels for name, labels in remaining.items() if labels}, unstorable
+        return changes, unstorable
 
-    def read_slots(self, slot_names: Collection[SlotName]) -> StateChanges:
+    def read_slots(self, slots: Collection[SlotName]) -> StateChanges:
         """The present values of these slots, changed or not, with copies of tensors on the host."""
-        names = [name for name in dict.fromkeys(name for name, _ in slot_names) if name in self._objects]
+        names = [name for name in dict.fromkeys(name for name, _ in slots) if name in self._objects]
         initial_digests = self._initial_digests
         self._initial_digests = {name: {} for name in self._objects}  # every value counts as changed
         try:
             changes, _ = self.collect_changes(lambda _, value: [value.to("cpu", copy=True), value.device.type], names)
         finally:
             self._initial_digests = initial_digests
-        return {
-            name: {label: reference for label, reference in labels.items() if (name, label) in slot_names}
-            for name, labels in changes.items()
-        }
+        return {slot: reference for slot, reference in changes.items() if slot in slots}
 
     def write_slots(self, values: StateChanges, device: torch.device) -> bool:
         """Restore what `read_slots` returned, perhaps on another rank; returns whether every value has a slot here."""
@@ -90,13 +80,13 @@ class FunctionState(ReachableState):
 
 def find_differing_slots(digests: Sequence[Mapping[SlotName, str]]) -> list[SlotName]:
     """The slots that differ between ranks, given each rank's `digest_changes`."""
-    slot_names = dict.fromkeys(slot_name for rank_digests in digests for slot_name in rank_digests)
-    return [slot_name for slot_name in slot_names if len({rank_digests.get(slot_name) for rank_digests in digests}) > 1]
+    slots = dict.fromkeys(slot for rank_digests in digests for slot in rank_digests)
+    return [slot for slot in slots if len({rank_digests.get(slot) for rank_digests in digests}) > 1]
 
 
-def describe_slot(slot_name: SlotName) -> str:
+def describe_slot(slot: SlotName) -> str:
     """A slot as users write it: `memory of loss=`."""
-    path = "".join(slot_name)
+    path = "".join(slot)
     root = "inputs" if path.startswith("inputs") else "loss"
     name = path.removeprefix(root).replace(":", ".").lstrip(".")
     return f"{name} of {root}=" if name else f"{root}="
@@ -121,9 +111,8 @@ def snapshot_functions(job: Job, model: nn.Module) -> Callable[[], None]:
     def restore() -> None:
         saved.restore()
         for name in saved.list_unrestored():
-            raise JobError(
-                f"{name}: it changes in place, in trial calls too, and is too large to be restored; make it a buffer of the model"
-            )
+            problem = "it changes in place, in trial calls too, and is too large to be restored"
+            raise JobError(f"{name}: {problem}; make it a buffer of the model")
 
     return restore
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.checkpoint_files.tensor_format import dtype_from_name, dtype_to_name, tensor_bytes
+from echelon.checkpoint_files.tensor_files import dtype_from_name, dtype_to_name, tensor_bytes
 
 #: (path, tensor) -> what stands for the tensor in the JSON, and back.
 StoreTensor = Callable[[str, Tensor], Any]
@@ -107,9 +107,7 @@ def _encode_special(value: Any, path: str, store_tensor: StoreTensor) -> Any:
 
 
 def _encode_pairs(value: Any, path: str, store_tensor: StoreTensor) -> list[Any]:
-    return [
-        [encode(key, path, store_tensor), encode(item, f"{path}/{key}", store_tensor)] for key, item in value.items()
-    ]
+    return [[encode(k, path, store_tensor), encode(item, f"{path}/{k}", store_tensor)] for k, item in value.items()]
 
 
 def _tag_value(tag: str, content: Any) -> dict[str, Any]:
@@ -134,12 +132,9 @@ def decode(encoded: Any, load_tensor: LoadTensor) -> Any:
     if tag == "defaultdict":
         factory = None if content[0] is None else _FACTORIES[content[0]]
         return defaultdict(factory, _decode_pairs(content[1], load_tensor))
-    for value_type, name in _MAPPINGS.items():
+    for value_type, name in (_MAPPINGS | _SEQUENCES).items():
         if tag == name:
-            return value_type(_decode_pairs(content, load_tensor))
-    for value_type, name in _SEQUENCES.items():
-        if tag == name:
-            return value_type(decode(content, load_tensor))
+            return value_type((_decode_pairs if value_type in _MAPPINGS else decode)(content, load_tensor))
     raise ValueError(f"no stored type {tag!r}")
 
 
@@ -171,7 +166,7 @@ def _decode_generator(content: Any) -> torch.Generator:
 
 #: Types whose content is not nested: tag, content for JSON, and back.
 _CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    complex: ("complex", lambda value: encode([value.real, value.imag], "", encode_inline), lambda parts: complex(*decode(parts, refuse_tensor))),
+    complex: ("complex", lambda value: encode([value.real, value.imag], "", encode_inline), lambda parts: complex(*decode(parts, decode_inline))),
     bytes: ("bytes", _to_base64, lambda text: bytes(_from_base64(text))),
     bytearray: ("bytearray", _to_base64, _from_base64),
     torch.dtype: ("dtype", dtype_to_name, dtype_from_name),
@@ -190,32 +185,22 @@ def encode_inline(path: str, value: Tensor) -> Any:
     """A small tensor inside the JSON: a learning rate, betas."""
     if isinstance(value, DTensor) or value.is_meta or value.numel() * value.element_size() > _MAX_INLINE_BYTES:
         raise UnstorableValue(path, f"a tensor of {tuple(value.shape)}, which is too large or sharded for a setting")
-    data = _to_base64(tensor_bytes(value))
-    return [dtype_to_name(value.dtype), list(value.shape), value.device.type, data]
+    return [dtype_to_name(value.dtype), list(value.shape), value.device.type, _to_base64(tensor_bytes(value))]
 
 
 def decode_inline(content: Any) -> Tensor:
     """The tensor that `encode_inline` stored."""
     dtype_name, shape, device, data = content
-    buffer = torch.frombuffer(_from_base64(data), dtype=torch.uint8) if data else None
-    dtype = dtype_from_name(dtype_name)
-    tensor = torch.empty(shape, dtype=dtype) if buffer is None else buffer.view(dtype).reshape(shape)
+    tensor = torch.empty(shape, dtype=dtype_from_name(dtype_name))
+    if data:
+        tensor = torch.frombuffer(_from_base64(data), dtype=torch.uint8).view(tensor.dtype).reshape(shape)
     return tensor.to(device) if device == "cpu" or torch.cuda.is_available() else tensor
-
-
-def refuse_tensor(content: Any) -> Tensor:
-    """For values without tensors."""
-    raise ValueError("an unexpected tensor")
 
 
 def find_tensor_refs(encoded: Any) -> Iterator[Any]:
     """What stands for each tensor in an encoded value."""
-    if isinstance(encoded, list):
-        for item in encoded:
+    if isinstance(encoded, dict) and encoded.get(_TYPE_TAG) == "tensor":
+        yield encoded["v"]
+    elif isinstance(encoded, dict | list):
+        for item in encoded.values() if isinstance(encoded, dict) else encoded:
             yield from find_tensor_refs(item)
-    elif isinstance(encoded, dict):
-        if encoded.get(_TYPE_TAG) == "tensor":
-            yield encoded["v"]
-        else:
-            for item in encoded.values():
-                yield from find_tensor_refs(item)

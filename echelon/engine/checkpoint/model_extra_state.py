@@ -28,10 +28,8 @@ def split_model_state(run: RunState) -> tuple[dict[str, Tensor], dict[str, Any]]
     tensors = {name: value for name, value in state_dict.items() if name not in skipped_names}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise JobError(
-                f"model=: its state_dict() contains {name}, a {type(value).__name__}, which a checkpoint could not restore; leave it out, or "
-                "return it from get_extra_state() and restore it in set_extra_state()"
-            )
+            problem = f"its state_dict() contains {name}, a {type(value).__name__}, which no checkpoint can restore"
+            raise JobError(f"model=: {problem}; leave it out, or move it to get_extra_state() and set_extra_state()")
     return {name: value.detach() for name, value in tensors.items() if not value.is_meta}, extra_state
 
 
@@ -53,17 +51,11 @@ def collect_extra_state(run: RunState, extra_state: Mapping[str, Any]) -> tuple[
 
     with run.ranks.raise_on_all_ranks():
         try:
-            encoded = {
-                name: encode(value, name, store_tensor) for name, value in extra_state.items() if name in stored_here
-            }
+            encoded = {n: encode(value, n, store_tensor) for n, value in extra_state.items() if n in stored_here}
         except UnstorableValue as error:
-            raise JobError(
-                f"model=: get_extra_state() returns {error.reason} ({error.path}), which a checkpoint cannot hold; return tensors, numbers, "
-                "strings and containers of these"
-            ) from error
-    merged = {
-        name: value for rank_states in run.ranks.all_gather_object(encoded) for name, value in rank_states.items()
-    }
+            problem = f"get_extra_state() returns {error.reason} ({error.path}), which a checkpoint cannot hold"
+            raise JobError(f"model=: {problem}; return tensors, numbers, strings and containers of these") from error
+    merged = {name: value for s in run.ranks.all_gather_object(encoded) for name, value in s.items()}
     return merged, recorder.tensors
 
 
@@ -72,14 +64,9 @@ def select_modules_to_store(run: RunState, names: Iterable[str]) -> set[str]:
     units = run.rank_model.pipeline.unit_paths if run.rank_model.pipeline is not None else [""]
     prefixes = tuple(f"{unit}." if unit else "" for unit in units)
     computed_here = {name for name in names if f"{name.rpartition('.')[0]}.".startswith(prefixes)}
-    names_by_stage = run.axes["pp"].all_gather_object(computed_here)
-    if not run.is_first_replica:
-        return set()
-    first_stage = {
-        name: next((stage for stage, stage_names in enumerate(names_by_stage) if name in stage_names), 0)
-        for name in names
-    }
-    return {name for name, stage in first_stage.items() if stage == run.axes["pp"].rank}
+    stages = run.axes["pp"].all_gather_object(computed_here)
+    first_stage = {name: next((i for i, computed in enumerate(stages) if name in computed), 0) for name in names}
+    return {n for n, stage in first_stage.items() if run.is_first_replica and stage == run.axes["pp"].rank}
 
 
 class ExtraStateLoader:
@@ -92,13 +79,11 @@ class ExtraStateLoader:
         if modules != stored_modules:
             differing = min(modules ^ stored_modules)
             where = "now and none in it" if differing in modules else "in it and none now"
-            raise IncompatibleCheckpointError(
-                f"{checkpoint.folder}: the module {differing or 'model'} has extra state {where}; bring get_extra_state() back"
-            )
-        self.targets = {
-            path: checkpoint.allocate(f"extra/{path}", device_type, run.device)
-            for path, device_type in find_tensor_refs(list(self._encoded.values()))
-        }
+            problem = f"the module {differing or 'model'} has extra state {where}; bring get_extra_state() back"
+            raise IncompatibleCheckpointError(f"{checkpoint.folder}: {problem}")
+        self.targets: dict[str, Tensor] = {}
+        for path, device_type in find_tensor_refs(list(self._encoded.values())):
+            self.targets[path] = checkpoint.allocate(f"extra/{path}", device_type, run.device)
 
     def apply(self) -> None:
         """Pass each module its state."""

@@ -1,8 +1,5 @@
-"""Settings of parameter groups, by parameter name.
-
-Each pipeline stage makes groups of its own parameters: their number and order differ from stage to stage, and from plan to plan. So a
-checkpoint lists which parameters have each combination of settings, and a group restores what its own parameters had.
-"""
+"""Settings of parameter groups, by parameter name: stages and plans group parameters differently, so a checkpoint lists the parameters
+of each combination of settings, and a group restores what its own parameters had."""
 
 from __future__ import annotations
 
@@ -21,6 +18,10 @@ from echelon.engine.group_settings import IMPLEMENTATION_KEYS, read_group_settin
 from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError, JobError
 
+#: Parameter groups as JSON, and those of each optimizer.
+_Groups = Sequence[dict[str, Any]]
+OptimizerGroups = Sequence[_Groups]
+
 
 def map_parameter_names(run: RunState) -> dict[int, str]:
     """Id -> first name of every parameter: the model's, the loss's, and the full tensors that optimizers step in their place."""
@@ -37,17 +38,14 @@ def optimizer_entries(run: RunState, optimizer: Optimizer) -> list[tuple[str, di
     return [(names_by_id[id(parameter)], entry) for parameter, entry in entries if id(parameter) in names_by_id]
 
 
-def gather_optimizer_groups(run: RunState) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer, merged over all stages, as JSON. Every rank must call it."""
+def gather_optimizer_groups(run: RunState) -> OptimizerGroups:
+    """The groups of each optimizer, merged over all stages. Every rank must call it."""
     with run.ranks.raise_on_all_ranks():
         local_groups = _encode_local_groups(run)
-    return [
-        _merge_groups(stage_groups)
-        for stage_groups in zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)
-    ]
+    return [_merge_groups(g) for g in zip(*run.axes["pp"].all_gather_object(local_groups), strict=True)]
 
 
-def _encode_local_groups(run: RunState) -> list[list[dict[str, Any]]]:
+def _encode_local_groups(run: RunState) -> OptimizerGroups:
     names_by_id = map_parameter_names(run)
     groups = []
     for index, optimizer in enumerate(run.optimizers):
@@ -73,14 +71,12 @@ def _encode_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str
     try:
         return {key: encode(value, key, encode_inline) for key, value in settings.items()}
     except UnstorableValue as error:
-        raise JobError(
-            f"optimizer= is {type(optimizer).__name__}, with {error.reason} in a parameter group ({error.path}), which a checkpoint cannot hold; "
-            "use numbers, strings and containers of these"
-        ) from error
+        problem = f"with {error.reason} in a parameter group ({error.path}), which a checkpoint cannot hold"
+        remedy = "use numbers, strings and containers of these"
+        raise JobError(f"optimizer= is {type(optimizer).__name__}, {problem}; {remedy}") from error
 
 
-def _merge_groups(stage_groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One group per combination of settings."""
+def _merge_groups(stage_groups: OptimizerGroups) -> list[dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for group in (stage_group for stage in stage_groups for stage_group in stage if stage_group["names"]):
         merged = groups.setdefault(json.dumps(_settings_of(group), sort_keys=True), group | {"names": []})
@@ -92,46 +88,34 @@ def _settings_of(group: Mapping[str, Any]) -> list[Any]:
     return [group["settings"], group["schedule"]]
 
 
-def require_matching_groups(
-    run: RunState,
-    stored_groups: Sequence[Sequence[dict[str, Any]]],
-    current_groups: Sequence[Sequence[dict[str, Any]]],
-    folder: Path,
-) -> None:
+def _trained_names(optimizers: OptimizerGroups) -> list[set[str]]:
+    return [{name for group in groups for name in group["names"]} for groups in optimizers]
+
+
+def require_matching_groups(run: RunState, stored: OptimizerGroups, current: OptimizerGroups, folder: Path) -> None:
     """Refuse a checkpoint whose settings this run's groups (`gather_optimizer_groups`) cannot restore."""
-    stored_names, current_names = (
-        [{name for group in optimizer_groups for name in group["names"]} for optimizer_groups in groups]
-        for groups in (stored_groups, current_groups)
-    )
-    if stored_names != current_names:
-        raise IncompatibleCheckpointError(
-            f"{folder}: its optimizers train other parameters than this job's; start a new run in another folder"
-        )
+    if _trained_names(stored) != _trained_names(current):
+        problem = "its optimizers train other parameters than this job's; start a new run in another folder"
+        raise IncompatibleCheckpointError(f"{folder}: {problem}")
     names_by_id = map_parameter_names(run)
-    for optimizer, optimizer_groups in zip(run.optimizers, stored_groups, strict=True):
-        settings = {name: _settings_of(group) for group in optimizer_groups for name in group["names"]}
+    for optimizer, groups in zip(run.optimizers, stored, strict=True):
+        settings = {name: _settings_of(group) for group in groups for name in group["names"]}
         for group in optimizer.param_groups:
             names = _names_in_group(group, names_by_id)
             differing = next((name for name in names if settings[name] != settings[names[0]]), None)
             if differing is not None:
-                raise IncompatibleCheckpointError(
-                    f"{folder}: {names[0]} and {differing} share a group of this job's optimizer, and have different settings in the checkpoint; "
-                    "restore the groups, or start a new run in another folder with weights= from this one"
-                )
+                problem = f"{names[0]} and {differing} share a group of this job's optimizer, but have different settings there"
+                remedy = "restore the groups, or start a new run with weights= from it"
+                raise IncompatibleCheckpointError(f"{folder}: {problem}; {remedy}")
 
 
-def decode_group_settings(
-    run: RunState, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def decode_group_settings(run: RunState, optimizer: Optimizer, stored_groups: _Groups) -> list[dict[str, Any]]:
     """The stored settings for each group of `optimizer`."""
-    return [
-        {
-            key: _restore_type(decode(value, decode_inline), group.get(key))
-            for key, value in stored_group["settings"].items()
-            if key not in IMPLEMENTATION_KEYS
-        }
-        for group, stored_group in zip(optimizer.param_groups, match_stored_groups(run, optimizer, groups), strict=True)
-    ]
+    settings = []
+    for group, stored in zip(optimizer.param_groups, match_stored_groups(run, optimizer, stored_groups), strict=True):
+        encoded = {key: value for key, value in stored["settings"].items() if key not in IMPLEMENTATION_KEYS}
+        settings.append({k: _restore_type(decode(v, decode_inline), group.get(k)) for k, v in encoded.items()})
+    return settings
 
 
 def _restore_type(value: Any, example: Any) -> Any:
@@ -143,9 +127,7 @@ def _restore_type(value: Any, example: Any) -> Any:
     return value
 
 
-def match_stored_groups(
-    run: RunState, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
+def match_stored_groups(run: RunState, optimizer: Optimizer, groups: _Groups) -> list[Mapping[str, Any]]:
     """The stored group of each live group's parameters; the first for a group without any, so that it stays in step."""
     names_by_id = map_parameter_names(run)
     by_name = {name: group for group in groups for name in group["names"]}

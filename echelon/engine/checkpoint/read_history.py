@@ -1,8 +1,7 @@
-"""Resume a data set that keeps state of what it reads (a running mean, a counter, edits in place, a generator) as the saved run left it.
+"""Resume a data set that keeps state of what it reads (a running mean, edits in place, a generator) as the saved run left it.
 
-Checkpoints do not hold that state: batches are prefetched, so it belongs to no step, and it may be anywhere (attributes, closures, globals, an
-open file). They hold digests of samples instead. A resumed run reads these samples in a forked process, and where they differ it replays the
-reads of the finished steps.
+Batches are prefetched, so that state belongs to no step, and checkpoints hold digests of samples instead. A resumed run reads these samples in
+a forked process, and where they differ it replays the reads of the finished steps.
 """
 
 from __future__ import annotations
@@ -85,14 +84,11 @@ class ReadHistory:
             self._last = None
 
     def restore(self, stored: Any) -> None:
-        """Replay the reads of the finished steps where samples depend on them, and warn where that is not enough. Every rank must call it before
-        it reads anything. `stored`: what `collect` returned; None where it does not apply."""
+        """Replay the finished steps' reads where samples depend on them, or warn. Every rank must call it first. `stored`: what `collect` returned."""
         run, ranks, finished_steps = self._run, self._run.ranks, self._run.step_number
         if stored is not None:
             try:
-                self._first, self._last = (
-                    SampleRead(**stored[name]) if name in stored else None for name in ("first", "last")
-                )
+                self._first, self._last = (SampleRead(**stored[n]) if n in stored else None for n in ("first", "last"))
             except TypeError as error:
                 raise CheckpointError(f"the checkpoint's read history is damaged ({error!r})") from error
         if is_stream(run.job.data) or not 0 < finished_steps < run.total_steps:
@@ -110,36 +106,24 @@ class ReadHistory:
                 self._replay_steps(finished_steps, depends_on_history=trial.depends_on_history)
 
     def _decide(self, trial: _ReadTrial, finished_steps: int) -> tuple[str, bool]:
-        """What to warn of ("": nothing), and whether to replay the finished steps."""
-        is_proved = trial.depends_on_history and trial.changes_between_reads
         is_suspected = trial.depends_on_history or trial.changes_between_reads
-        seconds = trial.step_seconds * finished_steps
+        seconds, fresh = trial.step_seconds * finished_steps, "the resumed run starts with a fresh data set"
         duration = f"about {format_seconds(seconds)}"
         if not trial.is_reproducible:
-            return (
-                "the first step's samples are not those that the interrupted run read: it draws unseeded random numbers, or files or "
-                "libraries have changed; the resumed run reads other samples than an uninterrupted one"
-            ), False
-        if self._run.workers and is_suspected:
-            return (
-                "samples depend on those before, as the worker processes of the run before kept them: the resumed run starts with a fresh data "
-                "set; use workers=0 to restore it"
-            ), False
-        if self._run.workers or not (is_suspected or trial.changes_state):
-            return "", False
-        if seconds <= _MAX_REPLAY_SECONDS:
-            return "", True
-        if is_proved:
+            cause = "it draws unseeded random numbers, or files or libraries have changed"
+            return f"the first step's samples are not those that the interrupted run read: {cause}", False
+        if self._run.workers:
+            problem = "samples depend on those before, as the worker processes of the run before kept them"
+            return f"{problem}: {fresh}; use workers=0 to restore it" if is_suspected else "", False
+        if not (is_suspected or trial.changes_state) or seconds <= _MAX_REPLAY_SECONDS:
+            return "", is_suspected or trial.changes_state
+        if trial.depends_on_history and trial.changes_between_reads:
             return f"samples depend on those before: {finished_steps:,} steps are read again, {duration}", True
         if trial.depends_on_history:
             step = self._last.step + 1 if self._last else finished_steps
-            return (
-                f"step {step}'s samples are not those that the interrupted run read, and do not depend on earlier reads: files or libraries have changed"
-            ), False
-        return (
-            f"it keeps state of what it reads; reading {finished_steps:,} steps again takes {duration}, and no trial shows that samples depend "
-            "on earlier ones: the resumed run starts with a fresh data set"
-        ), False
+            return f"step {step}'s samples are not those of the interrupted run: files or libraries have changed", False
+        cost = f"reading {finished_steps:,} steps again takes {duration}"
+        return f"it keeps state of what it reads; {cost}, and no trial shows that samples depend on it: {fresh}", False
 
     def _warn(self, text: str) -> None:
         self._run.warn(f"{type_name(self._run.job.data)}: {text}")
@@ -157,35 +141,28 @@ class ReadHistory:
             reason = "another plan read them"
             if is_equal is not None:
                 reason = "evaluations or other code change it too, or files or libraries have changed"
-            self._warn(
-                f"samples depend on earlier readings, which cannot be repeated ({reason}): the resumed run reads other samples than an "
-                "uninterrupted one"
-            )
+            problem = f"samples depend on earlier readings, which cannot be repeated ({reason})"
+            self._warn(f"{problem}: the resumed run reads other samples than an uninterrupted one")
 
     def _run_trial(self) -> _ReadTrial | None:
         """None if the data set cannot be read in another process, and reading a step in this one changes nothing in it."""
         try:
-            with (
-                _preserve_file_positions(),
-                contextlib.closing(prefetch_in_process(self._run_forked_trial(), pin=False)) as trial,
-            ):
+            trial = prefetch_in_process(self._run_forked_trial(), pin=False)
+            with _preserve_file_positions(), contextlib.closing(trial):
                 return next(trial)
         except Exception:  # it holds a device or a connection; a broken sample raises at its own step
             return self._run_local_trial()
 
     def _run_forked_trial(self) -> Iterator[_ReadTrial]:
-        """In a forked process, which discards what reading changes."""
         run, finished_steps = self._run, self._run.step_number
         first, last = self._first or SampleRead(0, 1, ""), self._last or SampleRead(finished_steps - 1, 1, "")
         dataset_states = _dataset_states(run)
         first_digest = _digest_samples(run.loader, 0, first.samples)
         start_time, read_count = time.perf_counter(), 1
-        last_digest = _digest_samples(run.loader, last.step, last.samples)
-        for step in reversed(range(finished_steps)):
-            if time.perf_counter() - start_time > _TRIAL_SECONDS:
-                break
+        last_digest, step = _digest_samples(run.loader, last.step, last.samples), finished_steps
+        while step and time.perf_counter() - start_time <= _TRIAL_SECONDS:
+            step, read_count = step - 1, read_count + 1
             _digest_samples(run.loader, step, last.samples)
-            read_count += 1
         sample_seconds = (time.perf_counter() - start_time) / (read_count * last.samples)
         yield _ReadTrial(
             is_reproducible=first.digest in ("", first_digest),
@@ -230,18 +207,16 @@ def _locate_step(loader: StepLoader, step: int) -> tuple[StepLoader, int]:
 
 def _runs_code(loader: StepLoader, step: int) -> bool:
     """Whether reading a step's samples runs user code, which may keep state."""
-    loader_part, _ = _locate_step(loader, step)
-    return isinstance(loader_part, Loader) and loader_part.source.runs_user_code
+    part, _ = _locate_step(loader, step)
+    return isinstance(part, Loader) and part.source.runs_user_code
 
 
 def _digest_samples(loader: StepLoader, step: int, count: int) -> str:
     """A digest of the first `count` samples of a step's global batch, read here as one batch."""
     loader_part, step = _locate_step(loader, step)
     assert isinstance(loader_part, Loader)
-    count = min(count, loader_part.order.batch_size(step))
-    return digest(
-        loader_part.source.read_batch(loader_part.order.ids(step, 0, count), loader_part.order.epoch_of(step))
-    )
+    source, order = loader_part.source, loader_part.order
+    return digest(source.read_batch(order.ids(step, 0, min(count, order.batch_size(step))), order.epoch_of(step)))
 
 
 def _dataset_states(run: RunState) -> list[DatasetState]:

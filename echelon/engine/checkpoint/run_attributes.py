@@ -1,13 +1,10 @@
-"""State that a run keeps outside of `state_dict()`: what modules, the loss, metrics and optimizers keep in attributes, closures and globals
-(reachable_state.py), and which parameters forward froze or unfroze.
-
-A checkpoint holds what has changed since the job was made, and a resumed run restores it.
-"""
+"""State that a run keeps outside of `state_dict()`: attributes, closures and globals (reachable_state.py) that changed since the job was made, and
+which parameters forward froze or unfroze."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,16 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.checkpoint_files.checkpoint_reader import StoredCheckpoint
+from echelon.engine.checkpoint import reachable_state
 from echelon.engine.checkpoint.function_state import FunctionState, MetricState, describe_slot, find_differing_slots
 from echelon.engine.checkpoint.json_values import StoreTensor, TensorRecorder, find_tensor_refs
 from echelon.engine.checkpoint.optimizer_state import read_state_dict
-from echelon.engine.checkpoint.reachable_state import (
-    SHARDED_TENSOR_REASON,
-    ReachableState,
-    StateChanges,
-    digest_tensor,
-    iterate_user_objects,
-)
+from echelon.engine.checkpoint.reachable_state import CollectedChanges, ReachableState, StateChanges
+from echelon.engine.group_settings import parameters_of
 from echelon.engine.run_state import RunState
 from echelon.errors import IncompatibleCheckpointError
 from echelon.plan.codec import from_plain, to_plain
@@ -35,7 +28,6 @@ from echelon.plan.plan import Plan
 from echelon.tree import tree_tensors
 from echelon.trials.snapshot import Snapshot
 
-#: The parts of a manifest's "attributes" that hold changes.
 _CHANGE_PARTS = ("model", "functions", "metrics", "optimizers")
 
 
@@ -46,7 +38,7 @@ class ModelState(ReachableState):
 
     def __init__(self, model: nn.Module) -> None:
         modules = {id(module) for module in model.modules()}
-        super().__init__({"model": model}, excluded_ids=_state_dict_ids(model), registered_ids=modules)
+        super().__init__({"model": model}, excluded_ids=_state_dict_ids(model), module_ids=modules)
 
 
 def snapshot_model(model: nn.Module) -> Snapshot:
@@ -55,36 +47,28 @@ def snapshot_model(model: nn.Module) -> Snapshot:
 
 
 def _state_dict_ids(model: nn.Module) -> set[int]:
-    """The ids of the tensors that `state_dict()` returns."""
-    return {id(tensor) for tensor in model.parameters()} | {
-        id(buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    }
+    ids = set(map(id, model.parameters()))
+    for module in model.modules():
+        ids |= {id(module._buffers[name]) for name in module._buffers.keys() - module._non_persistent_buffers_set}
+    return ids
 
 
 class OptimizerAttributes(ReachableState):
     """State of optimizers, and of functions that schedules call, besides what `state_dict()` returns."""
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], schedules: Sequence[Any], *, excluded_ids: Collection[int]
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Any], *, excluded_ids: Set[int]) -> None:
         self._optimizers, self._other_ids = optimizers, excluded_ids
         roots = _number_roots("optimizer", optimizers)
         roots |= _number_roots("schedule", [_schedule_functions(schedule) for schedule in schedules])
         super().__init__(roots, excluded_ids=self._ids_saved_elsewhere())
 
-    def collect_changes(
-        self, store_tensor: StoreTensor, only_names: Collection[str] | None = None
-    ) -> tuple[StateChanges, list[str]]:
+    def collect_changes(self, store_tensor: StoreTensor, names: Collection[str] | None = None) -> CollectedChanges:
         states = [read_state_dict(optimizer) for optimizer in self._optimizers]  # exists once they have stepped
         self._excluded_ids = self._ids_saved_elsewhere() | {id(tensor) for tensor in tree_tensors(states)}
-        return super().collect_changes(store_tensor, only_names)
+        return super().collect_changes(store_tensor, names)
 
     def _ids_saved_elsewhere(self) -> set[int]:
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
-        return {id(parameter) for group in groups for parameter in group["params"]}.union(self._other_ids)
+        return {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}.union(self._other_ids)
 
     def _is_saved_elsewhere(self, value: Any) -> bool:
         return id(value) in self._excluded_ids  # not every sharded tensor: others are reported as lost
@@ -96,7 +80,7 @@ def _number_roots(kind: str, values: Sequence[Any]) -> dict[str, Any]:
 
 def _schedule_functions(schedule: Any) -> list[Any]:
     """A schedule's class and the functions that it calls; schedule_state.py saves its attributes."""
-    objects = iterate_user_objects(schedule, set())
+    objects = reachable_state.iterate_user_objects(schedule, set())
     return [type(schedule), *(item for item in objects if isinstance(item, FunctionType | MethodType | partial))]
 
 
@@ -109,10 +93,9 @@ class RunAttributes:
         self.model = ModelState(run.model)
         #: Of the loss and `inputs`.
         self.functions = FunctionState(run.job, run.model, trained_parameters=run.loss_parameters.values())
-        models = {id(item) for item in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
-        self.optimizers = OptimizerAttributes(
-            run.optimizers, run.schedules, excluded_ids=models | self.model.object_ids() | self.functions.object_ids()
-        )
+        saved_ids = {id(item) for item in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
+        saved_ids |= self.model.object_ids() | self.functions.object_ids()
+        self.optimizers = OptimizerAttributes(run.optimizers, run.schedules, excluded_ids=saved_ids)
         self._metrics = MetricState(run.job, run.model)
         self._warned_names: set[str] = set()
         #: Whether no proof has shown that the loss reads no state that differs between data ranks.
@@ -138,8 +121,6 @@ class RunAttributes:
         initial = self._initial_trainable
         return {name: flag for name, flag in read_trainable(self._run.model).items() if initial.get(name) != flag}
 
-    # Save
-
     def collect(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The changes since the start, of all stages, as JSON, and the tensors in it that this rank must write. Every rank must call it."""
         run, recorder = self._run, TensorRecorder()
@@ -154,20 +135,17 @@ class RunAttributes:
             unstorable += [f"{describe_slot(slot)}: the ranks' values differ" for slot in lost_slots]
         optimizers, differing, missing = self._collect_optimizers(recorder)
         self._warn_unstorable([*unstorable, *differing])
-        slot_names = [describe_slot(slot) for slot in differing_slots] if run.is_reporting else []
-        rank_states = run.ranks.all_gather_object(
-            (model, self.changed_trainable(), functions, metrics, missing, slot_names)
-        )
-        models, trainable, all_functions, all_metrics, all_missing, all_slot_names = zip(*rank_states, strict=True)
-        value_kept = "lost" if self.is_unproved else "first"
+        slots = [describe_slot(slot) for slot in differing_slots] if run.is_reporting else []
+        rank_states = run.ranks.all_gather_object((model, self.changed_trainable(), functions, metrics, missing, slots))
+        models, trainable, all_functions, all_metrics, all_missing, all_slots = zip(*rank_states, strict=True)
+        model = {slot: reference for changes in models for slot, reference in changes.items()}
+        functions, metrics = (next(c for c in kept if c is not None) for kept in (all_functions, all_metrics))
+        kinds = {"model": model, "functions": functions, "metrics": metrics, "optimizers": optimizers}
         return {
-            "model": {name: labels for changes in models for name, labels in changes.items()},
-            "optimizers": optimizers,
+            **{kind: reachable_state.nest_changes(changes) for kind, changes in kinds.items()},
             "missing": sorted(set(chain.from_iterable(all_missing))),
             "trainable": {name: flag for flags in trainable for name, flag in flags.items()},
-            "functions": next(changes for changes in all_functions if changes is not None),
-            "metrics": next(changes for changes in all_metrics if changes is not None),
-            "apart": dict.fromkeys(chain.from_iterable(all_slot_names), value_kept),
+            "apart": dict.fromkeys(chain.from_iterable(all_slots), "lost" if self.is_unproved else "first"),
         }, recorder.tensors
 
     def _model_objects_to_store(self) -> list[str]:
@@ -178,36 +156,29 @@ class RunAttributes:
         return [name for name in changed_by_rank[ranks.rank] if name not in earlier]
 
     def _collect_optimizers(self, store_tensor: StoreTensor) -> tuple[StateChanges, list[str], list[str]]:
-        """Changes that all ranks' optimizers share, with tensors from the first rank that has them; why others cannot be stored; and the names
-        of tensors among those, without which a run would continue with other numbers."""
+        """Changes that all ranks' optimizers share; why others cannot be stored; and the names of lost tensors, which would change the numbers."""
         run, recorder = self._run, TensorRecorder()
-        local_digests, unstorable = self.optimizers.collect_changes(
-            lambda _, value: digest_tensor(value, include_large=True).hex()
-        )
+        local_digests, unstorable = self.optimizers.collect_changes(reachable_state.store_digest)
         local_changes, _ = self.optimizers.collect_changes(recorder)
-        missing = [reason.partition(":")[0] for reason in unstorable if SHARDED_TENSOR_REASON in reason]
+        missing = [reason.partition(":")[0] for reason in unstorable if reachable_state.SHARDED_TENSOR_REASON in reason]
         rank_changes = run.ranks.all_gather_object((local_digests, local_changes))
-        slots = dict.fromkeys(
-            (name, label) for digests, _ in rank_changes for name, labels in digests.items() for label in labels
-        )
         common_changes: StateChanges = {}
-        for name, label in slots:
-            digests_by_rank = [digests.get(name, {}).get(label) for digests, _ in rank_changes]
+        for slot in dict.fromkeys(slot for digests, _ in rank_changes for slot in digests):
+            digests_by_rank = [digests.get(slot) for digests, _ in rank_changes]
             # An optimizer on full tensors steps on some ranks only: nothing changes on the others.
             known = [digest for digest in digests_by_rank if digest is not None or not run.full_tensor_optimizers]
             if any(digest != known[0] for digest in known):
-                unstorable.append(f"{name}{label}: the ranks' values differ")
-                refs = find_tensor_refs(local_changes.get(name, {}).get(label))
-                missing += [f"{name}{label}"] * any(recorder.tensors[path].ndim for path, _ in refs)
+                unstorable.append(f"{''.join(slot)}: the ranks' values differ")
+                refs = find_tensor_refs(local_changes.get(slot))
+                missing += ["".join(slot)] * any(recorder.tensors[path].ndim for path, _ in refs)
                 continue
             first_rank = digests_by_rank.index(known[0])
-            reference = rank_changes[first_rank][1][name][label]
-            common_changes.setdefault(name, {})[label] = reference
-            for path, _ in find_tensor_refs(reference) if first_rank == run.ranks.rank else ():
+            common_changes[slot] = rank_changes[first_rank][1][slot]
+            for path, _ in find_tensor_refs(common_changes[slot]) if first_rank == run.ranks.rank else ():
                 store_tensor(path, recorder.tensors[path])
         return common_changes, unstorable, missing
 
-    def collect_model(self) -> tuple[StateChanges, list[str]]:
+    def collect_model(self) -> CollectedChanges:
         """The changes in all stages' modules since the start, with their tensors, and why others cannot be copied. Every rank must call it."""
         run = self._run
         local_changes = self.model.collect_changes(lambda _, value: value.cpu()) if run.is_first_replica else ({}, [])
@@ -225,64 +196,47 @@ class RunAttributes:
                 self._warned_names.add(name)
                 self._run.warn(f"{reason}: checkpoints do not hold it, so a resumed run starts with its initial value")
 
-    # Load
-
     def allocate_targets(self, checkpoint: StoredCheckpoint) -> dict[str, Tensor]:
         """Tensors to fill from a checkpoint before `restore`."""
         attributes = checkpoint.manifest["attributes"]
-        self._targets = {
-            path: checkpoint.allocate(f"held/{path}", device_type, self._run.device)
-            for path, device_type in find_tensor_refs([attributes[part] for part in _CHANGE_PARTS])
-        }
+        self._targets: dict[str, Tensor] = {}
+        for path, device_type in find_tensor_refs([attributes[part] for part in _CHANGE_PARTS]):
+            self._targets[path] = checkpoint.allocate(f"held/{path}", device_type, self._run.device)
         return self._targets
 
     def restore(self, manifest: Mapping[str, Any]) -> None:
         """Restore what `collect` returned."""
         run, stored = self._run, manifest["attributes"]
         set_trainable(run.model, self._initial_trainable | stored["trainable"])
-        for part, state in zip(
-            _CHANGE_PARTS, (self.model, self.functions, self._metrics, self.optimizers), strict=True
-        ):
-            for name in state.restore(stored[part], lambda ref: self._targets[ref[0]]):
+        states = (self.model, self.functions, self._metrics, self.optimizers)
+        for part, state in zip(_CHANGE_PARTS, states, strict=True):
+            for name in state.restore(reachable_state.flatten_changes(stored[part]), lambda ref: self._targets[ref[0]]):
                 run.warn(f"{name}: the checkpoint holds a value for it that this job has no place for; it is ignored")
         for name, value_kept in stored.get("apart", {}).items() if run.world.is_main else ():
-            consequence = (
-                "and the checkpoint has none: it starts with its initial value"
-                if value_kept == "lost"
-                else "of which the checkpoint has the first rank's"
-            )
-            run.warn(
-                f"{name}: the data ranks that wrote the checkpoint held different values, {consequence}; if the loss reads it, this run "
-                "continues with other numbers: train again from the start (--fresh --plan dp=1)"
-            )
+            start = "it starts with its initial value" if value_kept == "lost" else "it starts with the first rank's"
+            problem = f"{name}: the data ranks that wrote the checkpoint held different values: {start}"
+            run.warn(f"{problem}; if the loss reads it, train again from the start (--fresh --plan dp=1)")
 
     def require_compatible(self, manifest: Mapping[str, Any], folder: Path) -> None:
         """Refuse a checkpoint that lacks tensors which optimizers keep outside of their state, or has them in another plan's layout."""
         run, attributes, stored_plan = self._run, manifest["attributes"], manifest["plan"]
         plan = to_plain(run.plan)
         missing, other_layout = attributes["missing"], []
-        if plan != stored_plan and (
-            run.full_tensor_optimizers or _is_sharded_plan(plan) or _is_sharded_plan(stored_plan)
-        ):
-            other_layout = [
-                f"{name}{label}"
-                for name, labels in attributes["optimizers"].items()
-                for label, reference in labels.items()
-                if any(self._targets[path].ndim for path, _ in find_tensor_refs(reference))
-            ]
+        is_sharded = run.full_tensor_optimizers or _is_sharded_plan(plan) or _is_sharded_plan(stored_plan)
+        if is_sharded and plan != stored_plan:
+            changes = reachable_state.flatten_changes(attributes["optimizers"])
+            refs = {"".join(slot): find_tensor_refs(reference) for slot, reference in changes.items()}
+            other_layout = [n for n, tensors in refs.items() if any(self._targets[path].ndim for path, _ in tensors)]
         if not missing and not other_layout:
             return
         resume = "" if missing else f', resume under "{from_plain(Plan, stored_plan, "plan")}"'
         reason = "a checkpoint cannot hold under the plan that wrote it" if missing else "another plan cannot read"
-        raise IncompatibleCheckpointError(
-            f"{folder}: {', '.join(missing or other_layout)}: tensors that the optimizer keeps outside of its state, which {reason}; the run "
-            f"would continue with other numbers. Return them from the optimizer's state_dict(){resume}, or start a new run with "
-            f"weights={str(folder)!r}"
-        )
+        problem = f"{', '.join(missing or other_layout)}: tensors that the optimizer keeps outside of its state, which {reason}"
+        remedy = f"return them from its state_dict(){resume}, or start a new run with weights={str(folder)!r}"
+        raise IncompatibleCheckpointError(f"{folder}: {problem}; {remedy}")
 
 
 def _is_sharded_plan(plan: Mapping[str, Any]) -> bool:
-    """Whether ranks hold parts of the parameters."""
     return bool(plan["zero"]) or plan["mesh"]["tp"] > 1 or plan["mesh"]["pp"] > 1
 
 

@@ -1,17 +1,16 @@
 """Save and load a run: tensors through torch's distributed checkpoint, everything else in one JSON manifest. Nothing is pickled.
 
-    step-00000120/
-        rank-00000.bin ...  tensors as raw bytes, each rank's own, under full names: any plan reads what any plan wrote
-        tensors.json        where each tensor's parts lie
-        checkpoint.json     step, plan, state of optimizers and schedules, size and SHA-256 of every file above, and its own SHA-256
-
-A checkpoint is written to step-00000120.partial and renamed once its manifest is on disk: it exists completely or not at all.
+step-00000120/          written as step-00000120.partial and renamed: it exists completely or not at all
+    rank-00000.bin ...  tensors as raw bytes, each rank's own, under full names: any plan reads what any plan wrote
+    tensors.json        where each tensor's parts lie
+    checkpoint.json     step, plan, state of optimizers and schedules, size and SHA-256 of every file above, and its own SHA-256
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,43 +19,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from echelon.checkpoint_files.checkpoint_reader import (
-    CHECKPOINT_FORMAT,
-    MANIFEST_FILE,
-    StoredCheckpoint,
-    hash_file,
-    open_checkpoint,
-    without_single_process_warning,
-)
-from echelon.checkpoint_files.tensor_format import damaged
-from echelon.checkpoint_files.tensor_writer import TensorWriter
+from echelon.checkpoint_files import checkpoint_reader
+from echelon.checkpoint_files.tensor_files import TensorWriter, damaged
 from echelon.engine.backends.launch_servers import SERVER_FOLDER
 from echelon.engine.buffers.buffer_sync import BufferTracker
 from echelon.engine.checkpoint import model_extra_state, optimizer_state, schedule_state
-from echelon.engine.checkpoint.checkpoint_tensor import to_checkpoint_tensor
 from echelon.engine.checkpoint.compatibility import require_compatible, require_stored, unfreeze_stored
 from echelon.engine.checkpoint.param_group_state import gather_optimizer_groups, match_stored_groups
 from echelon.engine.checkpoint.read_history import ReadHistory
 from echelon.engine.checkpoint.run_attributes import RunAttributes
+from echelon.engine.parallel.shard_layout import ShardRegion, TPShard, full_tensor_shape, local_regions, to_local
 from echelon.engine.run_state import RunState
 from echelon.errors import CheckpointError
 from echelon.files import atomic_write, sync_folder
 from echelon.plan.codec import to_plain
 from echelon.plan.sealed_json import seal
 
+_State = dict[str, Any]
+_Tensors = Mapping[str, Tensor]
+_StateTensors = Mapping[str, optimizer_state.StateTensor]
 
-def save(
-    run: RunState, attributes: RunAttributes, read_history: ReadHistory, buffer_tracker: BufferTracker, folder: Path
-) -> int:
+
+def save(run: RunState, attributes: RunAttributes, reads: ReadHistory, buffers: BufferTracker, folder: Path) -> int:
     """Write the run's state to `folder`, which must not exist; returns its bytes. Every rank must call it."""
     partial_folder = folder.with_name(folder.name + ".partial")
     with run.ranks.raise_on_all_ranks():
-        state = {"changing": buffer_tracker.mutable_buffers, "read": read_history.collect()}
+        state = {"changing": buffers.mutable_buffers, "read": reads.collect()}
         if run.world.is_main:
-            if (folder / MANIFEST_FILE).exists():
+            if (folder / checkpoint_reader.MANIFEST_FILE).exists():
                 raise CheckpointError(f"{folder}: a checkpoint exists there")
             try:
                 if partial_folder.is_symlink() or partial_folder.is_file():
@@ -73,25 +68,24 @@ def save(
         raise _to_checkpoint_error(error, folder) from error
 
 
-def _write_checkpoint(
-    run: RunState, attributes: RunAttributes, state: dict[str, Any], folder: Path, partial_folder: Path
-) -> int:
-    writer = TensorWriter(partial_folder)
+def _write_checkpoint(run: RunState, attributes: RunAttributes, state: _State, folder: Path, partial: Path) -> int:
+    writer = TensorWriter(partial)
     model_tensors, extra_state = model_extra_state.split_model_state(run)
     extra_state, extra_tensors = model_extra_state.collect_extra_state(run, extra_state)
     optimizers, state_tensors = optimizer_state.collect(run)
     attribute_entries, attribute_tensors = attributes.collect()
     groups = gather_optimizer_groups(run)
     tensors = _name_tensors(run, model_tensors, extra_tensors, attribute_tensors, state_tensors)
-    with without_single_process_warning():
+    with checkpoint_reader.without_single_process_warning():
         save_tensors(tensors, storage_writer=writer, no_dist=run.world.size == 1)
-    served = run.backend.save(partial_folder / SERVER_FOLDER)
+    served = run.backend.save(partial / SERVER_FOLDER)
     with run.ranks.raise_on_all_ranks():
         rank_files = dict(writer.files)
-        server_files = (partial_folder / SERVER_FOLDER).rglob("*") if run.world.is_main else ()
+        server_files = (partial / SERVER_FOLDER).rglob("*") if run.world.is_main else ()
         for path in filter(Path.is_file, server_files):
-            name = str(path.relative_to(partial_folder))
-            rank_files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            rank_files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": digest}
     files = {name: entry for entries in run.ranks.all_gather_object(rank_files) for name, entry in entries.items()}
     state |= {
         "optimizers": [{"groups": group, **encoded} for group, encoded in zip(groups, optimizers, strict=True)],
@@ -102,34 +96,26 @@ def _write_checkpoint(
     }
     with run.ranks.raise_on_all_ranks():
         if run.world.is_main:
-            atomic_write(partial_folder / MANIFEST_FILE, seal(_make_manifest(run, files, state), indent=1))
-            os.replace(partial_folder, folder)
+            manifest = seal(_make_manifest(run, files, state), indent=1)
+            atomic_write(partial / checkpoint_reader.MANIFEST_FILE, manifest)
+            os.replace(partial, folder)
             sync_folder(folder.parent)
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _name_tensors(
-    run: RunState,
-    model: Mapping[str, Tensor],
-    extra: Mapping[str, Tensor],
-    attributes: Mapping[str, Tensor],
-    optimizer: Mapping[str, optimizer_state.StateTensor],
-) -> dict[str, Any]:
-    """The names of all tensors in a checkpoint."""
-    return {
-        **{f"model/{name}": to_checkpoint_tensor(value, run.tp_shards.get(name)) for name, value in model.items()},
-        **{f"extra/{path}": value for path, value in extra.items()},
-        **{f"held/{path}": value for path, value in attributes.items()},
-        **{
-            f"optimizer/{path}": to_checkpoint_tensor(item.value, run.tp_shards.get(item.layout_parameter))
-            for path, item in optimizer.items()
-        },
-    }
+def _name_tensors(run: RunState, model: _Tensors, extra: _Tensors, held: _Tensors, optimizer: _StateTensors) -> _State:
+    tp_shards = run.tp_shards
+    named = {f"model/{name}": to_checkpoint_tensor(value, tp_shards.get(name)) for name, value in model.items()}
+    named |= {f"extra/{path}": value for path, value in extra.items()}
+    named |= {f"held/{path}": value for path, value in held.items()}
+    for path, item in optimizer.items():
+        named[f"optimizer/{path}"] = to_checkpoint_tensor(item.value, tp_shards.get(item.layout_parameter))
+    return named
 
 
 def _make_manifest(run: RunState, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "format": CHECKPOINT_FORMAT,
+        "format": checkpoint_reader.CHECKPOINT_FORMAT,
         "step": run.step_number,
         "job": run.job.name or "job",
         "record": run.job_record,
@@ -154,7 +140,7 @@ def load(run: RunState, attributes: RunAttributes, buffer_tracker: BufferTracker
     """Restore what was saved to `folder`, under whatever plan; returns its read history where that applies. Every rank must call it."""
     groups = gather_optimizer_groups(run)
     with run.ranks.raise_on_all_ranks():
-        checkpoint = open_checkpoint(folder, run.world)
+        checkpoint = checkpoint_reader.open_checkpoint(folder, run.world)
         manifest = checkpoint.manifest
         with _raise_as_damaged(folder):
             unfreeze_stored(run, manifest, groups, folder)
@@ -177,9 +163,8 @@ def load(run: RunState, attributes: RunAttributes, buffer_tracker: BufferTracker
         extra_loader.apply()
         attributes.restore(manifest)
         optimizer_loader.apply()
-        for optimizer, schedule, encoded, stored in zip(
-            run.optimizers, run.schedules, manifest["schedules"], manifest["optimizers"], strict=False
-        ):
+        records = zip(manifest["schedules"], manifest["optimizers"], strict=False)
+        for optimizer, schedule, (encoded, stored) in zip(run.optimizers, run.schedules, records, strict=False):
             matched_groups = match_stored_groups(run, optimizer, stored["groups"])
             schedule_state.restore_state(schedule, encoded, [group["schedule"] for group in matched_groups])
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
@@ -200,10 +185,10 @@ def _raise_as_damaged(folder: Path) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = f"does not fit what it describes ({type(error).__name__}: {error})"
-        raise damaged(folder / MANIFEST_FILE, reason) from error
+        raise damaged(folder / checkpoint_reader.MANIFEST_FILE, reason) from error
 
 
-def _allocate_buffers(run: RunState, checkpoint: StoredCheckpoint) -> None:
+def _allocate_buffers(run: RunState, checkpoint: checkpoint_reader.StoredCheckpoint) -> None:
     """Allocate buffers that the model registers as None and sets during training."""
     modules = dict(run.model.named_modules())
     for name, entry in checkpoint.entries.items():
@@ -219,7 +204,44 @@ def _to_checkpoint_error(error: BaseException, folder: Path) -> CheckpointError:
     text = str(error)
     if os.strerror(errno.ENOSPC) in text or getattr(error, "errno", None) == errno.ENOSPC:
         free = shutil.disk_usage(folder.parent).free if folder.parent.exists() else 0
-        return CheckpointError(
-            f"{folder}: the disk is full ({free / 2**20:,.0f} MiB free): not saved, nothing else was changed; free some space or use another --out"
-        )
+        problem = f"the disk is full ({free / 2**20:,.0f} MiB free): not saved, nothing else was changed"
+        return CheckpointError(f"{folder}: {problem}; free some space or use another --out")
     return CheckpointError(f"{folder}: not saved ({type(error).__name__}: {text[:300]})")
+
+
+def to_checkpoint_tensor(tensor: Tensor, tp_shard: TPShard | None) -> Tensor:
+    """`tensor` for torch's planners: with its region of the full tensor if it is laid out as `tp_shard`."""
+    if tp_shard is None or tensor.shape != tp_shard.local_shape:
+        return tensor
+    # No rank has a region of a tensor without elements.
+    return CheckpointTensor(tensor, tp_shard) if tp_shard.full_shape.numel() else tensor.new_empty(tp_shard.full_shape)
+
+
+class CheckpointTensor(Tensor):
+    """This rank's regions in coordinates of the full tensor. torch's distributed checkpoint calls the methods below, as on a DTensor."""
+
+    _regions: list[ShardRegion]
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, tp_shard: TPShard | None) -> CheckpointTensor:
+        local, shape = to_local(tensor), full_tensor_shape(tensor, tp_shard)
+        wrapper: CheckpointTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        wrapper._regions = local_regions(tensor, tp_shard)
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func}: a sharded tensor that can be saved and loaded, but not computed with")
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        items = []
+        for chunk, region in zip(self.__create_chunk_list__(), self._regions, strict=True):
+            data = TensorWriteData(chunk, dcp.TensorProperties.create_from_tensor(region.values), self.size())
+            items.append(WriteItem(dcp.MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[dcp.ChunkStorageMetadata]:
+        return [dcp.ChunkStorageMetadata(torch.Size(region.offsets), region.values.shape) for region in self._regions]
+
+    def __get_tensor_shard__(self, index: dcp.MetadataIndex) -> Tensor:
+        return next(region.values for region in self._regions if torch.Size(region.offsets) == index.offset)

@@ -1,15 +1,12 @@
-"""State of learning rate schedules as JSON: `state_dict()`, or the attributes of a schedule that has none.
-
-Values per parameter group are stored with the groups, by parameter name; the rest is one tree. Schedules may contain schedules (SequentialLR
-their state dicts, others the objects). Functions in them are not stored: the job makes them again.
-"""
+"""State of learning rate schedules as JSON: `state_dict()`, or the attributes of a schedule that has none; not functions. Values per parameter
+group are stored with the groups. Schedules may contain schedules (SequentialLR their state dicts, others the objects)."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,17 +20,16 @@ from echelon.errors import JobError
 #: Attributes of torch's schedules with one value per group.
 _GROUP_KEYS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 #: Code is not stored: the live one stays.
-_CODE_TYPES = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, types.ModuleType, Optimizer,
-)  # fmt: skip
+_CODE_TYPES = (FunctionType, BuiltinFunctionType, MethodType, partial, type, ModuleType, Optimizer)
 _PLAIN_OBJECT_TYPES = (Tensor, np.generic, np.ndarray, torch.dtype, torch.device)
+_Groups = Sequence[Mapping[str, Any]]
 #: Marks the state dict of an object that a schedule holds.
 OBJECT_STATE_KEY = "state of an object"
 
 
 def takes_metric(schedule: Any) -> bool:
     """Whether `step` needs the value of a metric, as ReduceLROnPlateau's does."""
-    arguments = _required_step_arguments(schedule)
+    arguments = required_arguments(schedule.step)
     return len(arguments) == 1 and arguments[0].startswith(("metric", "loss", "val"))
 
 
@@ -41,29 +37,25 @@ def require_steppable(schedule: Any) -> None:
     """Refuse a schedule that a run cannot step."""
     if not hasattr(schedule, "step"):
         raise _job_error(schedule, "which has no step(); return a torch LRScheduler")
-    arguments = _required_step_arguments(schedule)
+    arguments = required_arguments(schedule.step)
     if arguments and not takes_metric(schedule):
-        raise _job_error(
-            schedule,
-            f"whose step() needs {', '.join(arguments)}: schedules are stepped once per optimizer step, without arguments, or with the "
-            "evaluation loss if they take a metric (ReduceLROnPlateau); return a torch LRScheduler",
-        )
+        rule = "schedules are stepped once per optimizer step, without arguments, or with the evaluation loss if they take a metric"
+        problem = f"whose step() needs {', '.join(arguments)}: {rule} (ReduceLROnPlateau)"
+        raise _job_error(schedule, f"{problem}; return a torch LRScheduler")
 
 
-def _required_step_arguments(schedule: Any) -> list[str]:
+def required_arguments(function: Any) -> list[str]:
+    """The names of the arguments that a call must give."""
     try:
-        parameters = inspect.signature(schedule.step).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [item.name for item in parameters if item.default is item.empty and item.kind in positional]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def _job_error(schedule: Any, problem: str) -> JobError:
     return JobError(f"lr_schedule= returns {type(schedule).__name__}, {problem}")
-
-
-# Save
 
 
 def collect_group_values(schedule: Any) -> dict[str, list[Any]]:
@@ -78,20 +70,16 @@ def collect_common_state(schedule: Any) -> dict[str, Any]:
         encoded: dict[str, Any] = encode(_split_state(read_state(schedule))[0], "", encode_inline)
         return encoded
     except UnstorableValue as error:
-        raise _job_error(
-            schedule,
-            f"which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint cannot hold it, and a resumed run would lose it; keep numbers, "
-            "strings and containers of these, or leave it out of state_dict()",
-        ) from error
+        problem = f"which keeps {error.reason} ({error.path.lstrip('/')}): a checkpoint cannot hold it, and a resumed run would lose it"
+        remedy = "keep numbers, strings and containers of these, or leave it out of state_dict()"
+        raise _job_error(schedule, f"{problem}; {remedy}") from error
 
 
 def read_state(schedule: Any) -> dict[str, Any]:
     """A schedule's state; objects that it holds as their state dicts."""
     if not _has_state_dict(schedule) and not hasattr(schedule, "__dict__"):
-        raise _job_error(
-            schedule,
-            "which has neither state_dict() and load_state_dict() nor attributes, so its progress cannot be saved; add both methods",
-        )
+        problem = "which has neither state_dict() and load_state_dict() nor attributes, so its progress cannot be saved"
+        raise _job_error(schedule, f"{problem}; add both methods")
     state = schedule.state_dict() if _has_state_dict(schedule) else vars(schedule)
     if not isinstance(state, dict):
         raise _job_error(schedule, "whose state_dict() is not a dict; return one")
@@ -117,7 +105,6 @@ def _expand_objects(value: Any) -> Any:
 
 
 def _nested_states(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """States of the schedules inside a schedule."""
     for key, value in state.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) and "last_epoch" in item for item in value):
             yield key, value
@@ -129,43 +116,33 @@ def _split_state(state: Mapping[str, Any], path: str = "") -> tuple[dict[str, An
     """The state without values per parameter group, and those values by path."""
     nested = dict(_nested_states(state))
     common = {key: value for key, value in state.items() if key not in _GROUP_KEYS and key not in nested}
-    group_values = {
-        f"{path}{key}": state[key] for key in state if key in _GROUP_KEYS and isinstance(state[key], list | tuple)
-    }
+    group_values = {f"{path}{k}": state[k] for k in state if k in _GROUP_KEYS and isinstance(state[k], list | tuple)}
     for key, states in nested.items():
-        parts = [_split_state(item, f"{path}{key}/{index}/") for index, item in enumerate(states)]
-        common[key] = [nested_common for nested_common, _ in parts]
-        for _, nested_values in parts:
+        common[key] = []
+        for index, item in enumerate(states):
+            nested_common, nested_values = _split_state(item, f"{path}{key}/{index}/")
+            common[key].append(nested_common)
             group_values |= nested_values
     return common, group_values
 
 
-# Load
-
-
-def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]]) -> None:
+def restore_state(schedule: Any, encoded: Mapping[str, Any], stored_groups: _Groups) -> None:
     """Restore `collect_common_state` and `collect_group_values`; `stored_groups`: of the latter, the values of each live group."""
-    state = _merge_states(read_state(schedule), decode(dict(encoded), decode_inline), stored_groups, "")
-    _load_state(schedule, state)
+    _load_state(schedule, _merge_states(read_state(schedule), decode(dict(encoded), decode_inline), stored_groups, ""))
 
 
-def _merge_states(
-    live: Mapping[str, Any], stored: Mapping[str, Any], stored_groups: Sequence[Mapping[str, Any]], path: str
-) -> dict[str, Any]:
-    """A live schedule's state, updated with the stored one."""
+def _merge_states(live: Mapping[str, Any], stored: Mapping[str, Any], groups: _Groups, path: str) -> dict[str, Any]:
     nested = dict(_nested_states(live))
     merged = dict(live) | {key: value for key, value in stored.items() if key not in nested}
     for key, states in nested.items():
         stored_states = stored.get(key)
         if isinstance(stored_states, list) and len(stored_states) == len(states):
-            merged_states = [
-                _merge_states(item, stored_state, stored_groups, f"{path}{key}/{index}/")
-                for index, (item, stored_state) in enumerate(zip(states, stored_states, strict=True))
-            ]
+            pairs = enumerate(zip(states, stored_states, strict=True))
+            merged_states = [_merge_states(*pair, groups, f"{path}{key}/{index}/") for index, pair in pairs]
             merged[key] = {OBJECT_STATE_KEY: merged_states[0]} if isinstance(live[key], dict) else merged_states
     for key in _GROUP_KEYS:
-        values = [decode(group[path + key], decode_inline) for group in stored_groups if path + key in group]
-        if key in live and len(values) == len(stored_groups):
+        values = [decode(group[path + key], decode_inline) for group in groups if path + key in group]
+        if key in live and len(values) == len(groups):
             merged[key] = tuple(values) if isinstance(live[key], tuple) else values
     return merged
 
