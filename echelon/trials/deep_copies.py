@@ -1,4 +1,4 @@
-"""Deep copies of what the user's code holds, also where it holds what Python cannot copy (locks, files)."""
+"""Deep copies of what the user's code holds, which share what Python cannot copy (locks, files)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
-    """A deep copy that shares what cannot be copied. `memo`: that of `copy.deepcopy`; as it was where this raises."""
-    reachable = find_reachable_replayable({"value": value})  # iterators become such as can be copied
+    """A deep copy that shares what cannot be copied. `memo`: that of `copy.deepcopy`; unchanged where this raises."""
+    reachable = find_reachable_replayable({"value": value})  # makes iterators copyable
     memo = {} if memo is None else memo
     try:
         return _deepcopy_or_reset_memo(value, memo)
@@ -53,10 +53,9 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
     if isinstance(model, torch.jit.ScriptModule):
         return copied
     for original, duplicate in zip(model.parameters(), copied.parameters(), strict=True):
-        if duplicate is not original and original._backward_hooks:
-            duplicate._backward_hooks = OrderedDict(original._backward_hooks)
-        for hook in (
-            (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values() if duplicate is not original else ()
-        ):
-            duplicate.register_post_accumulate_grad_hook(hook)
+        if duplicate is not original:
+            if original._backward_hooks:
+                duplicate._backward_hooks = OrderedDict(original._backward_hooks)
+            for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
+                duplicate.register_post_accumulate_grad_hook(hook)
     return copied

@@ -1,20 +1,20 @@
-"""Two runs made comparable: no randomness, and no rounding to float32 inside a float64 model. Both runs get the same.
+"""Make two runs comparable: no randomness, and no rounding to float32 inside a float64 model. Both runs get the same treatment.
 
-Masks cannot be equal when batches or ranks draw their own, so dropout is turned off and other random numbers are set to the
-middle of their distribution, without drawing:
+Batches or ranks that draw masks of their own cannot agree, so dropout is turned off and other random numbers are fixed at the middle of
+their distribution, without drawing:
 
     uniform, normal, Cauchy     the mean, or the median where there is none
-    whole numbers               the middle of the range
+    integers                    the middle of the range
     exponential                 the median; with it Gumbel noise is the same everywhere
     gamma, Dirichlet, RReLU     the mean
-    Poisson                     the rate: whole numbers would jump where two runs round it differently
+    Poisson                     the rate: integers would jump where two runs round it differently
     Bernoulli                   one: a mask that keeps everything
     a permutation               the identity, the only one that is the same in a batch and in its parts
     picks by weight             the heaviest first; with replacement the heaviest each time
 
-Python's and NumPy's numbers are held in the same way (`host_random.py`). What escapes (fractional pooling, functions
-of NumPy in C extensions) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(...,
-dtype=torch.float32)`) are lifted to float64. The search for coupled samples and the proof of a plan both need it.
+Python's and NumPy's numbers are fixed in the same way (`host_random.py`). What escapes (fractional pooling, functions of NumPy in C
+extensions) is drawn; `verifier/nondeterminism_scan.py` reports it. Casts that the model writes out (`x.float()`, `softmax(...,
+dtype=torch.float32)`) are widened to float64. The search for coupled samples and the proof of a plan both use this.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ WIDENED_DTYPES = {
 _DROPOUT_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
-)  # fmt: skip
-_IN_PLACE_DROPOUT_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_,
 )  # fmt: skip
 
@@ -69,15 +67,13 @@ def _middle_randint_like(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.full_like(input, (low + high - 1) // 2, **kwargs)
 
 
-def _parse_randint_bounds(args: tuple[Any, ...], kwargs: dict[str, Any], *trailing_names: str) -> tuple[int, int, Any]:
-    """(low, high, whatever `trailing_names` names) of (high, last) or (low, high, last), any of them by name."""
-    names = (
-        ("low", "high", *trailing_names)
-        if len(args) + len(kwargs.keys() & {"low", "high", *trailing_names}) > 1 + len(trailing_names)
-        else ("high", *trailing_names)
-    )
-    positional = dict(zip([name for name in names if name not in kwargs], args, strict=False))
-    arguments = positional | {name: kwargs.pop(name) for name in names if name in kwargs}
+def _parse_randint_bounds(args: tuple[Any, ...], kwargs: dict[str, Any], *last: str) -> tuple[int, int, Any]:
+    """(low, high, size) of (high, *last) or (low, high, *last), any of them by name."""
+    names = ("high", *last)
+    if len(args) + len(kwargs.keys() & {"low", *names}) > len(names):
+        names = ("low", *names)
+    arguments = dict(zip([name for name in names if name not in kwargs], args, strict=False))
+    arguments |= {name: kwargs.pop(name) for name in names if name in kwargs}
     return int(arguments.get("low", 0)), int(arguments["high"]), arguments.get("size")
 
 
@@ -105,20 +101,19 @@ def _most_likely_multinomial(input: Tensor, num_samples: int, replacement: bool 
 def _noiseless_gumbel_softmax(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    # Noise that is the same everywhere leaves a softmax as it is.
-    soft = (logits / tau).softmax(dim)
+    soft = (logits / tau).softmax(dim)  # noise that is the same everywhere does not change a softmax
     if not hard:
         return soft
     return torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
 
 
 def _mean_rrelu(
-    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: Any = 0, inplace: Any = 0
 ) -> Tensor:
-    return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    return F.leaky_relu(input, (lower + upper) / 2, bool(inplace))
 
 
-#: What draws -> what gives the middle of its distribution instead, called with the same arguments but the generator.
+#: What draws -> what returns the middle of its distribution, called with the same arguments but the generator.
 _DETERMINISTIC_DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.rand: partial(_filled_tensor, 0.5),
     torch.rand_like: partial(torch.full_like, fill_value=0.5),
@@ -146,23 +141,16 @@ _DETERMINISTIC_DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-#: What takes random numbers, of torch's Python interface.
+#: Functions of torch's Python interface that use random numbers.
 RANDOM_FUNCTIONS = frozenset(
-    {
-        *_DETERMINISTIC_DRAWS,
-        *_DROPOUT_FUNCTIONS,
-        *_IN_PLACE_DROPOUT_FUNCTIONS,
-        F.scaled_dot_product_attention,
-        F.rrelu,
-        F.fractional_max_pool2d,
-    }
+    {*_DETERMINISTIC_DRAWS, *_DROPOUT_FUNCTIONS, F.scaled_dot_product_attention, F.rrelu, F.fractional_max_pool2d}
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterministicMode:
-    """What has to be held still for a model. `fix_random`: functions that draw; `widen_casts`: casts below float64; `needs_seeding`: something draws
-    all the same, so that both runs are seeded alike before each micro-batch."""
+    """What to change in both runs: `fix_random`: functions that draw; `widen_casts`: casts below float64; `needs_seeding`: something draws all
+    the same, so both runs are seeded alike before each micro-batch."""
 
     fix_random: bool = False
     widen_casts: bool = False
@@ -170,7 +158,6 @@ class DeterministicMode:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[TorchCallRewriter]:
-        """Hold it still."""
         default_dtype, rewriter = torch.get_default_dtype(), TorchCallRewriter(self)
         with contextlib.ExitStack() as stack:
             if self.fix_random or self.widen_casts:
@@ -186,7 +173,7 @@ class DeterministicMode:
                 torch.set_default_dtype(default_dtype)
 
 
-#: An optimizer's step in a proof: noise that it adds is held, half precision inside it (Muon's) is lifted.
+#: For an optimizer's step in a proof: fixes noise that it adds, widens half precision inside it (Muon's).
 OPTIMIZER_STEP_MODE = DeterministicMode(fix_random=True, widen_casts=True)
 
 
@@ -196,13 +183,13 @@ class TorchCallRewriter(TorchFunctionMode):
     def __init__(self, mode: DeterministicMode) -> None:
         super().__init__()
         self._mode = mode
-        #: The casts that were lifted and the draws that were held.
+        #: The casts that were widened and the draws that were fixed.
         self.changed_functions: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if self._mode.fix_random:
-            if func in _DROPOUT_FUNCTIONS or func in _IN_PLACE_DROPOUT_FUNCTIONS:
+            if func in _DROPOUT_FUNCTIONS:
                 return args[0] if args else kwargs["input"]
             if func is F.scaled_dot_product_attention:
                 if len(args) > 4:
@@ -213,10 +200,10 @@ class TorchCallRewriter(TorchFunctionMode):
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 self.changed_functions.add(func.__name__)
                 func = Tensor.double
-            values = (*args, *kwargs.values())
-            if any(
-                isinstance(value, torch.dtype) and value in WIDENED_DTYPES for value in values
-            ) and not _makes_step_counter(func, args):
+            # A single number is an optimizer's step count, which CUDA's fused kernels read as float32 in any case.
+            is_step_count = func is torch.zeros and args in (((),), ([],))
+            dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+            if not is_step_count and any(dtype in WIDENED_DTYPES for dtype in dtypes):
                 self.changed_functions.add(func.__name__)
                 args = tuple(_widen_dtype(value) for value in args)
                 kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}
@@ -227,13 +214,8 @@ class TorchCallRewriter(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _makes_step_counter(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a single number is made: an optimizer's step count, which CUDA's fused kernels read as float32 whatever it is."""
-    return func is torch.zeros and args in (((),), ([],))
-
-
 def _draw_deterministically(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` would have made, at its middle; the generator is not touched, or a survey would take it for drawn."""
+    """What `func` would return, at its middle; the generator is not touched, or it would look as if it had drawn."""
     kwargs.pop("generator", None)
     out = kwargs.pop("out", None)
     drawn = _DETERMINISTIC_DRAWS[func](*args, **kwargs)
@@ -245,56 +227,50 @@ def _widen_dtype(value: Any) -> Any:
 
 
 def disable_randomness(model: nn.Module) -> list[str]:
-    """Turn off the dropout of torch's own modules and hold NumPy's generators that modules keep, in place; gives their paths."""
-    disabled_paths = []
-    for path, module in model.named_modules():
-        name = _dropout_attribute(module)
-        if name is not None and getattr(module, name) > 0:
-            setattr(module, name, 0.0)
-            disabled_paths.append(path)
-        for key, value in list(vars(module).items()):
-            fixed_generator = host_random.make_fixed_generator(value)
-            if fixed_generator is not None:
-                setattr(module, key, fixed_generator)
-                disabled_paths.append(f"{path}.{key}" if path else key)
-    return disabled_paths
+    """Turn off the dropout of torch's own modules and fix NumPy's generators that modules keep, in place; returns their paths."""
+    changes = _random_attributes(model)
+    for _, module, name, _, fixed_value in changes:
+        setattr(module, name, fixed_value)
+    return [path for path, _, _, original, _ in changes if original]
 
 
 @contextlib.contextmanager
 def randomness_disabled(model: nn.Module) -> Iterator[None]:
-    """The same for a while."""
-    dropout_attributes = [(module, _dropout_attribute(module)) for module in model.modules()]
-    originals: list[tuple[nn.Module, str, Any]] = [
-        (module, name, getattr(module, name)) for module, name in dropout_attributes if name
-    ]
-    originals += [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if host_random.make_fixed_generator(value) is not None
-    ]
+    """`disable_randomness` while inside."""
+    originals = _random_attributes(model)
     disable_randomness(model)
     try:
         yield
     finally:
-        for module, name, original_value in originals:
-            setattr(module, name, original_value)
+        for _, module, name, original, _ in originals:
+            setattr(module, name, original)
+
+
+def _random_attributes(model: nn.Module) -> list[tuple[str, nn.Module, str, Any, Any]]:
+    """(path, module, attribute, value, value without randomness) of dropout rates and of NumPy's generators."""
+    attributes: list[tuple[str, nn.Module, str, Any, Any]] = []
+    for path, module in model.named_modules():
+        name = _dropout_attribute(module)
+        if name is not None:
+            attributes.append((path, module, name, getattr(module, name), 0.0))
+        for key, value in vars(module).items():
+            if (generator := host_random.make_fixed_generator(value)) is not None:
+                attributes.append((f"{path}.{key}" if path else key, module, key, value, generator))
+    return attributes
 
 
 def _dropout_attribute(module: nn.Module) -> str | None:
-    """The attribute that says how much a module drops."""
     if isinstance(module, _DropoutNd):
         return "p"
     return "dropout" if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else None
 
 
 def seed_from_position(*position: int) -> None:
-    """Seed all default generators by a place: a job's seed, a step, the first sample of a micro-batch."""
-    seed = int.from_bytes(hashlib.blake2b(repr(position).encode(), digest_size=8).digest(), "big") >> 1
-    seed_all(seed)
+    """Seed all default generators by a position: a job's seed, a step, the first sample of a micro-batch."""
+    seed_all(int.from_bytes(hashlib.blake2b(repr(position).encode(), digest_size=8).digest(), "big") >> 1)
 
 
 def seed_model_build(seed: int) -> None:
-    """Seed everything that a model's constructor may draw from, and have frameworks that number their layers start again."""
+    """Seed everything that a model's constructor may draw from, and restart the numbering of layers."""
     seed_all(seed)
     reset_keras_layer_names()

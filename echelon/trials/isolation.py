@@ -1,7 +1,7 @@
 """Give each trial run its own copy of everything that a job's functions can reach and change.
 
-A loss may keep a running average, count its calls or read the job's own module (a penalty on weights); a factory may wrap a module that
-was built before. Runs that share such objects disturb each other, and the user's objects must be left as they were. So each run has
+A loss may keep a running average, count its calls or read the job's own module (a penalty on weights); a factory may wrap an existing
+module. Runs that share such objects disturb each other, and the user's objects must stay as they are. So each run has
 
     the job's module          a deep copy
     callable objects          deep copies: a loss that is a module or has attributes
@@ -9,8 +9,8 @@ was built before. Runs that share such objects disturb each other, and the user'
     globals                   those that the job's functions mention, rebound while the run is active
     attributes                of functions and classes, rebound while the run is active
 
-All copies are made with one memo, so that a captured parameter is the run's own parameter. While a run is active the user's module also
-shares its attributes with the run's copy, so that code that reaches it in another way (a hook, another file) sees the run's values.
+All copies share one memo, so that a captured parameter is the run's own parameter. While a run is active, the user's module shares its
+attributes with the run's copy, so that code that reaches it in another way (a hook, another file) sees the run's values.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.utils.data import Dataset
 from echelon.job import Job
 from echelon.trials.deep_copies import copy_module, deep_copy
 from echelon.trials.iterator_replay import ReplayableIterator
+from echelon.trials.module_tree import is_torchscript
 from echelon.trials.reachable import (
     BYTE_BUFFER_TYPES,
     GENERATOR_TYPES,
@@ -58,38 +59,32 @@ class IsolatedJob:
     """A job for one run. `job` is to be used only while the run is `active`."""
 
     def __init__(
-        self,
-        job: Job,
-        dtype: torch.dtype | None = None,
-        pristine_model: nn.Module | None = None,
+        self, job: Job, dtype: torch.dtype | None = None, pristine_model: nn.Module | None = None,
         shared_model: nn.Module | None = None,
-    ) -> None:
-        """`dtype`: floating tensors that the loss and its kin captured (class weights) are cast to it, as the model is. `pristine_model`: a
-        copy of the job's module from before a run cut or sharded it. `shared_model`: a live model that stays shared: of the job only the
-        functions get copies of their own."""
+    ) -> None:  # fmt: skip
+        """`dtype`: of the floating tensors that the loss and other functions captured (class weights), as the model is cast. `pristine_model`: a
+        copy of the job's module from before a run cut or sharded it. `shared_model`: a live model that stays shared: only the functions are
+        copied."""
         memo = _memo_sharing_data(job)
         if shared_model is not None:
-            memo |= {
-                id(item): item
-                for item in (*shared_model.modules(), *shared_model.parameters(), *shared_model.buffers())
-            }
+            parts = (*shared_model.modules(), *shared_model.parameters(), *shared_model.buffers())
+            memo |= {id(part): part for part in parts}
         self._original_model = job.model if isinstance(job.model, nn.Module) and shared_model is None else None
-        self._model_copy = (
-            None if self._original_model is None else copy_module(pristine_model or self._original_model, memo)
-        )
-        if pristine_model is not None and self._original_model is not None and self._model_copy is not None:
-            memo |= _map_counterparts(self._original_model, self._model_copy)
-        own_parts = [] if self._model_copy is None else [*self._model_copy.modules(), *self._model_copy.parameters()]
-        own_ids = frozenset(map(id, own_parts))
+        self._model_copy: nn.Module | None = None
+        own_ids: Set[int] = frozenset()
+        if self._original_model is not None:
+            copied = self._model_copy = copy_module(pristine_model or self._original_model, memo)
+            if pristine_model is not None:
+                memo |= _map_counterparts(self._original_model, copied)
+            own_ids = frozenset(map(id, [*copied.modules(), *copied.parameters()]))
         self._slot_values = [
             (slot, _copy_state(slot.value, memo, dtype if is_cast else None, own_ids))
             for slot, is_cast in _find_job_slots(job)
         ]
-        functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if getattr(job, name) is not None}
-        changes: dict[str, Any] = {
-            name: _copy_state(value, memo, dtype if name != "collate" else None, own_ids)
-            for name, value in functions.items()
-        }
+        changes: dict[str, Any] = {}
+        for name in _FUNCTION_FIELDS:
+            if (function := getattr(job, name)) is not None:
+                changes[name] = _copy_state(function, memo, None if name == "collate" else dtype, own_ids)
         changes["metrics"] = {name: _copy_state(value, memo, dtype, own_ids) for name, value in job.metrics.items()}
         if self._model_copy is not None:
             changes["model"] = self._model_copy
@@ -102,7 +97,7 @@ class IsolatedJob:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """This run's values are in place."""
+        """Inside, this run's values are in place."""
         self._active_depth += 1
         restore = self._swap_in_values() if self._active_depth == 1 else lambda: None
         try:
@@ -118,7 +113,7 @@ class IsolatedJob:
         shared_attributes = _share_attributes(self._original_model, self._model_copy)
 
         def restore() -> None:
-            self._slot_values = [(slot, slot.value) for slot, _ in self._slot_values]  # a counter has moved on
+            self._slot_values = [(slot, slot.value) for slot, _ in self._slot_values]  # a counter may have moved
             for slot, value in saved_values:
                 slot.assign(value)
             for module, values in shared_attributes:
@@ -127,8 +122,7 @@ class IsolatedJob:
         return restore
 
     def _reuses_parameters(self, factory: Callable[[], nn.Module]) -> bool:
-        """Whether a factory hands out parameters that it neither makes nor visibly captured: under fake tensors those that it makes are
-        fake."""
+        """Whether a factory returns parameters that it neither makes nor visibly captured: in fake mode, those that it makes are fake."""
         if (cached := _REUSES_BY_FACTORY.get(factory)) is not None:
             return cached
         own_ids = {id(leaf) for _, value in self._slot_values for leaf in _find_tensors(value)}
@@ -149,7 +143,7 @@ class IsolatedJob:
         return reuses
 
 
-#: Factory -> whether it hands out parameters of others.
+#: Factory -> whether it returns parameters of others.
 _REUSES_BY_FACTORY: WeakKeyDictionary[Callable[[], nn.Module], bool] = WeakKeyDictionary()
 
 
@@ -162,52 +156,43 @@ def _memo_sharing_data(job: Job) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for data in (job.data, job.eval_data, job.warmup_data):
         if data is not None:
-            memo[id(data)] = data
             attributes = list(vars(data).values()) if hasattr(data, "__dict__") else []
-            memo.update(
-                {
-                    id(item): item
-                    for item in [*attributes, *tree_leaves(attributes)]
-                    if isinstance(item, Tensor | np.ndarray | Dataset)
-                }
-            )
+            leaves = [*attributes, *tree_leaves(attributes)]
+            shared = [data, *(leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray | Dataset))]
+            memo |= {id(item): item for item in shared}
     return memo
 
 
 def _map_counterparts(original: nn.Module, counterpart: nn.Module) -> dict[int, Any]:
-    """A memo by which functions that captured parts of one module get those of the other."""
+    """A memo by which functions that captured parts of `original` get those of `counterpart`."""
     modules, parameters = dict(counterpart.named_modules()), dict(counterpart.named_parameters())
     memo: dict[int, Any] = {id(part): modules[path] for path, part in original.named_modules() if path in modules}
     return memo | {id(part): parameters[name] for name, part in original.named_parameters() if name in parameters}
 
 
-def _share_attributes(
-    original: nn.Module | None, counterpart: nn.Module | None
-) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Have every module of `original` share the attributes of its counterpart; returns what they were."""
-    if original is None or counterpart is None or isinstance(original, torch.jit.ScriptModule):
+def _share_attributes(original: nn.Module | None, copied: nn.Module | None) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Have every module of `original` share the attributes of its copy; returns what they were."""
+    if original is None or copied is None or is_torchscript(original):
         return []
-    pairs = zip(original.modules(), counterpart.modules(), strict=False)
-    kept = [(own, other) for own, other in pairs if not isinstance(own, torch.jit.ScriptModule)]
-    original_attributes = [(own, vars(own)) for own, _ in kept]
-    for own, other in kept:
+    pairs = [(a, b) for a, b in zip(original.modules(), copied.modules(), strict=False) if not is_torchscript(a)]
+    original_attributes = [(own, vars(own)) for own, _ in pairs]
+    for own, other in pairs:
         object.__setattr__(own, "__dict__", vars(other))
     return original_attributes
 
 
 def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own_ids: Set[int] = frozenset()) -> Any:
-    """A deep copy, or the value itself where it is no state or cannot be copied."""
+    """A deep copy, or the value itself where it is not state or cannot be copied."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, (*PLAIN_TYPES, FunctionType, type, ModuleType)):
         return value
-    large = [
-        tensor
-        for tensor in _find_tensors(value)
-        if _count_bytes(tensor) >= _MIN_SHARED_BYTES and not isinstance(tensor, nn.Parameter)
-    ]
-    if any(id(tensor) not in memo for tensor in large) and not isinstance(value, nn.Module):
-        return value
+    if not isinstance(value, nn.Module):
+        data = [
+            tensor for tensor in _find_tensors(value) if not isinstance(tensor, nn.Parameter) and id(tensor) not in memo
+        ]
+        if any(_count_bytes(tensor) >= _MIN_SHARED_BYTES for tensor in data):
+            return value
     try:
         copied = deep_copy(value, memo)
     except Exception:  # a lock, a file, a tensor with a history
@@ -219,7 +204,7 @@ def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own
 
 
 def _cast_floating(value: Any, dtype: torch.dtype, own_ids: Set[int]) -> Any:
-    """With floating tensors in `dtype`, but for modules and parameters in `own_ids`: the model is cast as a whole."""
+    """Cast floating tensors, but for those of modules and parameters in `own_ids`: the model is cast as a whole."""
     if isinstance(value, nn.Parameter):
         if id(value) not in own_ids:
             value.data = _cast_tensor(value.data, dtype)  # in place: it stays what the optimizer trains
@@ -239,9 +224,8 @@ def _cast_floating(value: Any, dtype: torch.dtype, own_ids: Set[int]) -> Any:
         _cast_floating(value.__self__, dtype, own_ids)
         return value
     if isinstance(value, partial):
-        return partial(
-            value.func, *_cast_floating(value.args, dtype, own_ids), **_cast_floating(value.keywords, dtype, own_ids)
-        )
+        args, kwargs = (_cast_floating(item, dtype, own_ids) for item in (value.args, value.keywords))
+        return partial(value.func, *args, **kwargs)
     if is_user_defined(type(value)) and hasattr(value, "__dict__"):
         for name, item in vars(value).items():
             if isinstance(item, Tensor | nn.Module | list | tuple | dict):
@@ -259,12 +243,8 @@ def _cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 def _find_tensors(value: Any) -> list[Any]:
     """Tensors and arrays in plain containers and, one level deep, in attributes."""
     leaves = tree_leaves(value)
-    leaves += [
-        item
-        for leaf in leaves
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | ModuleType | Tensor)
-        for item in vars(leaf).values()
-    ]
+    owners = [x for x in leaves if hasattr(x, "__dict__") and not isinstance(x, type | ModuleType | Tensor)]
+    leaves += [item for owner in owners for item in vars(owner).values()]
     leaves += [item for leaf in leaves if isinstance(leaf, nn.Module) for item in leaf.parameters()]
     return [item for item in leaves if isinstance(item, Tensor | np.ndarray)]
 
@@ -275,11 +255,10 @@ def _count_bytes(value: Any) -> int:
 
 
 def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:
-    """Where the job's functions keep values between calls, and whether these take part in the step and are cast with the model."""
+    """The slots in which the job's functions keep values between calls, and whether these are part of the step and cast with the model."""
     slots: dict[tuple[int, str], tuple[Slot, bool]] = {}
-    step_functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if name != "collate"} | {
-        "metrics": dict(job.metrics)
-    }
+    step_functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if name != "collate"}
+    step_functions["metrics"] = dict(job.metrics)
     other_functions = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
     for is_cast, roots in ((True, step_functions), (False, other_functions)):
         for value in find_reachable_replayable(roots).values():
@@ -289,7 +268,7 @@ def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:
 
 
 def _state_slots(value: Any) -> list[Slot]:
-    """The slots of one function, class or data set; another object's are copied with it."""
+    """The slots of a function, class or data set; other objects' are copied with them."""
     slots = list(get_slots(value).values()) if isinstance(value, FunctionType | type | Dataset) else []
     if isinstance(value, FunctionType):
         slots += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
@@ -297,7 +276,7 @@ def _state_slots(value: Any) -> list[Slot]:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a value may be changed, or rebound, by a run: not code, not a library's object."""
+    """Whether a run may change or rebind a value: not code, not a library's object."""
     if isinstance(value, FunctionType | type | ModuleType | Dataset):
         return False
     return isinstance(value, (*PLAIN_TYPES, *_STATE_TYPES)) or is_user_defined(type(value))

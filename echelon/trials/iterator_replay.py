@@ -1,4 +1,4 @@
-"""Iterators that can be put back: calls that are only tried must not use up what a model or a loss draws from."""
+"""Iterators that can be rewound: trial calls must not use up what a model or a loss draws from."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 
 class ReplayableIterator(Iterator[Any]):
-    """Draws from an iterator of the user's. Copies go on from where this one is, each on its own."""
+    """Draws from a user's iterator. Copies continue from its position, each on its own."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        #: How many items were drawn.
         self.num_drawn = 0
-        #: The next item and the node after it; empty until somebody draws it. Copies share nodes, and nodes that all have passed are freed.
+        #: The next item and the node after it; empty until one is drawn. Copies share nodes; a node that all have passed is freed.
         self._next_node: list[Any] = []
 
     def __next__(self) -> Any:
@@ -38,23 +37,20 @@ class ReplayableIterator(Iterator[Any]):
         return getattr(self._source, name)  # `send` of a generator, `line_num` of a csv.reader
 
     def advance_to(self, target: ReplayableIterator | int) -> bool:
-        """Go on from where another one is, or after so many items in all; whether it can."""
+        """Continue from the position of another one, or after `target` items in all; returns whether that is possible."""
         if isinstance(target, ReplayableIterator):
             self.num_drawn, self._next_node = target.num_drawn, target._next_node
             return True
-        try:
-            while self.num_drawn < target:
-                next(self)
-        except StopIteration:
+        for _ in zip(range(target - self.num_drawn), self, strict=False):
             pass
         return self.num_drawn == target
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a new one comes to the same place by drawing as many items: iterators of Python's own do."""
+        """Whether a new one gets to the same position by drawing as many items, as Python's own iterators do."""
         return type(self._source).__module__ in ("builtins", "itertools")
 
 
 def is_plain_iterator(value: Any) -> bool:
-    """Whether a value is an iterator whose place nothing shows: not a file, and not yet a `ReplayableIterator`."""
+    """Whether a value is an iterator whose position nothing shows: not a file, and not yet a `ReplayableIterator`."""
     return isinstance(value, Iterator) and not isinstance(value, ReplayableIterator | IOBase)

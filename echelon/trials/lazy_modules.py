@@ -1,4 +1,4 @@
-"""Modules that take their sizes from the first batch (`nn.LazyLinear`): they get sizes and values before anything looks at the model."""
+"""Initialise modules that take their sizes from the first batch (`nn.LazyLinear`) before anything looks at the model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from echelon.trials.random_state import preserve_random_states, seed_all
 
 
 def is_uninitialised(model: nn.Module) -> bool:
-    """Whether a parameter or buffer has no size yet."""
     return any(is_lazy(value) for value in (*model.parameters(), *model.buffers()))
 
 
 def initialise_lazy(model: nn.Module, job: Job) -> None:
-    """Run one small batch of the job's data through `model`, in place, where it has lazy modules. Every process gets the same values: the
-    random numbers follow from the job's seed."""
+    """Run one small batch of the job's data through a model with lazy modules, seeded by the job: every process gets the same values."""
     if not is_uninitialised(model):
         return
     dtype = next((value.data.dtype for value in model.parameters()), torch.get_default_dtype())
-    batch = map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, ExampleBatches(job).batch(2)
-    )
+    batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, ExampleBatches(job).batch(2))
     training = model.training
     with preserve_random_states(), torch.no_grad():
-        # Evaluation leaves running statistics as they start; a branch that runs in training only needs the other.
+        # Evaluation leaves running statistics alone; branches that only run in training need the second pass.
         for is_training in (False, True):
             if is_uninitialised(model):
                 seed_all(job.seed)

@@ -1,7 +1,6 @@
-"""One step, operator by operator: what is called with which shapes, what stays alive, where it happens.
+"""Record one step, operator by operator: what is called with which shapes, what stays alive, in which module.
 
-The recorder sits under autograd, so it sees the operators that really run, backward ones too. On fake tensors nothing is
-computed; on real ones (the fallback) it sees the same.
+The recorder sits below autograd, so it sees the operators that really run, backward ones too. With fake tensors nothing is computed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from echelon.plan.profile import Phase
-from echelon.trials.module_tree import is_torchscript
+from echelon.trials.module_tree import module_hooks
 
 
 @dataclass(slots=True)
 class OpCall:
-    """One operator call of one traced step."""
-
     name: str
     kind: str
     phase: Phase
@@ -45,25 +42,23 @@ class OpCall:
 
 @dataclass(slots=True)
 class ModuleTotals:
-    """What one module's forward adds up to, children included."""
+    """Sums over one module's forward, children included."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     saved_bytes: float = 0.0
     output_bytes: float = 0.0
-    lookup_ids: float = 0.0  #: that it looks up in tables
+    lookup_ids: float = 0.0  #: ids looked up in tables
 
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step of one batch size."""
-
     num_samples: int
     calls: list[OpCall] = field(default_factory=list)
     module_totals: dict[str, ModuleTotals] = field(default_factory=dict)
-    #: Whether the model or the loss takes a derivative that is differentiated in its turn.
+    #: Whether the model or the loss differentiates a derivative.
     has_double_backward: bool = False
-    #: A parameter that forward itself changes, but for rows that `max_norm` shortens; "" where there is none.
+    #: A parameter that forward itself changes, apart from rows that `max_norm` shortens; "" where there is none.
     mutated_parameter: str = ""
     #: A parameter of a block that is read while that block does not run; "" where there is none.
     parameter_read_outside: str = ""
@@ -75,9 +70,8 @@ def hash_graph(traces: Iterable[StepTrace]) -> str:
     """Hash of the operators of these steps, in order: it changes when the model or the loss computes something else."""
     digest = hashlib.sha256()
     for trace in traces:
-        for op_call in trace.calls:
-            line = f"{op_call.name} {op_call.phase} {op_call.path} {op_call.dtype} {op_call.dims} {op_call.flops} {op_call.moved_bytes}\n"
-            digest.update(line.encode())
+        for op in trace.calls:
+            digest.update(f"{op.name} {op.phase} {op.path} {op.dtype} {op.dims} {op.flops} {op.moved_bytes}\n".encode())
     return digest.hexdigest()
 
 
@@ -86,7 +80,7 @@ _LARGE_STORAGE_BYTES = 2**20
 
 
 class OpRecorder(TorchDispatchMode):
-    """Notes every operator call. Use `record_ops(...)`, which also sets the hooks that tell where a call comes from."""
+    """Records every operator call. Use `record_ops(...)`, which also hooks the modules, to know where a call comes from."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()
@@ -104,7 +98,7 @@ class OpRecorder(TorchDispatchMode):
         self._watched_parameters: dict[int, tuple[str, str]] = {}
 
     def watch_parameters(self, parameters: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
-        """Note who changes `parameters`, by name, and who reads those of a block while it does not run."""
+        """Record which of `parameters`, by name, forward changes, and which of a block it reads while the block does not run."""
         for name, value in parameters.items():
             block = next((path for path in blocks if name.startswith(f"{path}.")), "")
             if value.numel():
@@ -117,24 +111,24 @@ class OpRecorder(TorchDispatchMode):
         if self.phase == "forward" and self._watched_parameters:
             self._check_parameter_use(func, args, kwargs, inputs)
         outputs = _find_tensors(out)
-        input_storages = {_storage_id(tensor) for tensor in inputs}
-        allocated_bytes = sum(
-            (self.track_storage(tensor) for tensor in outputs if _storage_id(tensor) not in input_storages), 0.0
-        )
-        if _is_view(func, input_storages, outputs) or func._overloadpacket._qualified_op_name.startswith("prim"):
-            return out
-        self._record_call(func, args, kwargs, out, inputs, outputs, allocated_bytes)
+        input_storages = set(map(_storage_id, inputs))
+        new_tensors = [tensor for tensor in outputs if _storage_id(tensor) not in input_storages]
+        allocated_bytes = sum(map(self.track_storage, new_tensors), 0.0)
+        # A call computed nothing if it made no tensor, or only aliases of its inputs that it did not write to.
+        is_view = not outputs or not (new_tensors or func._schema.is_mutable)
+        if not is_view and not func._overloadpacket._qualified_op_name.startswith("prim"):
+            self._record_call(func, args, kwargs, out, inputs, outputs, allocated_bytes)
         return out
 
     def _check_parameter_use(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
-        """Note what happens to parameters, by their memory: writes through `.data` or `_foreach` change no version."""
+        """Watch parameters by their memory: writes through `.data` or `_foreach` change no version."""
         for tensor in inputs:
             name, block = self._watched_parameters.get(_storage_id(tensor), ("", ""))
             if block and block not in self.module_stack:
                 self.trace.parameter_read_outside = self.trace.parameter_read_outside or name
         if self.trace.mutated_parameter or not func._schema.is_mutable:
             return
-        arguments = dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | kwargs
+        arguments = _bind_arguments(func, args, kwargs)
         for item in func._schema.arguments:
             if item.alias_info is not None and item.alias_info.is_write:
                 for tensor in _find_tensors(arguments.get(item.name)):
@@ -146,7 +140,7 @@ class OpRecorder(TorchDispatchMode):
         self._ignored_storages.add(_storage_id(tensor))
 
     def track_storage(self, tensor: Tensor) -> float:
-        """Count a tensor's storage as alive until it is freed; the bytes if it was not known yet."""
+        """Count a tensor's storage as alive until it is freed; returns its bytes, 0 if it was counted before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storage_sizes or key in self._ignored_storages:
@@ -169,7 +163,7 @@ class OpRecorder(TorchDispatchMode):
         return num_bytes
 
     def save_tensor(self, tensor: Tensor) -> tuple[str, Tensor]:
-        """Autograd keeps a tensor for backward: note it, once per storage."""
+        """Count a tensor that autograd keeps for backward, once per storage."""
         key = _storage_id(tensor)
         if key not in self._ignored_storages:
             self.track_storage(tensor)
@@ -181,20 +175,13 @@ class OpRecorder(TorchDispatchMode):
         return self.module_stack[-1], tensor
 
     def load_tensor(self, packed: tuple[str, Tensor]) -> Tensor:
-        """Backward takes a kept tensor: the operators that follow belong to the module that kept it."""
+        """Return a tensor to backward: the operators that follow belong to the module that saved it."""
         self.backward_path, tensor = packed
         return tensor
 
     def _record_call(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        allocated_bytes: float,
-    ) -> None:
+        self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor], allocated_bytes: float
+    ) -> None:  # fmt: skip
         name = func._overloadpacket.__name__
         kind, dims, flops = _describe_op(name, func, args, kwargs, out)
         if name in _MATMUL_OPS:
@@ -230,39 +217,27 @@ class OpRecorder(TorchDispatchMode):
 def record_ops(model: nn.Module, num_samples: int) -> Iterator[OpRecorder]:
     """Record what happens inside; the recorder knows the module paths of `model` and leaves its parameters out."""
     recorder = OpRecorder(num_samples)
-    hooks: list[Any] = []
+    modules, totals = recorder.module_stack, recorder.trace.module_totals
 
-    def make_enter_hook(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            recorder.module_stack.append(path)
+    def enter(path: str) -> None:
+        if path:  # what happens outside of the model counts as the model's own
+            modules.append(path)
 
-        return hook
+    def leave(path: str, output: Any) -> None:
+        if path:
+            modules.pop()
+            totals.setdefault(path, ModuleTotals()).output_bytes += _count_bytes(_find_tensors(output))
 
-    def make_leave_hook(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            recorder.module_stack.pop()
-            totals = recorder.trace.module_totals.setdefault(path, ModuleTotals())
-            totals.output_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(output))
-
-        return hook
-
-    for path, module in model.named_modules():
-        if path and not is_torchscript(module):
-            hooks.append(module.register_forward_pre_hook(make_enter_hook(path)))
-            hooks.append(module.register_forward_hook(make_leave_hook(path)))
-    try:
-        with recorder, saved_tensors_hooks(recorder.save_tensor, recorder.load_tensor):
-            yield recorder
-    finally:
-        for hook in hooks:
-            hook.remove()
+    saving = saved_tensors_hooks(recorder.save_tensor, recorder.load_tensor)
+    with module_hooks(model, enter, leave), recorder, saving:
+        yield recorder
 
 
 def make_gradient_hook(recorder: OpRecorder) -> Callable[[Tensor], None]:
-    """A hook for finished gradients: counted as done and dropped, so that `alive` never holds them."""
+    """A hook that counts and drops finished gradients, so that they never count as alive."""
 
     def count_and_drop(parameter: Tensor) -> None:
-        recorder.gradient_bytes += parameter.numel() * parameter.element_size()
+        recorder.gradient_bytes += _count_bytes([parameter])
         parameter.grad = None
 
     return count_and_drop
@@ -276,6 +251,14 @@ def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _bind_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip((item.name for item in func._schema.arguments), args, strict=False)) | kwargs
+
+
 #: Operators that read as much of their first input as they return, however large it is; and one that only writes.
 _SELECTING_OPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward"}
 #: Those that read a table (their first argument) by ids (their second).
@@ -285,27 +268,16 @@ _WRITE_ONLY_OPS = {"nll_loss_backward", "nll_loss2d_backward"}
 
 def _count_moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
     """Bytes that a call reads and writes."""
-    read_tensors, written_tensors = inputs, outputs
     if name in _SELECTING_OPS:
-        largest = max((tensor.numel() for tensor in (*inputs[1:], *outputs)), default=0)
-        picked_bytes = min(largest, inputs[0].numel()) * inputs[0].element_size()
-        return float(picked_bytes + sum(tensor.numel() * tensor.element_size() for tensor in (*inputs[1:], *outputs)))
-    if name in _WRITE_ONLY_OPS:
-        read_tensors = [tensor for tensor in inputs if not tensor.is_floating_point()]
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in (*read_tensors, *written_tensors)))
-
-
-def _is_view(func: Any, input_storages: set[int], outputs: list[Tensor]) -> bool:
-    """Whether a call computed nothing: it made no tensor, or only aliases of its inputs that it did not write to."""
-    if not outputs:
-        return True
-    if func._schema.is_mutable:
-        return False
-    return all(_storage_id(tensor) in input_storages for tensor in outputs)
+        others = [*inputs[1:], *outputs]
+        largest = max((tensor.numel() for tensor in others), default=0)
+        return float(min(largest, inputs[0].numel()) * inputs[0].element_size() + _count_bytes(others))
+    reads = [tensor for tensor in inputs if not tensor.is_floating_point()] if name in _WRITE_ONLY_OPS else inputs
+    return float(_count_bytes([*reads, *outputs]))
 
 
 def _describe_op(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, tuple[float, ...], float]:
-    """(kind, dims, FLOPs) of a call; kind "stream" for operators that are priced by the bytes they move."""
+    """(kind, dims, FLOPs) of a call; kind "stream" for operators whose price is the bytes they move."""
     if name in _MATMUL_OPS:
         left, right = _get_matmul_factors(name, args)
         num_matmuls = left.shape[0] if left.dim() == 3 else 1
@@ -314,27 +286,25 @@ def _describe_op(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tupl
     if name in _RECURRENT_OPS:
         dims = _describe_recurrence(name, args)
         return "matmul", dims, (4.0 if "backward" in name else 2.0) * math.prod(dims)
-    if name == "convolution":
-        return (
-            "convolution",
-            _describe_convolution(args[0], args[1], out, args[8]),
-            _count_flops(func, args, kwargs, out),
+    if name in ("convolution", "convolution_backward"):
+        x, weight, y, groups = (
+            (args[0], args[1], out, args[8]) if name == "convolution" else (args[1], args[2], args[0], args[9])
         )
-    if name == "convolution_backward":
-        dims = _describe_convolution(args[1], args[2], args[0], args[9])
+        kernel, spatial = math.prod(weight.shape[2:]), math.prod(y.shape[2:])
+        dims = tuple(map(float, (x.shape[0], x.shape[1], y.shape[1], kernel, spatial, groups)))
         return "convolution", dims, _count_flops(func, args, kwargs, out)
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
         shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
-        scores = shape[0] * (
-            _count_causal_scores(*shape[1:3]) if _is_causal(func, args, kwargs) else shape[1] * shape[2]
-        )
+        # Kernels leave out the scores that a causal attention does not use.
+        is_causal = _bind_arguments(func, args, kwargs).get("is_causal", False) is True
+        scores = shape[0] * (_count_causal_scores(*shape[1:3]) if is_causal else shape[1] * shape[2])
         # Backward computes the scores again, then four products.
         return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
     return "stream", _describe_layout(name, args), _count_flops(func, args, kwargs, out)
 
 
-#: Operators that are dealt out by rows or by channels, so that bytes alone do not tell their rate: where the tensor stands that does.
+#: Operators that kernels distribute by rows or by channels, so that their rate follows from more than bytes -> index of the tensor.
 _ROW_WISE_OPS = {"native_layer_norm": 0, "native_layer_norm_backward": 1, "nll_loss_forward": 0, "nll_loss_backward": 1}
 _CHANNEL_WISE_OPS = {
     "native_batch_norm": 0, "native_batch_norm_backward": 1, "cudnn_batch_norm": 0, "cudnn_batch_norm_backward": 0,
@@ -353,15 +323,8 @@ def _describe_layout(name: str, args: Any) -> tuple[float, ...]:
     return ()
 
 
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an attention looks back only: kernels then leave out the scores that are not used."""
-    names = [argument.name for argument in func._schema.arguments]
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    return arguments.get("is_causal", False) is True
-
-
 def _count_causal_scores(queries: float, keys: float) -> float:
-    """Scores of so many queries of which the first sees one key, the second two, and so on."""
+    """Scores where the first query sees one key, the second two, and so on."""
     causal_queries = min(queries, keys)
     return causal_queries * (causal_queries + 1) / 2 + (queries - causal_queries) * keys
 
@@ -379,7 +342,7 @@ _RECURRENT_OPS = {
 
 
 def _describe_recurrence(name: str, args: Any) -> tuple[float, ...]:
-    """A recurrent layer as one product of every step: (steps, samples, gates, what each of them adds up)."""
+    """A recurrent layer as one product for each step: (steps, samples, gates, elements that each gate sums)."""
     weight_indices, state_index = _RECURRENT_OPS[name]
     weights = [tensor for tensor in _find_tensors(args[weight_indices]) if tensor.dim() == 2]
     samples, gates = args[state_index].shape[-2], weights[0].shape[0]
@@ -395,13 +358,6 @@ def _get_matmul_factors(name: str, args: Any) -> tuple[Tensor, Tensor]:
 def _describe_transposition(left: Tensor, right: Tensor) -> str:
     """`:nt` and so on: which factors lie transposed in memory; libraries differ most between those."""
     return ":" + "".join("t" if factor.stride(-2) == 1 and factor.stride(-1) != 1 else "n" for factor in (left, right))
-
-
-def _describe_convolution(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> tuple[float, ...]:
-    spatial = math.prod(out.shape[2:])
-    return (
-        float(x.shape[0]), float(x.shape[1]), float(out.shape[1]), float(math.prod(weight.shape[2:])), float(spatial), float(groups),
-    )  # fmt: skip
 
 
 def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -1,4 +1,4 @@
-"""Random numbers at the ends of their range: what a model calls must not follow from them if it is to be cut into stages.
+"""Fix random numbers at the ends of their range: a model whose calls depend on them cannot be cut into stages.
 
 Layer drop with a rate of zero draws and never drops; with any other rate one of the two ends shows it.
 """
@@ -9,48 +9,38 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from echelon.trials.torch_patches import patch_attribute
+
 #: The lowest number that is drawn from [0, 1), and one that is above every rate.
 UNIFORM_EXTREMES = (0.0, 1 - 1e-7)
-_PYTHON_FUNCTIONS = ("random", "uniform")
-_NUMPY_FUNCTIONS = ("random", "rand", "uniform", "random_sample")
 
 
 @contextmanager
 def uniform_draws_fixed_at(extreme: float) -> Iterator[None]:
-    """Inside, uniform random numbers of torch, Python and NumPy are `extreme`, between the bounds that were asked for."""
-    with ExitStack() as stack:
-        for name in _PYTHON_FUNCTIONS:
-            stack.enter_context(patch.object(random, name, _make_scalar_draw(extreme)))
-        for name in _NUMPY_FUNCTIONS:
-            stack.enter_context(
-                patch.object(numpy.random, name, _make_array_draw(extreme, takes_shape=name != "uniform"))
-            )
-        stack.enter_context(_TorchUniformPatch(extreme))
-        yield
+    """Inside, uniform random numbers of torch, Python and NumPy are `extreme`, scaled to the requested bounds."""
 
-
-def _make_scalar_draw(extreme: float) -> Any:
-    return lambda low=0.0, high=1.0: low + (high - low) * extreme
-
-
-def _make_array_draw(extreme: float, *, takes_shape: bool) -> Any:
-    def drawn(*positional: Any, size: Any = None) -> Any:
-        if takes_shape:
-            size = positional[0] if len(positional) == 1 else positional or size
-            return numpy.full(size, extreme) if size not in (None, ()) else extreme
-        low, high, *rest = (*positional, 0.0, 1.0)[:2] if len(positional) < 3 else positional
+    def draw_uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
         value = low + (high - low) * extreme
-        size = rest[0] if rest else size
         return value if size is None else numpy.full(size, value)
 
-    return drawn
+    def draw_shape(*shape: Any, size: Any = None) -> Any:
+        size = shape[0] if len(shape) == 1 else shape or size
+        return numpy.full(size, extreme) if size not in (None, ()) else extreme
+
+    with ExitStack() as stack:
+        for name in ("random", "uniform"):
+            stack.enter_context(patch_attribute(random, name, draw_uniform))
+        for name in ("random", "rand", "random_sample", "uniform"):
+            draw = draw_uniform if name == "uniform" else draw_shape
+            stack.enter_context(patch_attribute(numpy.random, name, draw))
+        stack.enter_context(_TorchUniformPatch(extreme))
+        yield
 
 
 class _TorchUniformPatch(TorchFunctionMode):

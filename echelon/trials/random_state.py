@@ -12,7 +12,6 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's CPU generator, Python's and NumPy's."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
@@ -20,7 +19,7 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def preserve_random_states(*, devices: bool = False) -> Iterator[None]:
-    """Restore torch's CPU generator, Python's and NumPy's on exit; with `devices` those of GPUs too."""
+    """Restore torch's CPU generator, Python's and NumPy's on exit; with `devices` also those of GPUs."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=None if devices else []):

@@ -1,12 +1,12 @@
-"""What a job's functions reach: the functions, objects and containers that they use, and the places in which these keep values.
+"""What a job's functions reach: the functions, objects and containers that they use, and the slots in which these keep values.
 
     functions       closures, globals that they mention, defaults, attributes
     partials        the function and its arguments
     objects         attributes and methods; of a module also its parameters, buffers, submodules and hooks, of an optimizer its hooks
     classes         attributes and methods
-    containers      their items; of one of a user's class also attributes and methods
+    containers      their items; of instances of a user's class also attributes and methods
 
-Only the user's own code is followed, not torch's, NumPy's or another library's, and records of Python's own (`SimpleNamespace`).
+Only the user's own code is followed, not torch's, NumPy's or another library's, and Python's own records (`SimpleNamespace`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, 
 #: Bytes that change in place.
 BYTE_BUFFER_TYPES = (bytearray, array)
 _CONTAINER_TYPES = (OrderedDict, list, dict, set, tuple, deque)
-#: Classes of Python's own that hold attributes.
+_FOLLOWED_TYPES = (Tensor, np.ndarray, MethodType, partial, ReplayableIterator, *BYTE_BUFFER_TYPES, *GENERATOR_TYPES)
+#: Python's own classes that hold attributes.
 RECORD_TYPES = (SimpleNamespace, Namespace, UserDict, UserList, queue.Queue)
 _DESCRIPTOR_TYPES = (staticmethod, classmethod, property)
-#: What recurrent layers keep of their own parameters, made again whenever one is assigned.
+#: Recurrent layers' caches of their own parameters, rebuilt whenever one is assigned.
 _RNN_WEIGHT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
 _HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
 _GRADIENT_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -54,7 +55,7 @@ _MAX_FOLLOWED_ITEMS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that holds a value: an entry of a dict, or an attribute."""
+    """An entry of a dict, or an attribute."""
 
     owner: Any
     key: str
@@ -70,7 +71,6 @@ class Slot:
             setattr(self.owner, self.key, value)
 
     def delete(self) -> None:
-        """Leave it without a value."""
         if isinstance(self.owner, dict):
             self.owner.pop(self.key, None)
         else:
@@ -78,8 +78,7 @@ class Slot:
 
 
 def find_reachable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = ()) -> dict[str, Any]:
-    """By name everything with an identity that is reached from `roots`, but objects whose id is in `excluded_ids`. Names are the same wherever the
-    same code built the same objects."""
+    """Everything with an identity that is reached from `roots`, by a name that is the same wherever the same code built the same objects."""
     reached: dict[str, Any] = {}
     seen_ids = set(excluded_ids)
     pending = list(roots.items())[::-1]
@@ -94,7 +93,7 @@ def find_reachable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = 
 
 
 def find_unfollowed(nodes: Iterable[Any]) -> list[Any]:
-    """What reachable things lead to and is not followed, but plain values."""
+    """The values, but for plain ones, that `nodes` reference and that are not followed."""
     items = [item for node in nodes for _, item in _list_references(node)]
     return [item for item in items if not isinstance(item, PLAIN_TYPES) and not _is_followed(item)]
 
@@ -102,34 +101,30 @@ def find_unfollowed(nodes: Iterable[Any]) -> list[Any]:
 def _is_followed(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
         return is_user_defined(value)
-    if isinstance(
-        value, (Tensor, np.ndarray, MethodType, partial, ReplayableIterator, *BYTE_BUFFER_TYPES, *GENERATOR_TYPES)
-    ):
-        return True
-    return is_container(value) or is_user_object(value)
+    return isinstance(value, _FOLLOWED_TYPES) or is_container(value) or is_user_object(value)
 
 
 def is_container(value: Any) -> bool:
-    """Whether it holds items that are followed; also of a class derived from Python's own (Counter, a list of the user's)."""
+    """Whether it is one of Python's containers or of a class derived from one (Counter, a user's list)."""
     return isinstance(value, _CONTAINER_TYPES) and not isinstance(value, torch.Size)
 
 
 def get_builtin_base(container: Any) -> Any:
-    """Python's own class that a container is derived from: its methods go by no rule of the user's."""
+    """Python's own class that a container is derived from: its methods follow no rule of the user's."""
     return next(base for base in _CONTAINER_TYPES if isinstance(container, base))
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether it is an object of the user's that may change, or an optimizer or a module of any kind but a compiled one."""
+    """Whether it is an object of the user's that may change, an optimizer, or a module of any kind but TorchScript's."""
     if isinstance(value, (ModuleType, torch.jit.ScriptModule, *_DESCRIPTOR_TYPES, type, FunctionType, MethodType)):
         return False
-    return isinstance(value, (nn.Module, Optimizer, *RECORD_TYPES)) or (
-        is_user_defined(type(value)) and (hasattr(value, "__dict__") or any(map(_declared_slots, type(value).__mro__)))
-    )
+    if isinstance(value, (nn.Module, Optimizer, *RECORD_TYPES)):
+        return True
+    return is_user_defined(type(value)) and (hasattr(value, "__dict__") or bool(_list_slot_names(type(value))))
 
 
 def _list_references(value: Any) -> list[tuple[str, Any]]:
-    """What one thing leads to, by labels."""
+    """What a value refers to, by labels."""
     items = _list_items(value) if is_container(value) else []
     if is_container(value) and not is_user_object(value):
         return items
@@ -143,7 +138,7 @@ def _list_references(value: Any) -> list[tuple[str, Any]]:
         defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
         return slot_values + [(f"({name})", item) for name, item in defaults]
     if isinstance(value, type):
-        return slot_values + [(f".{name}", item) for name, item in list_methods(value)]
+        return slot_values + [(f".{name}", item) for name, item in _list_methods(value)]
     if not is_user_object(value) or isinstance(value, Dataset):
         return slot_values
     return [*items, *slot_values, *_list_user_hooks(value), (".class", type(value))]
@@ -154,27 +149,21 @@ def _list_items(container: Any) -> list[tuple[str, Any]]:
         return []
     base = get_builtin_base(container)
     pairs = base.items(container) if isinstance(container, dict) else enumerate(base.__iter__(container))
-    return [
-        (f"[{key!r}]", item)
-        for key, item in pairs
-        if isinstance(key, PLAIN_TYPES) and not isinstance(item, PLAIN_TYPES)
-    ]
+    followed = [(key, item) for key, item in pairs if not isinstance(item, PLAIN_TYPES)]
+    return [(f"[{key!r}]", item) for key, item in followed if isinstance(key, PLAIN_TYPES)]
 
 
 def _list_user_hooks(value: Any) -> list[tuple[str, Any]]:
-    """Functions of the user's that torch calls around a module, around a step of an optimizer, or for a parameter's gradient."""
+    """The user's functions that torch calls around a module, around a step of an optimizer, or for a parameter's gradient."""
     owners: list[tuple[str, Any, tuple[str, ...]]] = [("", value, _HOOK_ATTRIBUTES)]
     if isinstance(value, nn.Module):
-        owners += [
-            (f".{name}", item, _GRADIENT_HOOK_ATTRIBUTES)
-            for name, item in value._parameters.items()
-            if item is not None
-        ]
+        parameters = [(name, p) for name, p in value._parameters.items() if p is not None]
+        owners += [(f".{name}", parameter, _GRADIENT_HOOK_ATTRIBUTES) for name, parameter in parameters]
     user_hooks = []
-    for name, owner, attribute_names in owners:
-        for attribute_name in attribute_names:
-            hooks = [item for item in (getattr(owner, attribute_name, None) or {}).values() if _is_user_hook(item)]
-            user_hooks += [(f"{name}.{attribute_name}[{index}]", item) for index, item in enumerate(hooks)]
+    for name, owner, attributes in owners:
+        for attribute in attributes:
+            hooks = filter(_is_user_hook, (getattr(owner, attribute, None) or {}).values())
+            user_hooks += [(f"{name}.{attribute}[{index}]", hook) for index, hook in enumerate(hooks)]
     return user_hooks
 
 
@@ -185,12 +174,12 @@ def _is_user_hook(hook: Any) -> bool:
 
 
 def get_slots(value: Any) -> dict[str, Slot]:
-    """The places of a function, an object or a class that can be assigned to, those with a value, by label."""
+    """The slots of a function, an object or a class that have a value, by label."""
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        slots = {f".{name}": Slot(cell, "cell_contents") for name, cell in cells if has_cell_value(cell)}
-        globals_ = {f":{name}": Slot(value.__globals__, name) for name in referenced_names(value.__code__)}
-        slots |= {label: slot for label, slot in globals_.items() if slot.key in value.__globals__}
+        slots = {f".{name}": Slot(cell, "cell_contents") for name, cell in cells if _has_cell_value(cell)}
+        names = [name for name in _referenced_names(value.__code__) if name in value.__globals__]
+        slots |= {f":{name}": Slot(value.__globals__, name) for name in names}
         return slots | {f".{name}": Slot(vars(value), name) for name in vars(value)}
     if isinstance(value, type):
         if issubclass(value, Enum | tuple):  # constants
@@ -203,36 +192,33 @@ def get_slots(value: Any) -> dict[str, Slot]:
     if isinstance(value, nn.Module):
         for registry in (value._parameters, value._buffers, value._modules):
             slots |= {f".{name}": Slot(registry, name) for name in registry}
-    return slots | {f".{name}": _attribute_slot(value, name) for name in _list_attribute_names(value)}
+    names, attributes = _list_attribute_names(value), getattr(value, "__dict__", {})
+    return slots | {f".{name}": Slot(attributes if name in attributes else value, name) for name in names}
 
 
 def _list_attribute_names(value: Any) -> list[str]:
-    """The attributes of an object itself, also those in `__slots__`; not what torch gives every module and optimizer, nor lists of a module's parameters."""
-    hidden_names = frozenset[str]()
-    if isinstance(value, nn.Module | Optimizer):
-        hidden_names = _module_attributes() if isinstance(value, nn.Module) else _optimizer_attributes()
-    if isinstance(value, nn.RNNBase):
-        hidden_names |= _RNN_WEIGHT_CACHES
-    slot_names = [name for item in type(value).__mro__ for name in _declared_slots(item) if hasattr(value, name)]
+    """The attributes of an object itself, also those in `__slots__`, but for what torch gives every module and optimizer."""
     if isinstance(value, Dataset):  # the rest is data
         attributes = [(name, item) for name, item in vars(value).items() if not isinstance(item, io.IOBase)]
         return [name for name, item in attributes if isinstance(item, (*PLAIN_TYPES, Iterator, Dataset))]
-    return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden_names), *slot_names]
+    hidden = frozenset[str]()
+    if isinstance(value, nn.Module | Optimizer):
+        hidden = _module_attributes() if isinstance(value, nn.Module) else _optimizer_attributes()
+    if isinstance(value, nn.RNNBase):
+        hidden |= _RNN_WEIGHT_CACHES
+    names = [name for name in getattr(value, "__dict__", ()) if name not in hidden]
+    return names + [name for name in _list_slot_names(type(value)) if hasattr(value, name)]
 
 
-def _declared_slots(value: type) -> list[str]:
-    """What a class declares in `__slots__`."""
-    declared = vars(value).get("__slots__", ())
-    names = [declared] if isinstance(declared, str) else list(declared)
+def _list_slot_names(value: type) -> list[str]:
+    """What a class and its bases declare in `__slots__`."""
+    declared = [vars(base).get("__slots__", ()) for base in value.__mro__]
+    names = [name for item in declared for name in ([item] if isinstance(item, str) else item)]
     return [name for name in names if not name.startswith("__")]
 
 
-def _attribute_slot(value: Any, name: str) -> Slot:
-    return Slot(vars(value), name) if name in getattr(value, "__dict__", ()) else Slot(value, name)
-
-
 def find_slot(value: Any, label: str) -> Slot | None:
-    """The place with this label, whether it has a value or not; None where there can be none."""
+    """The slot with this label, whether it has a value or not; None where there can be none."""
     if (slot := get_slots(value).get(label)) is not None:
         return slot
     name = label[1:]
@@ -248,8 +234,8 @@ def find_slot(value: Any, label: str) -> Slot | None:
     return None
 
 
-def list_methods(value: type) -> list[tuple[str, FunctionType]]:
-    """The functions that a class defines, with those of its base classes."""
+def _list_methods(value: type) -> list[tuple[str, FunctionType]]:
+    """The functions that a class and its bases define."""
     methods = []
     for base in (value, *value.__mro__[1:]):
         for name, attribute in vars(base).items() if is_user_defined(base) else ():
@@ -263,16 +249,13 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, (FunctionType, type, *_DESCRIPTOR_TYPES)) or hasattr(type(value), "__get__")
 
 
-def referenced_names(code: CodeType) -> list[str]:
+def _referenced_names(code: CodeType) -> list[str]:
     """The names of globals and attributes that code mentions, with those of functions inside."""
-    inner = [
-        name for constant in code.co_consts if isinstance(constant, CodeType) for name in referenced_names(constant)
-    ]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+    inner = [_referenced_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
 
-def has_cell_value(cell: Any) -> bool:
-    """Whether a closure's variable has a value yet."""
+def _has_cell_value(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -282,10 +265,7 @@ def has_cell_value(cell: Any) -> bool:
 
 def is_user_defined(value: Any) -> bool:
     """Whether a function or class is the user's: not torch's, Python's or this package's."""
-    return _is_user_module(value.__module__ if isinstance(value.__module__, str) else "")
-
-
-def _is_user_module(name: str) -> bool:
+    name = value.__module__ if isinstance(value.__module__, str) else ""
     if name.split(".")[0] in ("echelon", "torch", "numpy", *sys.stdlib_module_names):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -299,14 +279,13 @@ def _is_own_file(file: str) -> bool:
 
 @cache
 def _module_attributes() -> frozenset[str]:
-    """Those that torch gives every module."""
     return frozenset(vars(nn.Module()))
 
 
 @cache
 def _optimizer_attributes() -> frozenset[str]:
-    """Those that torch gives every optimizer; schedules add three."""
+    """What torch gives every optimizer; schedules add three."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count", "step"}
 
 
-_LIBRARY_FOLDERS = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

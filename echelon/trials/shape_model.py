@@ -1,7 +1,7 @@
-"""A job's model for a trace: its modules and shapes, without computing or allocating its values where that can be helped.
+"""A job's model for a trace: modules and shapes, without computing or allocating values where possible.
 
-Code that looks at values stops a trace, because fake tensors have none. Where it is torch's own and the answer changes nothing
-that a profile says, it is answered here, for as long as a trace takes.
+Fake tensors have no values, so code that reads values stops a trace. `skip_value_checks` answers such questions of torch's own code
+where the answer changes nothing in a profile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from echelon.trials.float64_ops import reset_keras_layer_names
 from echelon.trials.lazy_modules import initialise_lazy, is_uninitialised
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.reachable import find_reachable
+from echelon.trials.torch_patches import patch_attribute
 
 #: Modules that factories made and the user's code registered somewhere.
 _FACTORY_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def call_factory(factory: Callable[[], nn.Module]) -> nn.Module:
-    """A model of the job's factory. Modules of an earlier one leave the user's lists and dicts first: each model registers its own there."""
+    """Build a model, after removing the modules of an earlier one from the user's lists and dicts: each model registers its own there."""
     reachable_before = find_reachable({"model": factory})
     for value in reachable_before.values():
         if isinstance(value, list) and any(_is_factory_module(item) for item in value):
@@ -42,15 +43,13 @@ def call_factory(factory: Callable[[], nn.Module]) -> nn.Module:
     try:
         return factory()
     finally:
-        reachable = find_reachable({"model": factory}).values()
-        _FACTORY_MODULES.update(
-            item for item in reachable if isinstance(item, nn.Module) and id(item) not in ids_before
-        )
+        added = [item for item in find_reachable({"model": factory}).values() if id(item) not in ids_before]
+        _FACTORY_MODULES.update(item for item in added if isinstance(item, nn.Module))
 
 
 def register_copies(memo: Mapping[int, Any]) -> None:
-    """Copies of modules that factories made count as such too; `memo`: that of `copy.deepcopy`."""
-    _FACTORY_MODULES.update(memo[id(original)] for original in list(_FACTORY_MODULES) if id(original) in memo)
+    """Treat copies of modules that factories made like these; `memo`: that of `copy.deepcopy`."""
+    _FACTORY_MODULES.update(memo[id(module)] for module in list(_FACTORY_MODULES) if id(module) in memo)
 
 
 def _is_factory_module(value: Any) -> bool:
@@ -58,7 +57,7 @@ def _is_factory_module(value: Any) -> bool:
 
 
 def make_model(job: Job) -> nn.Module:
-    """What the job's factory gives, or a copy of its module: what a trial does to it is not seen in the training."""
+    """A model from the job's factory, or a copy of its module, so that trials leave the training's model alone."""
     if isinstance(job.model, nn.Module):
         with unset_fake_temporarily():
             model = copy_module(job.model)
@@ -77,12 +76,12 @@ def make_model(job: Job) -> nn.Module:
 
 
 def build_fake_model(job: Job) -> nn.Module:
-    """The model, built within the fake mode that is on; on the meta device or for real where its constructor needs that.
+    """The model, built in the active fake mode; on the meta device or for real where its constructor needs that.
 
-    Fake first: tensors that a module keeps to itself, outside its buffers, are then fakes of the same mode.
+    Fake first: tensors that a module holds outside its buffers are then fakes of the same mode.
     """
     try:
-        with _patched_attribute(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor):
+        with patch_attribute(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor):
             return make_model(job)
     except EchelonError:
         raise
@@ -92,7 +91,7 @@ def build_fake_model(job: Job) -> nn.Module:
 
 
 def _build_on_meta(job: Job) -> nn.Module | None:
-    """The model on the meta device, where nothing is allocated either; None where it cannot be, or would not run."""
+    """The model on the meta device, where nothing is allocated either; None where it cannot be built or would not run."""
     try:
         with torch.device("meta"):
             model = make_model(job)
@@ -104,30 +103,13 @@ def _build_on_meta(job: Job) -> nn.Module | None:
 
 @contextlib.contextmanager
 def skip_value_checks() -> Iterator[None]:
-    """torch's own questions about values are not asked.
+    """Skip torch's own reads of values: distributions check their arguments, `nn.Transformer` asks whether a mask is causal."""
 
-    Distributions check their arguments. `nn.Transformer` looks whether a mask is causal: without the answer it counts the mask.
-    """
-    validated_by_default = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        with _patched_attribute(
-            transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True
-        ):
-            yield
-    finally:
-        Distribution.set_default_validate_args(validated_by_default)
+    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
 
-
-@contextlib.contextmanager
-def _patched_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` for a while; another version of torch may not have it, and then nothing happens."""
-    original = getattr(module, name, None)
-    if original is None:
+    with (
+        patch_attribute(Distribution, "_validate_args", False),
+        patch_attribute(transformer, "_detect_is_causal_mask", is_causal_mask),
+    ):
         yield
-        return
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)

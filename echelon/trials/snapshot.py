@@ -1,4 +1,4 @@
-"""What code holds at one moment, put back later: attributes, containers, tensors and generators that are reached from some roots.
+"""Save and restore what code holds: attributes, containers, tensors and generators that are reached from some roots.
 
 Large tensors are not copied; torch's version counter shows whether they were changed in place.
 """
@@ -12,7 +12,7 @@ import os
 import random
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,44 +37,49 @@ from echelon.trials.reachable import (
 
 #: Longer containers are not copied, nor are tensors with more bytes.
 MAX_ITEMS, MAX_TENSOR_BYTES = 100_000, 2**26
-#: Bytes of a text file that is read up to three times, about a second, to see where somebody who iterates over its lines is.
+#: A larger text file whose lines are iterated is not read (up to three times, about a second) to find its position.
 _MAX_ITERATED_FILE_BYTES = 2**28
 
 
+class SavedContents:
+    """Copies of what tensors, arrays, containers, iterators and generators contain. Generators count only `with_generators`."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._copies = [(value, copy_content(value)) for value in values]
+
+    def _select(self, with_generators: bool) -> list[tuple[Any, Any]]:
+        return [pair for pair in self._copies if with_generators or not isinstance(pair[0], GENERATOR_TYPES)]
+
+    def restore(self, *, with_generators: bool) -> None:
+        for value, saved in self._select(with_generators):
+            if not _is_same_content(get_content(value), saved):
+                set_content(value, saved)
+
+    def has_changed(self, *, with_generators: bool) -> bool:
+        pairs = [(get_content(value), saved) for value, saved in self._select(with_generators)]
+        return not all(_is_same_content(*pair) or is_equal(*pair) for pair in pairs)
+
+
 class Snapshot:
-    """What is reached from `roots`, as it is now; `without`: ids of objects that are left alone."""
+    """What is reached from `roots`, as it is now; `excluded_ids`: objects that are left alone."""
 
     def __init__(
         self, roots: Mapping[str, Any], *, excluded_ids: Collection[int] = (), max_tensor_bytes: int = MAX_TENSOR_BYTES
     ) -> None:
-        reached = list(find_reachable_replayable(roots, excluded_ids=excluded_ids).items())
-        self.unfollowed_values = list(
-            {id(item): item for item in find_unfollowed(value for _, value in reached)}.values()
+        reached = find_reachable_replayable(roots, excluded_ids=excluded_ids)
+        values, tensors = reached.values(), [item for item in reached.items() if isinstance(item[1], Tensor)]
+        self.unfollowed_values = list({id(value): value for value in find_unfollowed(values)}.values())
+        #: Open files that are read, each with its position.
+        self.file_positions = list_file_positions(self.unfollowed_values)
+        self._saved_slots = [(v, {label: slot.value for label, slot in get_slots(v).items()}) for v in values]
+        self._large_tensors = [(n, t, t._version) for n, t in tensors if not _is_copied_size(t, max_tensor_bytes)]
+        self._contents = SavedContents(
+            value for value in values if has_mutable_content(value) and _is_copied_size(value, max_tensor_bytes)
         )
-        #: Open files that are read, each with where it is in them.
-        self.file_positions = [
-            (item, position) for item in self.unfollowed_values if (position := get_file_position(item)) is not None
-        ]
-        self._saved_slots = [
-            (value, {label: slot.value for label, slot in get_slots(value).items()}) for _, value in reached
-        ]
-        self._large_tensors = [
-            (name, value, value._version)
-            for name, value in reached
-            if isinstance(value, Tensor) and not _is_copied_size(value, max_tensor_bytes)
-        ]
-        self._saved_contents = [
-            (value, copy_content(value))
-            for _, value in reached
-            if has_mutable_content(value) and _is_copied_size(value, max_tensor_bytes)
-        ]
 
     def restore(self, *, with_generators: bool = True) -> None:
-        """Have everything hold again what it held, but large tensors, and generators where not asked for, and be where it was in files that it reads;
-        may be called again."""
-        for file, saved_position in self.file_positions:
-            if not file.closed and get_file_position(file) != saved_position:
-                file.seek(saved_position)
+        """Restore everything but large tensors, with the positions in files that are read; may be called again."""
+        restore_file_positions(self.file_positions)
         for value, saved in self._saved_slots:
             current = get_slots(value)
             for label in current.keys() - saved.keys():
@@ -85,27 +90,19 @@ class Snapshot:
                     continue  # a file that was opened meanwhile stays open
                 if slot is not None and (label not in current or current[label].value is not saved_value):
                     slot.assign(saved_value)
-        for value, saved_content in self._select_contents(with_generators):
-            if not is_same_content(get_content(value), saved_content):
-                set_content(value, saved_content)
-
-    def _select_contents(self, with_generators: bool) -> list[tuple[Any, Any]]:
-        return [entry for entry in self._saved_contents if with_generators or not isinstance(entry[0], GENERATOR_TYPES)]
+        self._contents.restore(with_generators=with_generators)
 
     def list_unrestored(self) -> list[str]:
         """Large tensors that were changed in place since."""
         return [name for name, value, version in self._large_tensors if value._version != version]
 
     def has_changed(self, *, with_generators: bool = True) -> bool:
-        """Whether anything has another value now; generators where asked for. An equal number or tensor in its place is no change."""
+        """Whether anything has another value now. An equal number or tensor in its place is no change."""
         for value, saved in self._saved_slots:
-            current = get_slots(value)
-            if current.keys() != saved.keys() or not all(
-                _is_equal(current[name].value, entry) for name, entry in saved.items()
-            ):
+            now = get_slots(value)
+            if now.keys() != saved.keys() or not all(is_equal(now[label].value, item) for label, item in saved.items()):
                 return True
-        pairs = [(get_content(value), saved_content) for value, saved_content in self._select_contents(with_generators)]
-        return bool(self.list_unrestored()) or not all(_is_equal(*entry) or is_same_content(*entry) for entry in pairs)
+        return bool(self.list_unrestored()) or self._contents.has_changed(with_generators=with_generators)
 
 
 def find_reachable_replayable(roots: Mapping[str, Any], *, excluded_ids: Collection[int] = ()) -> dict[str, Any]:
@@ -120,36 +117,42 @@ def find_reachable_replayable(roots: Mapping[str, Any], *, excluded_ids: Collect
 
     for value in reached_objects.values():
         for slot in get_slots(value).values():
-            iterator_or_value = slot.value
-            if make_replayable(iterator_or_value) is not iterator_or_value:
-                slot.assign(make_replayable(iterator_or_value))
+            item = slot.value
+            if make_replayable(item) is not item:
+                slot.assign(make_replayable(item))
         if isinstance(value, list | dict) and len(value) <= MAX_ITEMS:
-            for key, iterator_or_value in list_pairs(get_content(value)):
-                if make_replayable(iterator_or_value) is not iterator_or_value:
-                    get_builtin_base(value).__setitem__(value, key, make_replayable(iterator_or_value))
+            for key, item in list_pairs(get_content(value)):
+                if make_replayable(item) is not item:
+                    get_builtin_base(value).__setitem__(value, key, make_replayable(item))
     return find_reachable(roots, excluded_ids=excluded_ids) if replays else reached_objects
 
 
 def has_mutable_content(value: Any) -> bool:
-    """Whether it changes in place otherwise than by its attributes."""
+    """Whether it changes in place by other means than its attributes."""
     return isinstance(value, (Tensor, np.ndarray, ReplayableIterator, *BYTE_BUFFER_TYPES, *GENERATOR_TYPES)) or (
         is_container(value) and not isinstance(value, tuple)
     )
 
 
 def _is_copied_size(value: Any, max_tensor_bytes: int) -> bool:
-    if isinstance(value, Tensor):
-        return (
-            type(value) in (Tensor, nn.Parameter, nn.Buffer)
-            and value.layout is torch.strided
-            and not value.is_meta
-            and value.nbytes <= max_tensor_bytes
-        )
-    return len(value) <= MAX_ITEMS if is_container(value) else True
+    if not isinstance(value, Tensor):
+        return not is_container(value) or len(value) <= MAX_ITEMS
+    is_plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided and not value.is_meta
+    return is_plain and value.nbytes <= max_tensor_bytes
+
+
+def list_file_positions(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    return [(value, position) for value in values if (position := get_file_position(value)) is not None]
+
+
+def restore_file_positions(file_positions: Iterable[tuple[Any, int]]) -> None:
+    for file, position in file_positions:
+        if not file.closed and get_file_position(file) != position:
+            file.seek(position)
 
 
 def get_file_position(value: Any) -> int | None:
-    """Where it is in a file that is only read; None for anything else."""
+    """The position in a file that is only read; None for anything else."""
     with contextlib.suppress(OSError, ValueError):  # a pipe; closed
         if isinstance(value, io.IOBase) and value.seekable() and not value.writable():
             try:
@@ -160,7 +163,7 @@ def get_file_position(value: Any) -> int | None:
 
 
 def _find_position_among_lines(file: io.TextIOWrapper) -> int | None:
-    """Where it is in a text file whose lines are iterated: `tell` does not work until it has been put somewhere again. None for large files."""
+    """The position in a text file whose lines are iterated, where `tell` raises until the next `seek`. None for large files."""
     if os.fstat(file.fileno()).st_size > _MAX_ITERATED_FILE_BYTES:
         return None
     remaining = _count_remaining_characters(file)
@@ -172,12 +175,11 @@ def _find_position_among_lines(file: io.TextIOWrapper) -> int | None:
 
 
 def _count_remaining_characters(file: io.TextIOWrapper) -> int:
-    """How many are left in the file, which it reads."""
     return sum(map(len, iter(partial(file.read, 2**20), "")))
 
 
 def get_content(value: Any) -> Any:
-    """What `set_content` takes, of types that a checkpoint holds."""
+    """What `set_content` takes, in types that a checkpoint can hold."""
     if isinstance(value, random.SystemRandom):
         return None  # the system's entropy has no state
     if isinstance(value, random.Random):
@@ -196,7 +198,7 @@ def get_content(value: Any) -> Any:
 
 
 def copy_content(value: Any) -> Any:
-    """Its content, which later changes leave as it is."""
+    """Its content, unaffected by later changes."""
     if isinstance(value, Tensor | torch.Generator):
         return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
     if isinstance(value, ReplayableIterator):
@@ -205,7 +207,7 @@ def copy_content(value: Any) -> Any:
 
 
 def set_content(value: Any, content: Any) -> bool:
-    """Have it hold `content` again; whether it can."""
+    """Put `content` back; returns whether that is possible."""
     if isinstance(value, Tensor) and value.is_meta:  # another stage holds it
         return True
     if isinstance(value, Tensor | np.ndarray):
@@ -241,8 +243,8 @@ def set_content(value: Any, content: Any) -> bool:
     return True
 
 
-def is_same_content(first: Any, second: Any) -> bool:
-    """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
+def _is_same_content(first: Any, second: Any) -> bool:
+    """Whether two contents are the same: the same objects in containers, the same bits in tensors and generators."""
     if isinstance(first, Tensor):
         return torch.equal(first, second)  # one with NaN counts as changed, which costs a copy
     if isinstance(first, np.ndarray):
@@ -253,19 +255,17 @@ def is_same_content(first: Any, second: Any) -> bool:
         return first.num_drawn == second.num_drawn
     if isinstance(first, list | dict):
         same_keys = list(first) == list(second) if isinstance(first, dict) else len(first) == len(second)
-        return same_keys and all(
-            first_item is second_item
-            for (_, first_item), (_, second_item) in zip(list_pairs(first), list_pairs(second), strict=True)
-        )
+        pairs = zip(list_pairs(first), list_pairs(second), strict=True) if same_keys else ()
+        return same_keys and all(a is b for (_, a), (_, b) in pairs)
     return repr(first) == repr(second)  # arrays within a generator's state have no single truth
 
 
 def list_pairs(content: Any) -> list[tuple[Any, Any]]:
-    """The items of a dict, or those of a list by place."""
+    """The items of a dict, or those of a list by index."""
     return list(content.items() if isinstance(content, dict) else enumerate(content))
 
 
-def _is_equal(first: Any, second: Any) -> bool:
+def is_equal(first: Any, second: Any) -> bool:
     """Whether two values are equal; two objects of the user's never are."""
     if first is second:
         return True
@@ -273,14 +273,9 @@ def _is_equal(first: Any, second: Any) -> bool:
         return False
     if isinstance(first, PLAIN_TYPES):
         return bool(first == second or first != first)
-    if isinstance(first, Tensor):
-        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, np.ndarray):
-        return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
-    if isinstance(first, list | dict):
-        first_pairs, second_pairs = list_pairs(first), list_pairs(second)
-        return len(first_pairs) == len(second_pairs) and all(
-            first_key == second_key and _is_equal(first_item, second_item)
-            for (first_key, first_item), (second_key, second_item) in zip(first_pairs, second_pairs, strict=True)
-        )
+    if isinstance(first, Tensor | np.ndarray):
+        return first.shape == second.shape and first.dtype == second.dtype and _is_same_content(first, second)
+    if isinstance(first, list | dict) and len(first) == len(second):
+        pairs = zip(list_pairs(first), list_pairs(second), strict=True)
+        return all(key == other_key and is_equal(item, other) for (key, item), (other_key, other) in pairs)
     return False

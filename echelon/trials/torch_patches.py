@@ -5,6 +5,8 @@ A factory that does so does it at each call. Models that are built for a trial o
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -15,34 +17,46 @@ from torch.nn.modules import module as hooks
 
 from echelon.trials.reachable import is_user_defined
 
-_GLOBAL_HOOK_NAMES = [
-    name for name, value in vars(hooks).items() if name.startswith("_global_") and isinstance(value, dict)
-]
+_HOOK_DICTS = [n for n, value in vars(hooks).items() if n.startswith("_global_") and isinstance(value, dict)]
+
+
+@contextlib.contextmanager
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` inside; nothing happens where this version of a library does not have it."""
+    if not hasattr(owner, name):
+        yield
+        return
+    is_own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 class TorchPatches:
     """What torch is now."""
 
     def __init__(self) -> None:
-        layer_classes = [candidate for candidate in vars(nn).values() if isinstance(candidate, type)]
-        self._saved_attributes = [
-            (owner, dict(vars(owner))) for owner in (torch, Tensor, functional, init, nn, *layer_classes)
-        ]
-        self._saved_hooks = {name: dict(getattr(hooks, name)) for name in _GLOBAL_HOOK_NAMES}
+        layer_classes = [value for value in vars(nn).values() if isinstance(value, type)]
+        owners = (torch, Tensor, functional, init, nn, *layer_classes)
+        self._saved_attributes = [(owner, dict(vars(owner))) for owner in owners]
+        self._saved_hooks = {name: dict(getattr(hooks, name)) for name in _HOOK_DICTS}
 
     def restore(self) -> None:
         """Undo what the user's code changed since: not what echelon replaces for a while."""
         for owner, saved in self._saved_attributes:
-            changed = [
-                (name, saved[name]) for name, value in vars(owner).items() if saved.get(name, value) is not value
-            ]
-            for name, value in changed:
+            changed = [name for name, value in vars(owner).items() if saved.get(name, value) is not value]
+            for name in changed:
                 if _is_user_code(vars(owner)[name]):
-                    setattr(owner, name, value)
+                    setattr(owner, name, saved[name])
         for name, saved in self._saved_hooks.items():
-            current_hooks = getattr(hooks, name)
-            for key in [key for key, hook in current_hooks.items() if key not in saved and _is_user_code(hook)]:
-                del current_hooks[key]
+            current = getattr(hooks, name)
+            for key in [key for key, hook in current.items() if key not in saved and _is_user_code(hook)]:
+                del current[key]
 
 
 def _is_user_code(value: Any) -> bool:

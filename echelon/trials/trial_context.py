@@ -1,10 +1,10 @@
-"""How a trial runs the user's code: as one process, without torch.compile, and without a trace.
+"""How a trial runs the user's code: as one process, without torch.compile, and without side effects.
 
-A trial is a call that only one rank makes (a profile, the reference of a proof or of a spot check). If that code uses torch.distributed,
-its collectives would meet those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile:
-`get_world_size()` is 1, `all_reduce` leaves its tensor as it is, `all_gather` copies it. Names that were imported before see it too.
+A trial is a call that only one rank makes (a profile, the reference of a proof or of a spot check). Collectives in that code would meet
+those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile: `get_world_size()` is 1,
+`all_reduce` leaves its tensor unchanged, `all_gather` copies it.
 
-Trials run copies of the model in other sizes, types and modes, each of which would be compiled again.
+Trials run copies of the model in other sizes, types and modes; each would be compiled again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from echelon.trials.dataset_state import preserve_datasets
 from echelon.trials.snapshot import Snapshot
 from echelon.trials.torch_patches import TorchPatches
 
-#: Larger tensors are not copied: they are not what steps count by.
+#: Larger tensors are not copied: they are no counters.
 _MAX_TENSOR_BYTES = 2**22
-#: Fields of a job that may hold the samples themselves.
+#: Fields of a job that may hold samples.
 _DATASET_FIELDS = ("data", "eval_data", "warmup_data")
 
-#: Groups made in a world of one are numbered from here: other ranks do not make them, and count on.
+#: Process groups made in a world of one are numbered from here, as other ranks do not make them.
 _GROUP_NUMBERS = itertools.count(1_000_000, 1_000)
 
 
@@ -43,18 +43,14 @@ def trial_context() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_job_state(job: Job) -> Iterator[None]:
-    """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
-    classes), nothing that its data sets keep, and nothing in torch. Modules are left alone."""
+    """Inside, trial calls, steps and builds change nothing that the job's functions or data sets keep, and nothing in torch. Modules are not
+    restored."""
     model = [job.model] if isinstance(job.model, nn.Module) else []
-    part_ids = {id(item) for module in model for item in (*module.modules(), *module.parameters(), *module.buffers())}
-    job_fields = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
-    roots = {
-        name: item for name, item in job_fields.items() if name not in _DATASET_FIELDS or isinstance(item, Dataset)
-    }
-    snapshot, patches = (
-        Snapshot(roots, excluded_ids=part_ids | set(map(id, model)), max_tensor_bytes=_MAX_TENSOR_BYTES),
-        TorchPatches(),
-    )
+    parts = [part for m in model for part in (m, *m.modules(), *m.parameters(), *m.buffers())]
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    roots = {name: item for name, item in fields.items() if name not in _DATASET_FIELDS or isinstance(item, Dataset)}
+    snapshot = Snapshot(roots, excluded_ids=set(map(id, parts)), max_tensor_bytes=_MAX_TENSOR_BYTES)
+    patches = TorchPatches()
     try:
         with preserve_datasets(job.data, job.eval_data, job.warmup_data):
             yield
@@ -65,7 +61,7 @@ def preserve_job_state(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_disabled() -> Iterator[None]:
-    """Run what torch.compile has compiled, or is to compile, as plain Python."""
+    """Run compiled code as plain Python, and compile nothing."""
     stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     with contextlib.nullcontext() if stance is None else stance("force_eager"):
         yield
@@ -87,13 +83,13 @@ def single_process_world() -> Iterator[None]:
     finally:
         c10d._update_default_pg(world)
         c10d._world.group_count = group_count
-        # torch names a group of some ranks by how many groups the process has: ranks without this trial would wait under another name.
+        # torch names a group of some ranks by the number of groups: ranks without this trial would wait under another name.
         for group in c10d._world.pg_names.keys() - group_names.keys():
             del c10d._world.pg_names[group]
 
 
 def _get_single_rank_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of this process only; it ends with `world`, as all groups do."""
+    """The group of this process alone; it ends with `world`, as all groups do."""
     from torch.distributed import distributed_c10d as c10d
 
     name = f"echelon-alone-{world.group_name}"

@@ -1,14 +1,14 @@
-"""Comparable runs of a model: what a trial changes is all that differs.
+"""Comparable runs of a model: they differ only by what a trial changes.
 
-The model trains, so that a penalty or a branch of training alone is seen. Its modules draw no random numbers (determinism.py), and the job
-draws the same each time. Each run starts from the same buffers: batch norms count, codebooks move, queues fill while a model trains.
+The model is in training mode, so that penalties and branches that only run there are seen. Its modules draw no random numbers
+(determinism.py), the job draws the same ones each time, and each run starts from the same buffers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.tree import tree_leaves, tree_map
 from echelon.trials.determinism import DeterministicMode, TorchCallRewriter, randomness_disabled
+from echelon.trials.module_tree import module_hooks
 from echelon.trials.random_state import preserve_random_states, seed_all
+from echelon.trials.torch_patches import patch_attribute
 
 #: Computes a model's loss.
 RunStep = Callable[[], Any]
@@ -26,7 +28,7 @@ Forward = Callable[..., Any]
 
 @contextmanager
 def deterministic_training(model: nn.Module) -> Iterator[None]:
-    """Inside, the model trains and its modules draw nothing. Afterwards it is as it was."""
+    """Inside, the model is in training mode and its modules draw no random numbers."""
     had_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
     try:
@@ -35,7 +37,7 @@ def deterministic_training(model: nn.Module) -> Iterator[None]:
             randomness_disabled(model),
             training_mode(model, training=True),
             _ModuleCallRewriter() as rewriter,
-            module_hooks(model, lambda _: rewriter.count_running(1), lambda _: rewriter.count_running(-1)),
+            module_hooks(model, rewriter.running_paths.append, lambda *_: rewriter.running_paths.pop()),
         ):
             yield
     finally:
@@ -47,39 +49,16 @@ class _ModuleCallRewriter(TorchCallRewriter):
 
     def __init__(self) -> None:
         super().__init__(DeterministicMode(fix_random=True))
-        self._num_running = 0
+        self.running_paths: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._num_running:
+        if self.running_paths:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-    def count_running(self, change: int) -> None:
-        """Of the modules that run now."""
-        self._num_running += change
-
-
-@contextmanager
-def module_hooks(model: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
-    """Inside, `before(path)` and `after(path)` run around every module's forward."""
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: _call(before, path), prepend=True))
-        hooks.append(module.register_forward_hook(lambda *_, path=path: _call(after, path), always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _call(function: Callable[[str], Any], path: str) -> None:
-    function(path)  # a hook that returns something would replace the module's input or output
 
 
 @contextmanager
 def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Inside, the model trains or is evaluated."""
     original_modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -91,23 +70,23 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def copied_buffers(model: nn.Module, initial_values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-    """Inside, the model has copies of its buffers, with the values of `initial_values` where it has them; those themselves stay as they are."""
+    """Inside, the model has copies of its buffers, which start from `initial_values` where these have one of that name."""
     original_buffers = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     copies: dict[int, Tensor] = {}
     try:
-        for path, module, own_buffers in original_buffers:
-            for name, value in own_buffers.items():
+        for path, module, buffers in original_buffers:
+            for name, value in buffers.items():
                 if value is not None:
                     initial_value = (initial_values or {}).get(f"{path}.{name}" if path else name, value)
                     module._buffers[name] = copies.setdefault(id(value), initial_value.clone())
         yield
     finally:
-        for _, module, own_buffers in original_buffers:
-            module._buffers.update(own_buffers)
+        for _, module, buffers in original_buffers:
+            module._buffers.update(buffers)
 
 
 def make_repeatable(model: nn.Module, run_step: RunStep) -> Callable[[], tuple[Any, dict[str, Tensor]]]:
-    """`run_step`, started from the same state each time: its loss, and the buffers as it leaves them."""
+    """`run_step`, started from the same state each time; returns its loss, and the buffers as it leaves them."""
 
     def run() -> tuple[Any, dict[str, Tensor]]:
         with copied_buffers(model):
@@ -118,11 +97,11 @@ def make_repeatable(model: nn.Module, run_step: RunStep) -> Callable[[], tuple[A
 
 
 def find_random_modules(model: nn.Module, run_step: RunStep) -> set[str]:
-    """The modules, by path, that draw random numbers in training. Not under `deterministic_training`: there none does."""
+    """The paths of modules that draw random numbers in training. Under `deterministic_training` none does."""
     random_paths: set[str] = set()
     rng_states: list[Tensor] = []
 
-    def compare_state(path: str) -> None:
+    def compare_state(path: str, _: Any) -> None:
         if not torch.equal(rng_states.pop(), torch.random.get_rng_state()):
             random_paths.add(path)
 
@@ -136,11 +115,10 @@ def find_random_modules(model: nn.Module, run_step: RunStep) -> set[str]:
 
 
 def find_data_dependent_modules(model: nn.Module, run_step: RunStep) -> set[str]:
-    """The modules, by path, that read values in training, or hold one that does: with other values, which no trial has seen, they may
-    compute something else."""
+    """The paths of modules that read values in training, or whose submodules do: with values that no trial has seen they may branch."""
     running: list[str] = []
     with (
-        module_hooks(model, running.append, lambda _: running.pop()),
+        module_hooks(model, running.append, lambda *_: running.pop()),
         preserve_random_states(),
         training_mode(model, training=True),
         _ValueReadRecorder(running) as recorder,
@@ -178,18 +156,9 @@ class _ValueReadRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Forward) -> AbstractContextManager[None]:
     """Inside, `module` computes `forward`."""
-    original_forward = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if original_forward is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = original_forward
+    return patch_attribute(module, "forward", forward)
 
 
 @contextmanager
@@ -203,14 +172,14 @@ def wrapped_forwards(model: nn.Module, paths: Iterable[str], wrap: Callable[[str
 
 
 def copy_tree(tree: Any) -> Any:
-    """Tensors copied, so that what happens later does not change them; anything else copied if it can be."""
+    """A copy of the tensors, and of other leaves that can be copied."""
 
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         try:
             return copy.copy(leaf)
-        except Exception:  # not ours: kept as it is
+        except Exception:  # a user's object
             return leaf
 
     return tree_map(copy_leaf, tree)
@@ -230,10 +199,10 @@ def are_tensors_close(actual: Tensor, expected: Tensor, scale: float = 0.0) -> b
     """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if torch.equal(actual, expected) or not (
-        actual.is_floating_point() or actual.is_complex()
-    ):  # masks hold infinities
-        return torch.equal(actual, expected)
+    if torch.equal(actual, expected):  # masks hold infinities
+        return True
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return False
     magnitude = expected.abs().max().clamp(min=max(scale, 1e-30))
     tolerance = 1e-9 if expected.dtype is torch.float64 else 1e-5
     return bool((actual - expected).abs().max() <= tolerance * magnitude)

@@ -1,4 +1,4 @@
-"""Build the certificate of a proof from what its runs showed. On rank 0."""
+"""Build the certificate of a proof from the results of its runs, on rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from echelon.plan.certificate import Certificate, Finding
 from echelon.verifier.compare import Bounds, summarize_differences
-from echelon.verifier.context import Comparator, Objection, VerificationContext
+from echelon.verifier.context import Objection, VerificationContext
 from echelon.verifier.diagnose_failure import Diagnosis
 from echelon.verifier.fingerprints import versions
 from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION
@@ -39,7 +39,10 @@ def build_certificate(
         )
     divergent = "; ".join(filter(None, [comparator.divergence_text, *remarks]))
     if drift.gradient_factor is not None and not divergent:
-        finding = _drift_finding(drift, drift.gradient_factor, f"gradients in {precision} at step {context.steps[0]}")
+        tensors = len({difference.name for difference in drift.differences if difference.kind == "gradient"})
+        deviation, where = abs(drift.gradient_factor - 1), f"gradients in {precision} at step {context.steps[0]}"
+        bound = MIN_FACTOR_DEVIATION
+        finding = Finding(kind="drift", tensors=tensors, max_difference=deviation, where=where, bound=bound)
         findings.append(finding)
         divergent = (
             f"{finding.where}: {drift.gradient_factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another "
@@ -71,15 +74,8 @@ def build_certificate(
 
 
 def _with_module_outputs(findings: list[Finding], output_finding: Finding | None) -> list[Finding]:
-    """Put the finding on outputs module by module, which says more, in place of that on the model's output."""
+    """Replace the finding on the model's output by that on the modules' outputs, which says more."""
     has_outputs = any(finding.kind == "output" for finding in findings)
     if output_finding is None or (output_finding.is_within_bound and has_outputs):
         return findings
     return [output_finding, *(finding for finding in findings if finding.kind != "output")]
-
-
-def _drift_finding(drift: Comparator, factor: float, where: str) -> Finding:
-    tensors = len({difference.name for difference in drift.differences if difference.kind == "gradient"})
-    return Finding(
-        kind="drift", tensors=tensors, max_difference=abs(factor - 1), where=where, bound=MIN_FACTOR_DEVIATION
-    )

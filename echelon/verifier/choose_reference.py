@@ -1,6 +1,6 @@
 """Choose what the plan is compared with: one device, the host's CPU or, for models that fit on neither, another plan.
 
-Another plan is weaker, and the certificate says so: a mistake that both plans share stays unseen.
+Another plan is weaker, and the certificate says so: an error that both plans share stays unseen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echelon.trials.trial_context import trial_context
 
 #: Bytes of one parameter with its gradient and Adam's two states, in float64.
 _BYTES_PER_PARAMETER = 4 * 8
-#: A model that needs this many times less than there is needs no closer look.
+#: A model that needs this many times less than is free is not looked at more closely.
 _SAFETY_FACTOR = 4
 
 
@@ -54,7 +54,7 @@ def free_memory(device: torch.device) -> int:
 
 @trial_context()
 def fits_easily(job: Job, memory: int) -> bool:
-    """Whether the model is far smaller than `memory`. Allocates nothing for it."""
+    """Whether the model is far smaller than `memory`; allocates nothing."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         elements = sum(value.numel() for value in build_fake_model(job).parameters())
     return elements * _BYTES_PER_PARAMETER * _SAFETY_FACTOR <= memory
@@ -90,21 +90,20 @@ def parse_reference(text: str, plan: Plan, job: Job, profile: Profile | None = N
     if text in ("device", "host"):
         return ReferenceChoice(kind=text, reason="as requested" if text == "host" else "")  # type: ignore[arg-type]
     reference_plan = complete(from_text(text), job)
+    problem = ""
     if reference_plan.ranks != plan.ranks:
-        raise VerificationError(
-            f'reference "{reference_plan}": needs {reference_plan.ranks} ranks, and the plan has {plan.ranks}; give one for as many'
-        )
-    if not _is_different_plan(plan, reference_plan):
-        raise VerificationError(
-            f'reference "{reference_plan}": a plan compared with itself proves nothing; give another'
-        )
+        problem = f"needs {reference_plan.ranks} ranks, and the plan has {plan.ranks}; give one for as many"
+    elif not _is_different_plan(plan, reference_plan):
+        problem = "a plan compared with itself proves nothing; give another"
+    if problem:
+        raise VerificationError(f'reference "{reference_plan}": {problem}')
     choice = ReferenceChoice(kind="plan", plan=reference_plan, reason="as requested")
     require_unsplit_batches(choice, plan, profile)
     return choice
 
 
 def require_unsplit_batches(choice: ReferenceChoice, plan: Plan, profile: Profile | None) -> None:
-    """Raise where both plans split batches whose samples may see each other: both would train the same wrong thing."""
+    """Raise where both plans split batches whose samples may see each other: both would make the same error."""
     if choice.plan is None or profile is None or profile.samples_coupled is False:
         return
     if splits_batch(plan, profile.batch) and splits_batch(choice.plan, profile.batch):
@@ -125,9 +124,8 @@ def _choose_reference_plan(plan: Plan, job: Job, profile: Profile) -> Plan:
     if plan.ranks == 1:
         raise VerificationError(f"{refusal}: one rank has no other plan; {remedy}")
     if profile.batch_norms:
-        raise VerificationError(
-            f"{refusal}: its samples see each other, so another plan computes something else; {remedy}"
-        )
+        reason = "its samples see each other, so another plan computes something else"
+        raise VerificationError(f"{refusal}: {reason}; {remedy}")
     # Where samples may see each other, one of the two has to compute whole batches.
     needs_unsplit = profile.samples_coupled is not False and splits_batch(plan, profile.batch)
     micro = None if needs_unsplit else plan.micro

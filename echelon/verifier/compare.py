@@ -18,10 +18,10 @@ from echelon.plan.certificate import Finding
 FLOAT64_BOUND = 1e-9
 #: A tensor is measured against its own largest value, but no less than this part of the largest of its kind in the model.
 RELATIVE_FLOOR = 1e-6
-#: Stands for "not comparable" (NaN, missing, another shape): a document holds no infinity, and no bound admits this.
+#: Stands for "not comparable" (NaN, missing, another shape): JSON has no infinity, and no bound admits this.
 NOT_COMPARABLE = sys.float_info.max
 
-#: In the order in which a step computes them; the first that is off is named. `start`: each rank's values before the first step,
+#: In the order in which a step computes them; the first that is off is reported. `start`: each rank's values before the first step,
 #: `copy`: replicas after a step, `draw`: replicas with random numbers on. Outputs come last: a gradient that is off says more.
 DIFFERENCE_KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy", "draw", "output")
 
@@ -115,6 +115,7 @@ def compare_tensors(
     None (a parameter that no gradient reached) reads as zero: whether an optimizer skips it shows in the parameters.
     """
     make = partial(Difference, kind=kind, step=step)
+    missing = partial(make, value=NOT_COMPARABLE)
     sizes = {name: 0.0 if tensor is None else max_abs(tensor) for name, tensor in expected.items()}
     largest: defaultdict[str, float] = defaultdict(float)
     for name, tensor in expected.items():
@@ -123,24 +124,23 @@ def compare_tensors(
     differences = []
     for name, tensor in expected.items():
         if name not in actual:
-            differences.append(make(name=name, value=NOT_COMPARABLE, reason="missing from the plan's run"))
+            differences.append(missing(name=name, reason="missing from the plan's run"))
             continue
         a, b = _zeros_if_none(actual[name], tensor), _zeros_if_none(tensor, actual[name])
         if a.shape != b.shape:
             reason = f"shape {tuple(a.shape)}, the reference has {tuple(b.shape)}"
-            differences.append(make(name=name, value=NOT_COMPARABLE, reason=reason))
+            differences.append(missing(name=name, reason=reason))
             continue
         group_largest = largest[_floor_group(kind, name)]
         value = relative_difference(a, b, largest=group_largest, tolerance=(tolerances or {}).get(name))
         reason, is_small = _incomparable_reason(a, b, value), sizes[name] < RELATIVE_FLOOR * group_largest
         differences.append(make(name=name, value=value, reason=reason, below_floor=is_small))
     extra_names = actual.keys() - expected.keys()
-    extra = [make(name=name, value=NOT_COMPARABLE, reason="only in the plan's run") for name in extra_names]
-    return differences + extra
+    return differences + [missing(name=name, reason="only in the plan's run") for name in extra_names]
 
 
 def summarize_differences(differences: Iterable[Difference], bounds: Bounds) -> tuple[Finding, ...]:
-    """For each kind the difference nearest to its bound, or furthest beyond it."""
+    """For each kind the difference that is nearest to its bound, or furthest beyond it."""
     by_kind: defaultdict[str, list[Difference]] = defaultdict(list)
     for difference in differences:
         by_kind[difference.kind].append(difference)

@@ -1,4 +1,4 @@
-"""What rank 0 knows of a proof: the job, the plan, its reference, and the notes for the certificate."""
+"""What rank 0 knows about a proof: the job, the plan, its reference, and the notes for the certificate."""
 
 from __future__ import annotations
 
@@ -17,73 +17,53 @@ from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.compare_outputs import format_names, single_sample_ranges, uncompared_outputs_note
 from echelon.verifier.reference import StepRecord
-from echelon.verifier.reference_data import ReferenceData, micro_batches
+from echelon.verifier.reference_data import ReferenceData
 from echelon.verifier.tensor_checksum import RankChecksums, compare_replicas, compare_start_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objection:
-    """Why a proof fails although no tensor differs between the runs: in words, and as a finding."""
+    """Why a proof fails although no tensor differs between the runs, in words and as a finding."""
 
     description: str
     finding: Finding
 
 
 class VerificationContext:
-    """A proof before its runs, whatever the reference is."""
+    """A proof before its runs: against the same job under another plan, for models that fit on no device.
 
-    def __init__(
-        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
-    ) -> None:
-        self.job, self.plan, self.data, self.steps, self.reference_choice = job, plan, data, steps, reference_choice
-        #: Hash of the parameters' names and shapes.
-        self.model_hash = ""
-        self.determinism = DeterministicMode()
-        #: Whether the model draws random numbers at all, as far as is known.
-        self.draws_random_numbers = True
-        self.bounds = Bounds()
-        self.notes: list[str] = []
-
-    def output_ranges(self, step: int) -> list[SampleRange]:
-        """The samples by which outputs are compared."""
-        return micro_batches(self.plan, self.data.samples_in(step))
-
-    def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
-        """Grant what rounding alone explains. Only a reference on one device can be rerun to find out."""
-
-
-class PlanReferenceContext(VerificationContext):
-    """A proof against the same job under another plan, for models that fit on no device.
-
-    There is no scan for nondeterminism, which needs the model on one device: all random numbers are fixed and all casts are lifted.
+    There is no scan for nondeterminism, which needs the model on one device: all random numbers are fixed and all casts are widened.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], reference_choice: ReferenceChoice
+        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], choice: ReferenceChoice
     ) -> None:
-        super().__init__(job, plan, data, steps, reference_choice)
+        self.job, self.plan, self.data, self.steps, self.reference_choice = job, plan, data, steps, choice
+        #: Hash of the parameters' names and shapes.
+        self.model_hash = ""
         self.determinism = DeterministicMode(fix_random=True, widen_casts=True)
+        #: Whether the model draws random numbers at all, as far as is known.
+        self.draws_random_numbers = True
+        self.bounds = Bounds()
         self.notes = [
             "not surveyed: random numbers are held at the middle of their distribution, casts are lifted to float64"
         ]
 
     def output_ranges(self, step: int) -> list[SampleRange]:
-        """Single samples: the two plans split the batch differently."""
+        """The samples by which outputs are compared: one by one, because the two plans split the batch differently."""
         return single_sample_ranges(SampleRange(0, self.data.samples_in(step)))
+
+    def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
+        """Grant what rounding alone explains. Only a reference on one device can be rerun to find out."""
 
 
 class Comparator:
-    """Compares a run with the reference and keeps the differences."""
+    """Compares a run with the reference and collects the differences."""
 
     def __init__(
-        self,
-        context: VerificationContext,
-        start_values: Mapping[str, Tensor],
-        forward_order: Mapping[str, int],
-        *,
-        in_float64: bool,
-    ) -> None:
-        """`start_values`: the reference's parameters and buffers before the first step, `tolerances.copy_to_float64`."""
+        self, context: VerificationContext, start_values: Mapping[str, Tensor], forward_order: Mapping[str, int], *, in_float64: bool
+    ) -> None:  # fmt: skip
+        """`start_values`: the reference's parameters and buffers before the first step, from `tolerances.copy_to_float64`."""
         self._context, self._start_values, self._in_float64 = context, start_values, in_float64
         #: Module path -> when forward first entered it.
         self.forward_order = forward_order
@@ -93,7 +73,7 @@ class Comparator:
         self.first_divergence: Difference | None = None
         self._zero_gradients: dict[str, None] = {}
         self._outputs_note = ""
-        #: What all gradients of the first step are multiplied by, in a run that is not in float64.
+        #: The common factor of the first step's gradients, in a run that is not in float64.
         self.gradient_factor: float | None = None
 
     @property
@@ -123,11 +103,8 @@ class Comparator:
                 self.gradient_factor = precision_drift.common_gradient_factor(actual, expected)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero_gradients.update(dict.fromkeys(tolerances.zero_gradients(expected.gradients)))
-            differences = [
-                difference
-                for difference in differences
-                if first_divergence.parameter_name(difference) not in self._zero_gradients
-            ]
+            name_of = first_divergence.parameter_name
+            differences = [item for item in differences if name_of(item) not in self._zero_gradients]
         self.add_differences([*differences, *compare_replicas(checksums, actual.step)])
 
     def add_differences(self, differences: Sequence[Difference]) -> None:
@@ -136,9 +113,8 @@ class Comparator:
 
     def find_first_divergence(self) -> None:
         """Find the first divergent tensor again, under the current bounds."""
-        self.first_divergence = first_divergence.find_first_divergence(
-            self.differences, self._context.bounds, self.forward_order
-        )
+        find = first_divergence.find_first_divergence
+        self.first_divergence = find(self.differences, self._context.bounds, self.forward_order)
 
 
 def dropout_note(paths: Sequence[str]) -> str:

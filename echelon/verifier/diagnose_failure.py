@@ -1,7 +1,7 @@
-"""Look again after a failed proof: repeat the first divergent step with every module watched.
+"""Diagnose a failed proof: repeat the first divergent step and watch every module.
 
-Both runs are made again up to that step. Every rank then reports its modules' outputs for the first micro-batch and the samples it read;
-rank 0 compares the step's tensors with the mistakes that the reference can imitate. A plan that passes costs none of this.
+Both runs are repeated up to that step. Every rank then reports its modules' outputs for the first micro-batch and the samples that it read;
+rank 0 compares the step's tensors with what known bugs would compute. A plan that passes costs none of this.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.data.sample_digest import digest
 from echelon.engine.process_groups import WorldCommunicator
 from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.profiler.sample_coupling import first_line
+from echelon.trials.module_tree import module_hooks
 from echelon.verifier import explain_failure, job_reader, known_bugs
 from echelon.verifier.candidate_run import CandidateRun, Replication
 from echelon.verifier.compare import NOT_COMPARABLE, Difference
-from echelon.verifier.compare_outputs import is_whole, module_hooks, output_tensors
+from echelon.verifier.compare_outputs import is_whole, output_tensors
 from echelon.verifier.context import Comparator
 from echelon.verifier.reference import Reference, StepRecord
 from echelon.verifier.reference_data import positions_of
@@ -32,7 +33,7 @@ from echelon.verifier.tensor_checksum import TensorChecksum, compute_checksum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found, in words, and how far the outputs are off where any could be compared."""
+    """What went wrong, in words, and how far the outputs are off if any could be compared."""
 
     remarks: tuple[str, ...]
     output_finding: Finding | None
@@ -40,7 +41,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class ModuleOutput:
-    """The output of one call of a module: checksums of its floating tensors, None for one that is not whole here."""
+    """The output of one call of a module: checksums of its floating tensors, None for one that is not whole on this rank."""
 
     path: str
     call: int
@@ -54,25 +55,19 @@ def record_module_outputs(model: nn.Module) -> Iterator[list[ModuleOutput]]:
     calls: dict[str, int] = {}
 
     def record(path: str, output: Any) -> None:
-        checksums = tuple(_local_checksum(leaf) for leaf in output_tensors(output) if leaf.is_floating_point())
+        tensors = [tensor for tensor in output_tensors(output) if tensor.is_floating_point()]
+        checksums = tuple(compute_checksum(tensor) if is_whole(tensor) else None for tensor in tensors)
         calls[path] = calls.get(path, 0) + 1
         outputs.append(ModuleOutput(path, calls[path], checksums))
 
-    with module_hooks(model, on_output=record):
+    with module_hooks(model, after=record):
         yield outputs
 
 
-def _local_checksum(value: Tensor) -> TensorChecksum | None:
-    return compute_checksum(value) if is_whole(value) else None
-
-
 def diagnose(
-    candidate: CandidateRun,
-    ranks: WorldCommunicator,
-    steps: Sequence[int],
-    context: SingleDeviceContext | None,
+    candidate: CandidateRun, ranks: WorldCommunicator, steps: Sequence[int], context: SingleDeviceContext | None,
     comparator: Comparator | None,
-) -> Diagnosis | None:
+) -> Diagnosis | None:  # fmt: skip
     """Every rank calls it with a fresh run and `steps` up to the one that diverged. The result is rank 0's."""
     step = steps[-1]
     for earlier_step in steps[:-1]:
@@ -85,9 +80,8 @@ def diagnose(
     candidate.prepare(step)
     with record_module_outputs(candidate.run.model) as outputs:
         actual = candidate.step(step)
-    differences_by_rank = ranks.all_gather_object(
-        _output_differences(outputs, expected) if candidate.run.data_parallel.rank == 0 else {}
-    )
+    own_differences = _output_differences(outputs, expected) if candidate.run.data_parallel.rank == 0 else {}
+    differences_by_rank = ranks.all_gather_object(own_differences)
     replication = candidate.gather_replication()
     with ranks.raise_on_all_ranks():
         if context is None or comparator is None or actual is None:
@@ -99,7 +93,7 @@ def diagnose(
             if evidence.divergence.kind in ("gradient", "loss", "output"):
                 remarks.append(_describe_outputs(finding, context.plan))
         except Exception as error:
-            # A model that cannot be run in parts, say. The verdict stands without its cause.
+            # The model cannot be run in parts, say. The verdict stands without a cause.
             remarks = [f"the cause could not be determined: {type(error).__name__}: {first_line(error)}"]
         return Diagnosis(remarks=tuple(filter(None, remarks)), output_finding=finding)
 
@@ -117,7 +111,7 @@ def expected_outputs(reference: Reference, step: int) -> list[ModuleOutput]:
 
 
 def _output_differences(actual: Sequence[ModuleOutput], expected: Sequence[ModuleOutput]) -> dict[int, float]:
-    """Index of an expected output -> how far this rank's is off, where it is whole here."""
+    """Index of an expected output -> how far this rank's is off, where this rank has it whole."""
     checksums_by_call = {(output.path, output.call): output.checksums for output in actual}
     differences = {}
     for index, output in enumerate(expected):
@@ -131,11 +125,10 @@ def _output_differences(actual: Sequence[ModuleOutput], expected: Sequence[Modul
 def _summarize_outputs(
     expected: Sequence[ModuleOutput], differences_by_rank: Sequence[Mapping[int, float]], bound: float
 ) -> Finding | None:
-    """The first output that is off or, if none is, the one nearest to `bound`: that of the model's output."""
+    """The first output that is off or, if none is, the one nearest to `bound`."""
     worst: dict[int, float] = {}
-    for differences in differences_by_rank:
-        for index, value in differences.items():
-            worst[index] = max(value, worst.get(index, 0.0))
+    for index, value in (pair for differences in differences_by_rank for pair in differences.items()):
+        worst[index] = max(value, worst.get(index, 0.0))
     if not worst:
         return None
     out_of_bounds = [index for index in sorted(worst) if worst[index] > bound]
@@ -157,7 +150,7 @@ def _describe_outputs(finding: Finding | None, plan: Plan) -> str:
 
 
 def _describe_misread_samples(context: SingleDeviceContext, step: int, digests_by_rank: Sequence[Sequence[str]]) -> str:
-    """Which rank read other samples than the batch has for it."""
+    """Which rank read other samples than its part of the batch."""
     plan, data = context.plan, context.data
     ranges_by_rank = plan.split_batch(data.samples_in(step))
     for rank, digests in enumerate(digests_by_rank):
@@ -221,7 +214,7 @@ def _rates_after_steps(reference: Reference, steps: int) -> dict[float, int]:
 
 
 def _possible_bugs(reference: Reference, divergence: Difference) -> Iterator[known_bugs.KnownBug]:
-    """One after another, on demand: each costs a pass over the batch."""
+    """Lazily: each costs a pass over the batch."""
     name = divergence.name if divergence.kind == "gradient" else ""
     if name:
         yield from known_bugs.tied_weight_gradients(reference, divergence.step, name)

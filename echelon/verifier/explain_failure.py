@@ -1,6 +1,6 @@
-"""Explain what a mistake looks like, in one plain sentence with the remedy where there is one.
+"""Explain a failed proof in one sentence, with the remedy where there is one.
 
-What is measured is stated as a fact ("it is what rank 0's own samples give"); what only fits is stated as a guess ("looks like").
+What is measured is stated as a fact ("it is what rank 0's own samples give"), what merely fits as a guess ("looks like").
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from echelon.verifier.first_divergence import (
     forward_position,
     parameter_name,
     scalar_multiple,
-    tensor_pair,
 )
 from echelon.verifier.known_bugs import STATE_PER_CALL, KnownBug
 from echelon.verifier.reference import StepRecord
@@ -31,7 +30,7 @@ from echelon.verifier.reference import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The first divergent step in both runs, and what is known besides."""
+    """The first divergent step in both runs, and what else is known."""
 
     divergence: Difference
     differences: Sequence[Difference]
@@ -57,9 +56,9 @@ class Evidence:
     steps_by_rate: Mapping[float, int] = field(default_factory=dict)
     #: Whether the modules' outputs agree; None: unknown.
     forward_agrees: bool | None = None
-    #: What a call of forward changes of the model.
+    #: What a call of forward changes in the model.
     changed_by_forward: Sequence[str] = ()
-    #: Whether the same samples have another loss when they are computed again.
+    #: Whether the same samples have another loss when computed again.
     loss_changes_on_repeat: Callable[[], bool] = lambda: False
 
     @property
@@ -70,10 +69,6 @@ class Evidence:
     def out_of_bounds(self) -> list[Difference]:
         """Those of them that exceed their bound."""
         return [difference for difference in self.same_kind if not self.bounds.allows(difference)]
-
-    @property
-    def tensor_pair(self) -> TensorPair | None:
-        return tensor_pair(self.divergence, self.actual, self.expected)
 
     def agrees(self, kind: str) -> bool:
         """Whether everything of a kind is within bounds."""
@@ -100,14 +95,14 @@ def explain(evidence: Evidence) -> str:
         return f"{_describe_extent(evidence)}; looks like weights that each rank drew with its own seed: rank 0's have to be sent to all"
     if kind in _EXPLAINED_BY_KIND:
         return _EXPLAINED_BY_KIND[kind]
-    pair = evidence.tensor_pair
+    pair = TensorPair.find(evidence.divergence, evidence.actual, evidence.expected)
     if evidence.divergence.value == NOT_COMPARABLE or pair is None:
         return _explain_untied_weight(evidence)
-    explain_kind = {
-        "gradient": _explain_gradient, "loss": _explain_loss, "norm": _explain_norm, "buffer": _explain_buffer, "parameter": _explain_parameter,
-        "optimizer": _explain_optimizer,
-    }[kind]  # fmt: skip
-    return ", ".join(filter(None, (_describe_extent(evidence), explain_kind(evidence, pair))))
+    explanations = {
+        "gradient": _explain_gradient, "loss": _explain_loss, "norm": _explain_norm, "buffer": _explain_buffer,
+        "parameter": _explain_parameter, "optimizer": _explain_optimizer,
+    }  # fmt: skip
+    return ", ".join(filter(None, (_describe_extent(evidence), explanations[kind](evidence, pair))))
 
 
 def _describe_extent(evidence: Evidence) -> str:
@@ -147,18 +142,16 @@ def _explain_gradient(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _explain_unmatched(evidence: Evidence) -> str:
-    """No pattern matches. A wrong forward is described elsewhere."""
-    if evidence.forward_agrees is False:
+    if evidence.forward_agrees is False:  # described elsewhere
         return ""
+    text = "by no common factor"
     if evidence.agrees("loss") and evidence.plan.mesh.tp > 1:
-        return "by no common factor, and the loss agrees: backward is wrong; looks like a sum over tp that is missing there"
-    return (
-        "by no common factor: looks like micro-batches or ranks that are weighted wrongly, or samples that are left out"
-    )
+        return f"{text}, and the loss agrees: backward is wrong; looks like a sum over tp that is missing there"
+    return f"{text}: looks like micro-batches or ranks that are weighted wrongly, or samples that are left out"
 
 
 def _explain_untied_weight(evidence: Evidence) -> str:
-    name = next((each.name for each in evidence.differences if each.name in evidence.aliases), None)
+    name = next((item.name for item in evidence.differences if item.name in evidence.aliases), None)
     if name is None:
         return ""
     return (
@@ -168,21 +161,17 @@ def _explain_untied_weight(evidence: Evidence) -> str:
 
 
 def _explain_constant_factor(evidence: Evidence, pair: TensorPair) -> str:
-    """A constant factor, by the numbers of the plan that it equals."""
     factor = exact_ratio(pair)
     if factor is None:
         return ""
     explanation = _explain_factor(factor, evidence)
     if not explanation:
         return f"{factor:.6g} times the reference exactly" if pair.expected.numel() > 1 else ""
-    share_factor = [_has_ratio(difference, evidence, factor) for difference in evidence.out_of_bounds]
-    return f"all of these {explanation}" if len(share_factor) > 1 and all(share_factor) else explanation
-
-
-def _has_ratio(difference: Difference, evidence: Evidence, factor: float) -> bool:
-    pair = tensor_pair(difference, evidence.actual, evidence.expected)
-    ratio = None if pair is None else exact_ratio(pair)
-    return ratio is not None and abs(ratio - factor) <= FACTOR_TOLERANCE * abs(factor)
+    others = evidence.out_of_bounds
+    pairs = [TensorPair.find(difference, evidence.actual, evidence.expected) for difference in others]
+    ratios = [None if other is None else exact_ratio(other) for other in pairs]
+    share_factor = all(r is not None and abs(r - factor) <= FACTOR_TOLERANCE * abs(factor) for r in ratios)
+    return f"all of these {explanation}" if len(others) > 1 and share_factor else explanation
 
 
 def _match_known_bug(evidence: Evidence, pair: TensorPair) -> str:
@@ -198,7 +187,6 @@ def _match_known_bug(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _explain_state_per_call(evidence: Evidence) -> str:
-    """State that changes with every call, where a plan makes another number of calls than one device."""
     state_names = format_names(evidence.changed_by_forward) or "something that it keeps"
     changer = "forward" if evidence.changed_by_forward else "the loss, or what forward calls,"
     calls = (
@@ -213,19 +201,16 @@ def _explain_uncleared_gradient(evidence: Evidence, pair: TensorPair) -> str:
     previous = evidence.previous_gradients.get(evidence.divergence.name)
     if previous is None or previous.shape != pair.expected.shape:
         return ""
-    actual, expected = pair.in_float64()
-    is_multiple = scalar_multiple(actual - expected, previous) is not None
+    is_multiple = scalar_multiple(pair.actual - pair.expected, previous) is not None
     return "the gradient of the step before is still in it: clear gradients after every step" if is_multiple else ""
 
 
 def _explain_wrong_backward(evidence: Evidence) -> str:
-    """Where the gradients go wrong on their way back, if they are right at the end."""
+    """Where backward goes wrong, if the gradients of the last modules are right."""
     order, out_of_bounds = evidence.forward_order, evidence.out_of_bounds
-    last = max((forward_position(difference.name, order) for difference in out_of_bounds), default=0)
-    has_right_end = any(
-        evidence.bounds.allows(difference) and forward_position(difference.name, order) > last
-        for difference in evidence.same_kind
-    )
+    last = max((forward_position(item.name, order) for item in out_of_bounds), default=0)
+    agreeing = filter(evidence.bounds.allows, evidence.same_kind)
+    has_right_end = any(forward_position(item.name, order) > last for item in agreeing)
     if not evidence.agrees("loss") or not has_right_end or len(out_of_bounds) < 2:
         return ""
     path = next((path for path, position in order.items() if position == last), "") or "the model itself"
@@ -244,7 +229,6 @@ def _explain_missing_sequence_sum(evidence: Evidence) -> str:
 
 
 def _explain_wrong_shard(evidence: Evidence, pair: TensorPair) -> str:
-    """Exactly what one rank holds is off."""
     shard = describe_wrong_shard(pair, evidence.plan)
     return "" if shard is None else f"only {shard} is off"
 
@@ -258,7 +242,7 @@ def _explain_loss(evidence: Evidence, pair: TensorPair) -> str:
 
 
 def _explain_norm(evidence: Evidence, pair: TensorPair) -> str:
-    norm, squares_with_copies = float(to_float64(pair.actual)), 0.0
+    norm, squares_with_copies = float(pair.actual), 0.0
     for name, grad in evidence.expected.gradients.items():
         if grad is not None:
             copies, _ = evidence.replication.get(name, (1, frozenset()))
@@ -278,7 +262,7 @@ def _explain_buffer(evidence: Evidence, pair: TensorPair) -> str:
     name, before = evidence.divergence.name, evidence.value_before()
     if before is not None and equals_candidate_tensor(before, pair):
         return "the gradients agree: a stale buffer, as it was before the step"
-    replicas = [each for each in evidence.differences if (each.kind, each.name) == ("copy", name)]
+    replicas = [item for item in evidence.differences if (item.kind, item.name) == ("copy", name)]
     if not all(map(evidence.bounds.allows, replicas)):
         return "the gradients agree: each rank has another value of it; reduce it over dp"
     if name in evidence.changed_by_forward:
@@ -296,14 +280,14 @@ def _explain_parameter(evidence: Evidence, pair: TensorPair) -> str:
     for a, b in zip(evidence.actual.learning_rates, evidence.expected.learning_rates, strict=False):
         if abs(a - b) > FACTOR_TOLERANCE * abs(b):
             return f"{prefix}, the learning rate does not: {a:.6g}, the reference has {b:.6g}; {_explain_rate(evidence, a)}"
-    (actual, expected), before = pair.in_float64(), evidence.value_before()
+    actual, expected, before = pair.actual, pair.expected, evidence.value_before()
     shard, differing = describe_wrong_shard(pair, evidence.plan), _differing_elements(pair)
     is_unchanged = before is not None and torch.equal(actual[differing], before[differing])
     if is_unchanged or shard is not None:
         where = f"{shard} is off" if shard else "some of it is off"
         return f"{prefix}: {where}{', as it was before the step: it was not updated' if is_unchanged else ''}"
     if before is not None:
-        ratio = exact_ratio(TensorPair(actual=actual - before, expected=expected - before))
+        ratio = exact_ratio(TensorPair(actual - before, expected - before))
         if ratio is not None:
             return f"{prefix}: the step is {ratio:.6g} times the reference's: looks like clipping or the learning rate"
     return f"{prefix}: looks like clipping, the learning rate or the optimizer"
@@ -320,12 +304,10 @@ def _explain_optimizer(evidence: Evidence, pair: TensorPair) -> str:
     prefix = "gradients and parameters agree"
     for axis, dim, ranks in _possible_cuts(pair.expected, evidence.plan):
         sizes = compute_shard_sizes(pair.expected.shape[dim], ranks)
-        actual_shards, expected_shards = (tensor.split(sizes, dim) for tensor in pair.in_float64())
-        for rank, (actual, expected) in enumerate(zip(actual_shards, expected_shards, strict=True)):
-            shard_pair = TensorPair(actual=actual, expected=expected)
+        actual_shards, expected_shards = pair.actual.split(sizes, dim), pair.expected.split(sizes, dim)
+        for rank, shards in enumerate(zip(actual_shards, expected_shards, strict=True)):
             for other_rank, other in enumerate(expected_shards):
-                is_candidate = other_rank != rank and actual.shape == other.shape
-                if is_candidate and equals_candidate_tensor(other, shard_pair):
+                if other_rank != rank and equals_candidate_tensor(other, TensorPair(*shards)):
                     return f"{prefix}: rank {rank} of {axis} has what belongs to rank {other_rank}: state in the wrong order of shards"
     shard = describe_wrong_shard(pair, evidence.plan)
     return f"{prefix}: {f'only {shard} is off' if shard else 'looks like state that is out of place'}"
@@ -345,8 +327,7 @@ def describe_wrong_shard(pair: TensorPair, plan: Plan) -> str | None:
 
 
 def _differing_elements(pair: TensorPair) -> Tensor:
-    actual, expected = pair.in_float64()
-    return (actual - expected).abs() > FLOAT64_BOUND * max(float(expected.abs().max()), 1e-30)
+    return (pair.actual - pair.expected).abs() > FLOAT64_BOUND * max(float(pair.expected.abs().max()), 1e-30)
 
 
 def _possible_cuts(expected: Tensor, plan: Plan) -> list[tuple[str, int, int]]:
@@ -357,7 +338,7 @@ def _possible_cuts(expected: Tensor, plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def _explain_factor(factor: float, evidence: Evidence) -> str:
-    """A factor in words, by the number of the plan that it equals; empty: it equals none."""
+    """A factor in words, by the number of the plan that it equals; empty: none."""
     mesh, micro_batch_count = evidence.plan.mesh, evidence.micro_batch_count
     meanings: dict[str, tuple[float, str, str]] = {
         "dp": (mesh.dp, "a sum over the data ranks where a mean was due", "a mean over the data ranks that is taken twice"),
@@ -369,12 +350,8 @@ def _explain_factor(factor: float, evidence: Evidence) -> str:
     if mesh.dp == 1 or micro_batch_count == 1:
         del meanings["dp x micro-batches"]
     if evidence.divergence.kind == "norm":
-        for axis in ("dp", "tp", "pp"):
-            root, words = (
-                getattr(mesh, axis) ** 0.5,
-                ("a norm that counts every rank's copy", "a norm that is divided by the ranks"),
-            )
-            meanings[f"sqrt({axis})"] = (root, *words)
+        words = ("a norm that counts every rank's copy", "a norm that is divided by the ranks")
+        meanings |= {f"sqrt({axis})": (getattr(mesh, axis) ** 0.5, *words) for axis in ("dp", "tp", "pp")}
     if abs(factor) < FACTOR_TOLERANCE:
         return "it is zero"
     if abs(factor + 1) < FACTOR_TOLERANCE:

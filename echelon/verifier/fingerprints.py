@@ -1,4 +1,4 @@
-"""What a certificate is for: hashes of the job file and the model, and the versions that computed it."""
+"""What a certificate is valid for: hashes of the job file and the model, and the versions that computed it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.plan.profile import model_fingerprint
 
 
 def job_hash(spec: str | Path) -> str:
-    """Hash of the text of the job file that `file.py` or `file.py:name` names, and of the name: one file holds several jobs."""
+    """Hash of the job file that `file.py` or `file.py:name` refers to, and of the name: one file may hold several jobs."""
     file, _, name = str(spec).rpartition(".py:")
     path = Path(file + ".py" if file else spec)
     try:
@@ -24,10 +24,8 @@ def job_hash(spec: str | Path) -> str:
 
 
 def model_hash(model: nn.Module) -> str:
-    """Hash of the parameters' names, shapes and dtypes, as the profile and checkpoints hold it."""
-    return model_fingerprint(
-        (name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in model.named_parameters()
-    )
+    """Hash of the parameters' names, shapes and dtypes, as in the profile and in checkpoints."""
+    return model_fingerprint((n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters())
 
 
 def versions() -> dict[str, str]:

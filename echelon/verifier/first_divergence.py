@@ -1,4 +1,4 @@
-"""Find the first tensor that went wrong, and whether it is a multiple of the reference or another known value."""
+"""Find the first divergent tensor, and whether it is a multiple of the reference or another known value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from echelon.verifier.reference import StepRecord
 FACTOR_TOLERANCE = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TensorPair:
+    """The plan's tensor and the reference's, in float64."""
+
     actual: Tensor
     expected: Tensor
 
-    def in_float64(self) -> tuple[Tensor, Tensor]:
-        return to_float64(self.actual), to_float64(self.expected)
+    @classmethod
+    def find(cls, difference: Difference, actual: StepRecord, expected: StepRecord) -> TensorPair | None:
+        """The tensors of a difference in two records; None where one of them lacks it."""
+        a, b = (_find_tensor(difference, record) for record in (actual, expected))
+        return None if a is None or b is None else cls(to_float64(a), to_float64(b))
 
 
 def find_first_divergence(
@@ -49,11 +54,6 @@ def forward_position(name: str, forward_order: Mapping[str, int]) -> int:
     return len(forward_order)
 
 
-def tensor_pair(difference: Difference, actual: StepRecord, expected: StepRecord) -> TensorPair | None:
-    a, b = (_find_tensor(difference, record) for record in (actual, expected))
-    return None if a is None or b is None else TensorPair(actual=a, expected=b)
-
-
 def _find_tensor(difference: Difference, record: StepRecord) -> Tensor | None:
     tensors: Mapping[str, Mapping[str, Tensor | None]] = {
         "gradient": record.gradients, "buffer": record.buffers, "parameter": record.parameters, "optimizer": record.optimizer,
@@ -64,9 +64,8 @@ def _find_tensor(difference: Difference, record: StepRecord) -> Tensor | None:
 
 def describe(divergence: Difference, bounds: Bounds) -> str:
     name, step = divergence.name, divergence.step
-    amount = (
-        divergence.reason or f"relative difference {divergence.value:.1e}, bound {bounds.bound_for(divergence):.0e}"
-    )
+    bound = bounds.bound_for(divergence)
+    amount = divergence.reason or f"relative difference {divergence.value:.1e}, bound {bound:.0e}"
     where = {
         "loss": f"loss at step {step}",
         "norm": f"gradient norm at step {step}",
@@ -81,7 +80,7 @@ def describe(divergence: Difference, bounds: Bounds) -> str:
 
 def equals_candidate_tensor(value: Tensor, pair: TensorPair) -> bool:
     """Whether the plan's tensor is `value` and not the reference's."""
-    actual, expected = pair.in_float64()
+    actual, expected = pair.actual, pair.expected
     if actual.shape != value.shape or not value.isfinite().all() or not actual.isfinite().all():
         return False
     residual, difference = _max_difference(actual, value), _max_difference(actual, expected)
@@ -89,14 +88,13 @@ def equals_candidate_tensor(value: Tensor, pair: TensorPair) -> bool:
 
 
 def exact_ratio(pair: TensorPair) -> float | None:
-    """The number by which the reference is multiplied, if there is one."""
+    """The factor by which the reference is multiplied, if there is one."""
     factor = scalar_multiple(pair.actual, pair.expected)
     if factor is None:
         return None
-    actual, expected = pair.in_float64()
     # It must explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" otherwise.
-    residual = _max_difference(actual, factor * expected)
-    return factor if residual <= 1e-3 * _max_difference(actual, expected) else None
+    residual = _max_difference(pair.actual, factor * pair.expected)
+    return factor if residual <= 1e-3 * _max_difference(pair.actual, pair.expected) else None
 
 
 def scalar_multiple(value: Tensor, base: Tensor) -> float | None:

@@ -1,7 +1,7 @@
-"""Read samples once and hand them to every rank, to verify a plan on data that differs from reading to reading.
+"""Read samples once and send them to every rank, to verify a plan on data that differs between reads.
 
-A data set with entropy of its own (augmentation by `os.urandom`) returns other samples to every reader. Under data parallelism that is
-fine, since each sample is read by one rank; but two runs can only be compared if both get the same reading.
+A data set with entropy of its own (augmentation by `os.urandom`) returns other samples to every reader. That is fine under data
+parallelism, where one rank reads each sample; but two runs can only be compared on the same samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.verifier.reference_data import open_reference_data
 
 
 class FrozenSamples(Dataset[Any]):
-    """A data set of which some samples were read beforehand."""
+    """A data set with some samples read in advance."""
 
     def __init__(self, data: Any, samples: Mapping[int, Any]) -> None:
         self._data, self._samples = data, samples
@@ -41,12 +41,9 @@ def freeze_samples(job: Job, ranks: WorldCommunicator, steps: int) -> Job | None
     with ranks.raise_on_all_ranks():
         if ranks.world.is_main:
             with preserve_datasets(job.data):
-                samples = {int(index): job.data[int(index)] for index in _sample_ids(job, steps)}
+                source = open_source(job.data, collate=job.collate, seed=job.seed)
+                order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
+                chosen_steps = open_reference_data(job).choose_steps(steps)
+                ids = np.unique(np.concatenate([order.ids(step, 0, order.batch_size(step)) for step in chosen_steps]))
+                samples = {index: job.data[index] for index in ids.tolist()}
     return dataclasses.replace(job, data=FrozenSamples(job.data, ranks.broadcast_object(samples)))
-
-
-def _sample_ids(job: Job, steps: int) -> np.ndarray:
-    source = open_source(job.data, collate=job.collate, seed=job.seed)
-    order = source.make_order(batch=job.batch_size, seed=job.seed, drop_last=job.drop_last)
-    chosen_steps = open_reference_data(job).choose_steps(steps)
-    return np.unique(np.concatenate([order.ids(step, 0, order.batch_size(step)) for step in chosen_steps]))

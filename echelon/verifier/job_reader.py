@@ -1,6 +1,6 @@
 """Read a job for one device: its model's values, its batches, its optimizers.
 
-Written separately from the engine on purpose: a misreading that both shared could not be found by comparing them.
+Deliberately independent of the engine: comparing the two could not find an error that both share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.trials.lazy_modules import initialise_lazy
 
 
 def initialize_values(model: nn.Module, job: Job) -> None:
-    """Give `model` the values a training starts from: what its factory left on the meta device, then the job's weights."""
+    """Give `model` the values that training starts from: those that its factory left on the meta device, then the job's weights."""
     initialise_lazy(model, job)
     for module in model.modules():
         own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -33,7 +33,7 @@ def initialize_values(model: nn.Module, job: Job) -> None:
             if reset_parameters is not None:
                 reset_parameters()
     if job.weights is not None:
-        # Not strict: a tied weight is stored once. What is left out wrongly shows against the plan's run.
+        # Not strict: a tied weight is stored once. Values that are missing by mistake differ from the plan's run.
         model.load_state_dict(_load_weights(Path(job.weights)), strict=False)
 
 
@@ -56,9 +56,8 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
 
 def _load_checkpoint(path: Path) -> dict[str, Tensor]:
     """The model's tensors of a checkpoint, or of a run's checkpoint with the most steps."""
-    steps = {path: 0} | {
-        folder: int(folder.name[5:]) for folder in path.glob("checkpoints/step-*") if folder.name[5:].isdigit()
-    }
+    folders = [folder for folder in path.glob("checkpoints/step-*") if folder.name[5:].isdigit()]
+    steps = {path: 0} | {folder: int(folder.name[5:]) for folder in folders}
     complete = [folder for folder in steps if (folder / MANIFEST_FILE).is_file()]
     if not complete:
         raise JobError(f"weights={path}: a folder without a checkpoint; give a run, a checkpoint or a file of weights")
@@ -87,19 +86,17 @@ def _load_server_tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> di
 
 def cast_batch(batch: Any, device: torch.device, dtype: torch.dtype | None = torch.float64) -> Any:
     """`batch` on `device`, its floating tensors in `dtype` (None: as they are)."""
-    return to_device(
-        batch, device, lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-    )
+    return to_device(batch, device, lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
 
 def build_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
-    """The job's optimizers over the parameters that are trained."""
+    """The job's optimizers for the parameters that are trained."""
     result = call_optimizer(job, [(name, value) for name, value in model.named_parameters() if value.requires_grad])
     return [result] if isinstance(result, Optimizer) else list(result)
 
 
 def build_schedules(job: Job, optimizers: Sequence[Optimizer], steps: int) -> list[Any]:
-    """A schedule for each optimizer, but those that evaluations step (ReduceLROnPlateau): a proof has none."""
+    """A schedule for each optimizer, except those that evaluations step (ReduceLROnPlateau), which a proof does not run."""
     if job.lr_schedule is None:
         return []
     arguments = (steps,) if _count_required_arguments(job.lr_schedule) > 1 else ()
@@ -117,13 +114,13 @@ def _count_required_arguments(function: Callable[..., Any]) -> int:
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Every tensor of the optimizers' states, as `index of the optimizer/parameter/state`."""
+    """Every tensor of the optimizers' states, as `optimizer index/parameter/state`."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {
         f"{index}/{names[id(parameter)]}/{key}": value
         for index, optimizer in enumerate(optimizers)
         for parameter, state in optimizer.state.items()
-        if id(parameter) in names and isinstance(state, dict)  # other keys hold what belongs to no parameter
+        if id(parameter) in names and isinstance(state, dict)  # other keys belong to no parameter
         for key, value in state.items()
         if isinstance(value, Tensor)
     }

@@ -1,7 +1,7 @@
-"""Compute what a gradient or a loss would be if a known mistake had been made, to compare the plan's with each.
+"""Compute what a gradient or a loss would be under known bugs, to compare the plan's with each.
 
-The reference computes micro-batch by micro-batch the sums that everything is made of, for one tensor. Weighted wrongly or left out they are
-the mistakes that others have shipped; a match to six digits is no coincidence.
+The reference computes, for one tensor, the sum that each micro-batch contributes. Weighted wrongly or left out, these sums make the bugs
+that others have shipped; a match to six digits is no coincidence.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from echelon.verifier.forward_state import ForwardState
 from echelon.verifier.reference import Reference
 from echelon.verifier.reference_data import positions_of
 
-#: Stands for state that each call of forward or of the loss changes; `explain_failure` has the words, which name it.
+#: Stands for state that each call of forward or of the loss changes; `explain_failure` words it.
 STATE_PER_CALL = "state per call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSum:
-    """What one micro-batch of one data rank adds."""
+    """What one micro-batch of one data rank contributes."""
 
     rank: int
     index: int
     samples: int
     count: float
-    #: Not divided by anything.
     value: Tensor
 
 
@@ -42,7 +41,7 @@ class KnownBug:
 
 
 def sum_micro_batches(reference: Reference, step: int, name: str) -> list[MicroBatchSum]:
-    """The step's micro-batches, for the parameter `name` or, if that is empty, for the loss. The reference is as before the step.
+    """The step's micro-batches, for the parameter `name` or, if that is empty, for the loss. The reference is in its state before the step.
 
     Empty where samples of several ranks are normalized together: their sums cannot be separated.
     """
@@ -58,15 +57,17 @@ def sum_micro_batches(reference: Reference, step: int, name: str) -> list[MicroB
                 loss_sum, count = reference.compute_loss(batch, part.size)
                 if name:
                     loss_sum.backward()
-            value = _float64_gradient(reference.model, name) if name else to_float64(loss_sum)
-            sums.append(MicroBatchSum(rank=rank, index=index, samples=part.size, count=count, value=value))
+            tensor = reference.model.get_parameter(name) if name else loss_sum
+            if name:
+                tensor = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            sums.append(MicroBatchSum(rank=rank, index=index, samples=part.size, count=count, value=to_float64(tensor)))
     reference.model.zero_grad(set_to_none=True)
     state.restore()
     return sums
 
 
 def changed_by_forward(reference: Reference, step: int) -> tuple[str, ...]:
-    """What one forward of a step's batch changes of the model besides the statistics of batch norms, which a plan accounts for."""
+    """What one forward of a step's batch changes in the model, but for the statistics of batch norms, which a plan accounts for."""
     model = reference.model
     state, attributes = ForwardState(model), ModelState(model)
     positions = reference.position_groups(reference.data.samples_in(step))[0]
@@ -84,7 +85,7 @@ def changed_by_forward(reference: Reference, step: int) -> tuple[str, ...]:
 
 
 def loss_changes_on_repeat(reference: Reference, step: int) -> bool:
-    """Whether the same micro-batch has another loss when it is computed again: something was kept outside the model."""
+    """Whether the same micro-batch has another loss when computed again: something was kept outside the model."""
     part = reference.plan.split_batch(reference.data.samples_in(step))[0][0]
     batch, state, losses = reference.read_batch(step, positions_of(part)), ForwardState(reference.model), []
     for _ in range(2):
@@ -113,10 +114,8 @@ def wrong_weightings(sums: list[MicroBatchSum]) -> Iterator[KnownBug]:
         value=_add_up(item.value / item.count / len(sums) for item in sums),
     )
     for rank in range(ranks if ranks > 1 else 0):
-        own = [item for item in sums if item.rank == rank]
-        yield from _divided_sums(
-            own, sums, f"it is what data rank {rank}'s own samples give: the sum over dp is missing"
-        )
+        own, giver = [item for item in sums if item.rank == rank], f"data rank {rank}'s own samples"
+        yield from _divided_sums(own, sums, f"it is what {giver} give: the sum over dp is missing")
     for index in range(count if count > 1 else 0):
         others = [item for item in sums if item.index != index]
         yield from _divided_sums(others, sums, f"micro-batch {index + 1} of {count} is left out")
@@ -126,7 +125,7 @@ def wrong_weightings(sums: list[MicroBatchSum]) -> Iterator[KnownBug]:
 
 
 def tied_weight_gradients(reference: Reference, step: int, name: str) -> Iterator[KnownBug]:
-    """The gradient of a tied weight through one of its uses alone."""
+    """The gradients of a tied weight through one of its uses alone."""
     names = aliases_of(reference.model, name)
     if len(names) < 2:
         return
@@ -163,8 +162,3 @@ def _divided_sums(included: list[MicroBatchSum], all_sums: list[MicroBatchSum], 
 
 def _add_up(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(values)).sum(0)
-
-
-def _float64_gradient(model: nn.Module, name: str) -> Tensor:
-    value = model.get_parameter(name)
-    return to_float64(torch.zeros_like(value) if value.grad is None else value.grad)

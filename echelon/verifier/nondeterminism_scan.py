@@ -1,4 +1,4 @@
-"""Find what `trials/determinism.py` could not hold still, for the certificate."""
+"""Find what `trials/determinism.py` could not make deterministic, for the certificate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; us
 from torch.utils._pytree import tree_leaves
 
 from echelon.trials.determinism import WIDENED_DTYPES
+from echelon.trials.module_tree import module_hooks
 from echelon.trials.random_state import read_host_random_state, read_torch_random_states
-from echelon.verifier.compare_outputs import module_hooks
 
 #: They overwrite their input.
 _OVERWRITING_OPS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
@@ -30,15 +30,12 @@ class NondeterminismScan(TorchDispatchMode):
         self._model = model
         self._stack: list[str] = []
         self._hooks = contextlib.ExitStack()
-        self._module_generators = [
-            value for module in model.modules() for value in vars(module).values() if isinstance(value, random.Random)
-        ]
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        self._module_generators = [value for value in attributes if isinstance(value, random.Random)]
         self._host_state: Any = None
 
     def __enter__(self) -> NondeterminismScan:
-        self._hooks.enter_context(
-            module_hooks(self._model, on_enter=self._enter_module, on_output=lambda *_: self._leave_module())
-        )
+        self._hooks.enter_context(module_hooks(self._model, self._enter_module, self._leave_module))
         self._host_state = self._read_host_state()
         super().__enter__()
         return self
@@ -53,7 +50,7 @@ class NondeterminismScan(TorchDispatchMode):
         self._check_host_state()
         self._stack.append(path)
 
-    def _leave_module(self) -> None:
+    def _leave_module(self, _: str, __: Any) -> None:
         self._check_host_state()
         self._stack.pop()
 
@@ -61,7 +58,7 @@ class NondeterminismScan(TorchDispatchMode):
         return read_host_random_state(), [generator.getstate() for generator in self._module_generators]
 
     def _check_host_state(self) -> None:
-        """torch does not see Python's and NumPy's generators move: the module that ran since the last look has drawn."""
+        """torch does not see draws from Python's and NumPy's generators: the module that ran since the last check has drawn."""
         state = self._read_host_state()
         if state != self._host_state:
             self._host_state = state
@@ -73,10 +70,10 @@ class NondeterminismScan(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
-        generators = [generator for generator in [(kwargs or {}).get("generator")] if generator is not None]
+        generators = list(filter(None, [(kwargs or {}).get("generator")]))
         states = read_torch_random_states(generators) if is_seeded else []
         result = func(*args, **(kwargs or {}))
-        # Such an operator may draw nothing, as attention without dropout: a generator that moved shows a draw.
+        # Such an operator may draw nothing, as attention without dropout: only a changed generator shows a draw.
         if is_seeded and states != read_torch_random_states(generators):
             self.random_modules.setdefault(self._current_module, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.

@@ -1,8 +1,8 @@
-"""Compare the plan in its own precision with the reference: how far rounding may take it, and what no rounding does.
+"""Compare the plan in its own precision with the reference: what rounding may do there, and what it does not.
 
-Losing half of a format's digits is common, and a model that cancels or truncates loses more: that is reported and decides nothing. All
-gradients times one number is different: rounding scatters, and a factor that only the training's own precision has is a loss scale that
-was not removed, or removed twice. Only the first step is asked: there both runs still have the same parameters.
+Losing half of a format's digits is common, and a model that cancels or truncates loses more: that is reported and decides nothing. One
+common factor of all gradients is different: rounding scatters, and a factor that only the training's own precision has is a loss scale
+that was not removed, or removed twice. Only the first step counts: there both runs still have the same parameters.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from echelon.verifier.reference import StepRecord
 
 #: Half of a format's digits: the drift beyond which a reader should look twice.
 DRIFT_BOUNDS = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
-#: How far from one a common factor has to be: more than four times the widest of those.
+#: How far from one a common factor has to be: more than four times the widest drift bound.
 MIN_FACTOR_DEVIATION = 0.4
 #: Gradients below this part of the largest are mostly rounding in half precision.
 _SMALL_GRADIENT = 1e-3
-#: How near a tensor has to be to that multiple, the share of tensors that must be, and the fewest numbers that mean anything.
+#: How near a tensor has to be to that multiple, the share of tensors that must be, and the fewest elements that mean anything.
 _FACTOR_TOLERANCE, _MIN_SHARE, _MIN_ELEMENTS = 0.25, 0.9, 8
 
 
 def common_gradient_factor(actual: StepRecord, expected: StepRecord) -> float | None:
-    """The number by which all gradients of a step are multiplied; None: there is none, or it is near one."""
+    """The factor that all gradients of a step have in common; None: there is none, or it is near one."""
     pairs = [
         (_flatten(a), _flatten(b))
         for name, b in expected.gradients.items()

@@ -1,4 +1,4 @@
-"""Before a "no": check that the job is deterministic. A job that differs from itself on one device proves nothing about a plan."""
+"""Before a proof fails: check that the job is deterministic. One that differs from itself on one device proves nothing about a plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from echelon.verifier.first_divergence import find_first_divergence
 from echelon.verifier.single_device import SingleDeviceContext
 from echelon.verifier.tolerances import ParameterTolerance, copy_to_float64
 
-#: Not finite in both runs: a fault of the job, and the same fault in both.
+#: Not finite in both runs: the same fault of the job in both.
 _SAME_FAULT = ("neither run is finite", "it holds NaN")
 
 
 def self_check(context: SingleDeviceContext, comparator: Comparator) -> Objection | None:
-    """Compare two runs of the reference up to the step at which the plan diverges; None: they agree, or the plan does."""
+    """Compare two runs of the reference up to the step in which the plan diverges; None: they agree, or the plan does not diverge."""
     if comparator.first_divergence is None:
         return None
     steps = context.steps[: context.steps.index(comparator.first_divergence.step) + 1]
@@ -30,12 +30,11 @@ def self_check(context: SingleDeviceContext, comparator: Comparator) -> Objectio
 def _compare_readings(context: SingleDeviceContext, steps: Sequence[int]) -> Objection | None:
     for step in steps:
         if context.data.repeated_digest(step, np.arange(context.data.samples_in(step))) is None:
+            where = f"data (step {step})"
             return Objection(
                 description=f"the data is not deterministic: the batch of step {step} differs between two readings, so ranks that read it by "
                 "themselves train on different samples; seed the data set's own random numbers by the sample's index",
-                finding=Finding(
-                    kind="self", tensors=1, max_difference=NOT_COMPARABLE, where=f"data (step {step})", bound=0.0
-                ),
+                finding=Finding(kind="self", tensors=1, max_difference=NOT_COMPARABLE, where=where, bound=0.0),
             )
     return None
 
@@ -66,6 +65,5 @@ def _first_differing_module(context: SingleDeviceContext, step: int) -> str:
     for first, second in zip(first_outputs, second_outputs, strict=False):
         if first != second and first.checksums:
             return f", first in the output of {first.path or 'the model itself'}"
-    return (
-        ", and the outputs of all modules agree: the loss, backward or the optimizer differs" if first_outputs else ""
-    )
+    text = ", and the outputs of all modules agree: the loss, backward or the optimizer differs"
+    return text if first_outputs else ""

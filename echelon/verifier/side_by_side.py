@@ -1,4 +1,4 @@
-"""Run a plan beside its reference on every rank, step by step. Rank 0 compares, so nothing is kept longer than one step."""
+"""Run a plan side by side with its reference on every rank. Rank 0 compares after each step, so nothing is kept for longer."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ProofSetup:
     context: VerificationContext | None = None
 
     def start_uncompiled_run(self, determinism: DeterministicMode, *, without_dropout: bool = True) -> CandidateRun:
-        """The plan's run in float64, without compiled modules: those run no hooks."""
+        """The plan's run in float64, without compiled modules, which run no hooks."""
         plan = dataclasses.replace(self.plan, compile=False)
         return CandidateRun(self.job, plan, self.ranks, determinism, torch.float64, without_dropout=without_dropout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProofResult:
-    """What two runs side by side showed. The comparators are rank 0's."""
+    """The outcome of two runs side by side. The comparators are rank 0's."""
 
     #: In float64, and in the plan's own precision.
     comparator: Comparator | None
@@ -60,23 +60,20 @@ class ProofResult:
 def run_side_by_side(setup: ProofSetup) -> ProofResult:
     """Run the plan in float64 and in its own precision beside the reference. Every rank must call it."""
     job, plan, ranks, steps, determinism = setup.job, setup.plan, setup.ranks, setup.steps, setup.determinism
-    context, has_plan_reference = setup.context, setup.reference_plan is not None
+    context, reference_plan = setup.context, setup.reference_plan
     comparator: Comparator | None = None
     drift_comparator: Comparator | None = None
     warm: WarmReference | None = None
+    reference_run: CandidateRun | None = None
+    per_sample = reference_plan is not None
     with _failures_of(plan), contextlib.ExitStack() as stack:
-        float64_run = stack.enter_context(
-            CandidateRun(job, plan, ranks, determinism, torch.float64, per_sample=has_plan_reference)
-        )
+        float64_run = CandidateRun(job, plan, ranks, determinism, torch.float64, per_sample=per_sample)
+        stack.enter_context(float64_run)
         own_mode = dataclasses.replace(determinism, widen_casts=False)
         own_precision_run = stack.enter_context(CandidateRun(job, plan, ranks, own_mode, None))
-        reference_run = (
-            stack.enter_context(
-                CandidateRun(job, setup.reference_plan, ranks, determinism, torch.float64, per_sample=True)
-            )
-            if setup.reference_plan is not None
-            else None
-        )
+        if reference_plan is not None:
+            reference_run = CandidateRun(job, reference_plan, ranks, determinism, torch.float64, per_sample=True)
+            stack.enter_context(reference_run)
         start_values = {} if reference_run is None else reference_run.gather_start_values()
         forward_order = {} if reference_run is None else reference_run.forward_order
         checksums = float64_run.checksum_state()
@@ -93,7 +90,7 @@ def run_side_by_side(setup: ProofSetup) -> ProofResult:
                 comparator = Comparator(context, start_values, forward_order, in_float64=True)
                 drift_comparator = Comparator(context, start_values, forward_order, in_float64=False)
                 comparator.compare_start(checksums, steps[0])
-        # The first step shows the drift, but for fp16: its loss scale may skip some before it has settled.
+        # The first step shows the drift, except in fp16, whose loss scale may skip some steps before it has settled.
         drift_steps = steps if (plan.precision or job.precision) == "fp16" else steps[:1]
         for step in steps:
             actual = float64_run.step(step)
@@ -109,9 +106,8 @@ def run_side_by_side(setup: ProofSetup) -> ProofResult:
                         drift_comparator.compare_step(own_precision, expected)
         if context is not None and warm is not None and warm.reference.altered_update_ops:
             names = format_names(sorted(warm.reference.altered_update_ops))
-            context.notes.append(
-                f"in the optimizers' steps random numbers are held and casts below float64 are lifted, in both runs: {names}"
-            )
+            changes = "random numbers are held and casts below float64 are lifted"
+            context.notes.append(f"in the optimizers' steps {changes}, in both runs: {names}")
         loss_state = None
         if ranks.broadcast_object(comparator is not None and comparator.first_divergence is None):
             reference = None if warm is None else warm.reference
@@ -127,7 +123,7 @@ def run_side_by_side(setup: ProofSetup) -> ProofResult:
 
 @contextlib.contextmanager
 def _failures_of(plan: Plan) -> Iterator[None]:
-    """What the job raises under a plan, after one device has run it, is an answer: the plan does not run it."""
+    """An error that the job raises under a plan, after one device has run it, is a result: the plan cannot run it."""
     try:
         yield
     except EchelonError:
@@ -142,11 +138,12 @@ def _failures_of(plan: Plan) -> Iterator[None]:
 def compare_random_draws(setup: ProofSetup, comparator: Comparator | None) -> None:
     """Run one step with random numbers as training draws them. Every rank must call it.
 
-    No reference can draw the same, and none is needed: what all ranks of the tensor axis hold has to stay equal there.
+    No reference can draw the same numbers, and none is needed: what all tensor ranks hold has to stay equal.
     """
-    if setup.plan.mesh.tp == 1 or not setup.ranks.broadcast_object(
-        setup.context is not None and setup.context.draws_random_numbers
-    ):
+    context = setup.context
+    if setup.plan.mesh.tp == 1:
+        return
+    if not setup.ranks.broadcast_object(context is not None and context.draws_random_numbers):
         return
     mode, step = dataclasses.replace(setup.determinism, fix_random=False), setup.steps[-1]
     with setup.start_uncompiled_run(mode, without_dropout=False) as candidate:

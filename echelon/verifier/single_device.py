@@ -1,15 +1,16 @@
-"""A proof against one device, as rank 0 sees it: what is held still, what rounding is granted, and fresh references."""
+"""A proof against one device, as rank 0 sees it: what is made deterministic, what rounding is granted, and fresh references."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.job import Job
+from echelon.plan.batch_split import SampleRange
 from echelon.plan.plan import Plan
 from echelon.profiler.sample_coupling import first_line
 from echelon.trials.determinism import DeterministicMode, disable_randomness
@@ -20,22 +21,18 @@ from echelon.verifier.compare_outputs import format_names
 from echelon.verifier.context import Comparator, VerificationContext, dropout_note
 from echelon.verifier.nondeterminism_scan import NondeterminismScan
 from echelon.verifier.reference import Reference, StepRecord
-from echelon.verifier.reference_data import ReferenceData
+from echelon.verifier.reference_data import ReferenceData, micro_batches
 
 
 class SingleDeviceContext(VerificationContext):
     """A proof against one device. `determinism` and `bounds` follow from a scan of the reference's first step."""
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        data: ReferenceData,
-        steps: Sequence[int],
-        device: torch.device | str = "cpu",
+        self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], device: torch.device | str = "cpu",
         reference_choice: ReferenceChoice | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(job, plan, data, steps, reference_choice or ReferenceChoice())
+        self.determinism = DeterministicMode()
         self.device = torch.device(device)
         self._perturbation = tolerances.FLOAT64_PERTURBATION
         self._warm_reference: WarmReference | None = None
@@ -43,7 +40,7 @@ class SingleDeviceContext(VerificationContext):
         try:
             scan = remaining = self._scan_first_step()
         except RuntimeError as error:
-            # Layers that cast their inputs to a type of their own (Keras) do not run with weights that are now float64.
+            # Layers that cast their inputs to a dtype of their own (Keras) do not run with float64 weights.
             cast_error, self.determinism = first_line(error), DeterministicMode(widen_casts=True)
             scan = remaining = self._scan_first_step()
         if scan.random_modules or scan.low_precision_modules:
@@ -65,18 +62,19 @@ class SingleDeviceContext(VerificationContext):
             *_determinism_notes(warm.modules_without_dropout, scan, remaining, self.determinism),
         ]
         if cast_error:
-            self.notes.append(
-                f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({cast_error})"
-            )
+            reason = f"the model does not run without that ({cast_error})"
+            self.notes.append(f"casts below float64 are lifted to float64 in both runs: {reason}")
+
+    def output_ranges(self, step: int) -> list[SampleRange]:
+        return micro_batches(self.plan, self.data.samples_in(step))
 
     def take_reference(self) -> WarmReference:
-        """The reference of the scan. Only the caller holds it from now on, so that it is freed after use."""
+        """The reference of the scan, which the caller alone holds from now on, so that it is freed after use."""
         warm_reference, self._warm_reference = self._warm_reference, None
         assert warm_reference is not None
         return warm_reference
 
     def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
-        """Rounding alone may exceed the bounds: grant what it explains, and note it."""
         if comparator.first_divergence is None:
             return
         wider = self._widen_bounds(self.bounds.default)
@@ -88,10 +86,9 @@ class SingleDeviceContext(VerificationContext):
         if granted:
             self.bounds = wider
             comparator.find_first_divergence()
-            self.notes.append(
-                "ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by "
-                f"that: {format_names(list(granted))}"
-            )
+            reason = "the reference differs from itself when its parameters are off by one rounding"
+            names = format_names(list(granted))
+            self.notes.append(f"ill-conditioned, so that {reason}; bounds widened by that: {names}")
 
     def _widen_bounds(self, default: float) -> Bounds:
         perturbed = self.build_reference(perturbed=True)
@@ -114,8 +111,8 @@ class SingleDeviceContext(VerificationContext):
         return reference
 
     def _scan_first_step(self) -> NondeterminismScan:
-        """Run the first step of a fresh reference, which is kept, and watch it."""
-        self._warm_reference = None  # free the last one before the next is made
+        """Watch the first step of a fresh reference, which is kept."""
+        self._warm_reference = None  # free the last one before building the next
         reference = Reference(self.job, self.plan, self.data, device=self.device)
         reference.seeds_micro_batches = self.determinism.needs_seeding
         silenced = disable_randomness(reference.model)
@@ -126,7 +123,7 @@ class SingleDeviceContext(VerificationContext):
             with self.determinism(), scan:
                 yield
 
-        # Forward may change parameters as well: a teacher's, rows of an embedding with max_norm.
+        # Before forward, which may change parameters: a teacher's, rows of an embedding with max_norm.
         tensors = dict(reference.model.named_parameters()) | dict(reference.model.named_buffers())
         start_values = tolerances.copy_to_float64(tensors)
         reference.determinism = scanned
@@ -136,19 +133,19 @@ class SingleDeviceContext(VerificationContext):
         return scan
 
 
+@dataclasses.dataclass(slots=True)
 class WarmReference:
     """A reference whose first backward has run already."""
 
-    def __init__(
-        self, reference: Reference, loss: Tensor, start_values: dict[str, Tensor], modules_without_dropout: list[str]
-    ) -> None:
-        self.reference, self.modules_without_dropout = reference, modules_without_dropout
-        self._loss: Tensor | None = loss
-        #: What the run started from, `tolerances.copy_to_float64`.
-        self.start_values = start_values
+    reference: Reference
+    #: Of that backward; None once its step has been taken.
+    loss: Tensor | None
+    #: What the run started from, `tolerances.copy_to_float64`.
+    start_values: dict[str, Tensor]
+    modules_without_dropout: list[str]
 
     def step(self, step: int) -> StepRecord:
-        loss, self._loss = self._loss, None
+        loss, self.loss = self.loss, None
         return self.reference.step(step, loss)
 
 
@@ -167,11 +164,8 @@ def _scope_notes(reference: Reference, data: ReferenceData, steps: Sequence[int]
 
 
 def _determinism_notes(
-    modules_without_dropout: Sequence[str],
-    scan: NondeterminismScan,
-    remaining: NondeterminismScan,
-    determinism: DeterministicMode,
-) -> list[str]:
+    without_dropout: Sequence[str], scan: NondeterminismScan, remaining: NondeterminismScan, determinism: DeterministicMode
+) -> list[str]:  # fmt: skip
     seeding = (
         "both runs are seeded alike before each micro-batch, which the reference runs one after another"
         if determinism.needs_seeding
@@ -186,9 +180,8 @@ def _determinism_notes(
             remaining.low_precision_modules,
         ),
     )
-    notes = [dropout_note(modules_without_dropout)] if modules_without_dropout else []
-    return notes + [sentence.format(_format_operators(operators)) for sentence, operators in sentences if operators]
-
-
-def _format_operators(operators: Mapping[str, str]) -> str:
-    return format_names([f"{path} ({operator})" for path, operator in operators.items()])
+    notes = [dropout_note(without_dropout)] if without_dropout else []
+    for sentence, operators in sentences:
+        if operators:
+            notes.append(sentence.format(format_names([f"{path} ({op})" for path, op in operators.items()])))
+    return notes

@@ -1,4 +1,4 @@
-"""Spot checks: at random later steps the step is computed again on one device and compared.
+"""Spot checks: recompute random later steps on one device and compare.
 
 The gate verifies the first steps. What begins later (a gate that opens, a loss that starts to couple samples, rare labels) shows here:
 
@@ -8,8 +8,8 @@ The gate verifies the first steps. What begins later (a gate that opens, a loss 
     4  compare            beyond what rounding explains the run stops, before the optimizer has stepped
 
 Where one device would take too long for all samples of a step, a pass over a few of them, on every rank, is compared instead.
-Checks fall on one random step of each doubling of the step number, so what begins at step N is seen before step 4 N, on other steps at
-every launch, and they stay within a small share of the training's time. The checked step trains the same numbers as an unchecked one.
+One random step of each doubling of the step number is checked, so what begins at step N is seen before step 4 N, on other steps in every
+launch. Checks take a small share of the training's time, and a checked step trains the same values as an unchecked one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from echelon.verifier.spot_check_pass import PassResult, PassState, copy_batch, 
 
 #: The gate has verified the steps before this one.
 FIRST_CHECKED_STEP = 3
-#: Checks may take this share of the time since training began, at least this many seconds; one of them may keep one device busy this long.
+#: Checks may take this share of the time since training began, at least so many seconds; a single one may keep one device busy so long.
 TIME_SHARE, MIN_SECONDS, SECONDS_PER_CHECK = 0.01, 10.0, 2.0
-#: A step's part of the rate of a matrix product, and bytes of float64 that one device needs for each parameter.
+#: The share of a matrix product's rate that a step reaches, and the bytes that one device needs for each parameter in float64.
 _EFFICIENCY, _BYTES_PER_PARAMETER = 0.4, 24
 
 
@@ -60,7 +60,7 @@ class SpotChecks:
         self, job: Job, run: Run, pristine: nn.Module | None, profile: Profile | None, *, entropy: int | None = None
     ) -> None:
         """`pristine`: a copy of the job's module from before the run took it, on rank 0; None: the job has a factory. `entropy`: seed of the
-        steps; None: rank 0 draws it, from no generator that training has."""
+        steps; None: rank 0 draws it, from no generator that training uses."""
         self._run, self._profile, self._job = run, profile, dataclasses.replace(job, warmup_data=None)
         self._single_device = SingleDeviceStep(run, pristine)
         self._start_time, self.seconds, self.count = time.perf_counter(), 0.0, 0
@@ -75,13 +75,11 @@ class SpotChecks:
         self.stop_reason = ""
         #: The share of a step's samples that one device can compute in time; None: not known yet.
         self._sample_share: float | None = None
-        #: Doubtful steps so far, and whether one that was not compared was reported.
-        self._doubtful_steps, self._warned_of_doubts = 0, False
-        #: Whether a step was reported that draws random numbers although they are disabled.
-        self._warned_of_draws = False
+        self._doubtful_steps = 0
+        self._warned: set[str] = set()
 
     def is_due(self, step: int) -> bool:
-        """Whether step `step` (from 0) is checked; if it is by its number, rank 0's clock decides."""
+        """Whether step `step` (from 0) is checked; if it is chosen, rank 0's clock decides."""
         return step in self._chosen_steps and self._can_check()
 
     def _is_worth_it(self, step: int) -> bool:
@@ -89,13 +87,17 @@ class SpotChecks:
         self._doubtful_steps += 1
         if self._doubtful_steps.bit_count() == 1 and self._can_check():
             return True
-        if not self._warned_of_doubts and self._run.world.is_main:
-            self._run.warn(
-                f"step {step + 1}: how many items the loss of a part of the batch counts does not show; of such steps only the 1st, 2nd, 4th, 8th ... are "
-                "compared with one device; return (sum, count) from the loss, with the count as it is (0 for none)"
-            )
-        self._warned_of_doubts = True
+        self._warn_once(
+            f"step {step + 1}",
+            "how many items the loss of a part of the batch counts does not show; of such steps only the 1st, 2nd, 4th, 8th ... are compared with "
+            "one device; return (sum, count) from the loss, with the count as it is (0 for none)",
+        )
         return False
+
+    def _warn_once(self, step: str, text: str) -> None:
+        if text not in self._warned and self._run.world.is_main:
+            self._run.warn(f"{step}: {text}")
+        self._warned.add(text)
 
     def _can_check(self) -> bool:
         if self._run.plan.uses_servers or self._run.loss_scale is not None:
@@ -124,14 +126,14 @@ class SpotChecks:
 
     def check_step(self, batch: StepBatch) -> StepResult:
         """Train a step, checked; raises DivergenceError where one device computes something else."""
-        begin, sample_share = time.perf_counter(), self._affordable_share()
-        if sample_share < 1:
+        run, begin = self._run, time.perf_counter()
+        if (sample_share := self._affordable_share()) < 1:
             self._check_reduced_step(batch, sample_share)
-            loss = self._run.backward(batch)
+            loss = run.backward(batch)
         else:
             loss = self._check_full_step(batch)
         self._count_check(begin)
-        return self._run.finish_step(loss, batch)
+        return run.finish_step(loss, batch)
 
     def _count_check(self, begin: float) -> None:
         self.seconds += time.perf_counter() - begin
@@ -144,7 +146,7 @@ class SpotChecks:
         return self._sample_share
 
     def _affordable(self) -> tuple[float, torch.device]:
-        """The share of a step's samples that one device computes in SECONDS_PER_CHECK, and that device: the GPU, if it has the memory."""
+        """(The share of a step's samples that one device computes in SECONDS_PER_CHECK, that device: the GPU if its memory suffices)."""
         device, profile = self._run.device, self._profile
         if profile is None:
             return 1.0, torch.device("cpu")
@@ -155,7 +157,7 @@ class SpotChecks:
         return affordable_flops / max(profile.flops(self._job.batch_size), 1.0), device
 
     def _check_full_step(self, batch: StepBatch) -> Tensor:
-        """Compare forward and backward of the step itself; returns its loss."""
+        """Compare forward and backward of the step itself; returns the loss."""
         run, state, batch_as_read = self._run, self._gather_state(), copy_batch(batch)
         loss, result = run_checked_pass(run, batch, batch_as_read)
         with preserve_datasets(self._job.data, self._job.collate):
@@ -188,27 +190,25 @@ class SpotChecks:
         """How one device differs; None: it does not, it cannot be compared, or this is another rank."""
         if not self._run.world.is_main or data is None or self.stop_reason:
             return None
+        step_name = f"step {step + 1}"
         if not result.is_deterministic:
-            if not self._warned_of_draws:
-                self._run.warn(
-                    f"step {step + 1} was not compared with one device: it draws random numbers in a way that cannot be held still"
-                )
-            self._warned_of_draws = True
+            reason = "it draws random numbers in a way that cannot be held still"
+            self._warn_once(step_name, f"not compared with one device: {reason}")
             return None
         try:
             divergence = self._single_device.find_divergence(step, state, result, data, plan)
         except IncomparableStepError as error:
             self.stop_reason = str(error)
             self._run.warn(
-                f"step {step + 1} could not be computed again on one device, so later steps are not checked; the proof of the first steps "
-                f"stands ({self.stop_reason})"
+                f"{step_name} could not be computed again on one device, so later steps are not checked; the proof of the first steps stands "
+                f"({error})"
             )
             return None
         if divergence is None:
             self.last_agreed_step = step + 1
             return None
         return DivergenceError(
-            f"step {step + 1}: {divergence.description} from the same state and samples ({divergence.count} of {divergence.total} values "
+            f"{step_name}: {divergence.description} from the same state and samples ({divergence.count} of {divergence.total} values "
             "differ), and the first steps agreed: something that begins later, or is rare, depends on how the batch or the model is cut; "
             f"nothing was updated by this step. The last step that was checked and found equal is {self.last_agreed_step}: resume from a "
             "checkpoint at or before it, because later ones may contain the error",
@@ -218,12 +218,9 @@ class SpotChecks:
         )
 
     def _compare_own_samples(
-        self,
-        batch: StepBatch,
-        compare: Callable[[ReferenceData | None], DivergenceError | None],
-        error: DivergenceError | None,
-    ) -> DivergenceError | None:
-        """Compare again, with what the ranks have read: the difference may be in the samples. Every rank must call it."""
+        self, batch: StepBatch, compare: Callable[[ReferenceData | None], DivergenceError | None], error: DivergenceError | None
+    ) -> DivergenceError | None:  # fmt: skip
+        """Compare again on the samples that the ranks have read: the difference may be in those. Every rank must call it."""
         run, step, last_agreed_step = self._run, batch.step + 1, self.last_agreed_step
         with run.ranks.raise_on_all_ranks():
             data = open_reference_data(self._job)
@@ -245,7 +242,7 @@ class SpotChecks:
         return error
 
     def _use_own_samples(self, step: int) -> None:
-        """From now on, compare on the samples that the ranks have. On rank 0."""
+        """From now on, compare on the samples that the ranks have read. On rank 0."""
         self._run.warn(
             f"step {step}: the data gave other samples when they were read again, as it draws random numbers of its own or has changed; "
             "spot checks compare with one device on the samples that the ranks have read"
@@ -253,7 +250,7 @@ class SpotChecks:
         self._rereads_samples = False
 
     def _open_data(self, batch: StepBatch) -> ReferenceData | None:
-        """The step's samples for one device, read again or, where that gives others, as the ranks have them."""
+        """The step's samples for one device, read again or, where that returns others, as the ranks have them."""
         run = self._run
         with run.ranks.raise_on_all_ranks():
             if run.world.is_main and self._rereads_samples:
@@ -271,7 +268,7 @@ class SpotChecks:
         return StepState.gather(self._run, self._job)
 
     def _fetch_function_state(self) -> None:
-        """In a pipeline the last stage calls the loss: copy what it holds there to rank 0, whose own loss is never called."""
+        """In a pipeline the last stage calls the loss: copy the loss's state to rank 0, whose own loss is never called."""
         run = self._run
         if run.rank_model.pipeline is None:
             return
@@ -280,13 +277,12 @@ class SpotChecks:
         for values in run.ranks.all_gather_object(own_values):
             if values and run.world.is_main and not functions.write_slots(values, run.device) and not self.stop_reason:
                 self.stop_reason = "the loss keeps objects that were made while it trained"
-                run.warn(
-                    f"steps from here on are not compared with one device: {self.stop_reason}, on a pipeline's last stage"
-                )
+                reason = f"{self.stop_reason}, on a pipeline's last stage"
+                run.warn(f"steps from here on are not compared with one device: {reason}")
 
 
 def _choose_steps(seed: int, total_steps: int) -> frozenset[int]:
-    """One random step of each doubling from FIRST_CHECKED_STEP on, and the last: the same on every rank."""
+    """One random step of each doubling from FIRST_CHECKED_STEP on, and the last; the same on every rank."""
     generator, steps, start = random.Random(seed), set[int](), FIRST_CHECKED_STEP
     while start < total_steps:
         steps.add(generator.randrange(start, min(2 * start, total_steps)))

@@ -16,25 +16,22 @@ from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.plan import Plan
 from echelon.trials.deep_copies import copy_module
 
-#: Steps that are watched, at most and besides the bound.
+#: The most steps that are watched, and how many more than the bound.
 _MAX_STEPS, _STEPS_BEYOND_BOUND = 24, 4
-#: Seconds by which the last rank is delayed in each of them: without a slow rank nobody would ever have to wait.
+#: Delay of the last rank in each of them: without a slow rank no rank would have to wait.
 _DELAY_SECONDS = 0.02
 
 
 def synchronous_plan(plan: Plan) -> Plan:
-    """The plan whose numbers can be proved: with all ranks in step."""
+    """The plan whose values can be proved: with all ranks in step."""
     return plan.replace(staleness=0) if plan.uses_servers else plan
 
 
 def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[int, int]:
-    """The most steps that a rank was ahead of the slowest when it had read its rows, by the servers' clocks, and the number of steps watched.
-
-    Every rank must call it.
-    """
+    """(The most steps by which a rank was ahead of the slowest when it read its rows, the number of steps watched). Every rank must call it."""
     bound = plan.server.staleness or 0
     if isinstance(job.model, nn.Module):
-        job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's own
+        job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's module
     with Run(job, plan, ranks.world, device=ranks.device, monitor_divergence=False) as run:
         backend, watched_steps, max_staleness = run.backend, 0, 0
         assert isinstance(backend, ParameterServerBackend)
@@ -50,7 +47,7 @@ def measure_staleness(job: Job, plan: Plan, ranks: WorldCommunicator) -> tuple[i
 
 
 def add_staleness_finding(certificate: Certificate, plan: Plan, measured: tuple[int, int]) -> Certificate:
-    """The certificate of `synchronous_plan(plan)` for the plan itself, with what was measured of its bound."""
+    """The certificate of `synchronous_plan(plan)`, for the plan itself, with the measured staleness."""
     max_staleness, watched_steps = measured
     if certificate.plan != synchronous_plan(plan):
         raise VerificationError(f'the certificate is of "{certificate.plan}", not of "{synchronous_plan(plan)}"')
@@ -59,13 +56,11 @@ def add_staleness_finding(certificate: Certificate, plan: Plan, measured: tuple[
         f"{max_staleness} steps ahead of the slowest, in {watched_steps} steps with one rank held back"
     )
     certificate = dataclasses.replace(certificate, plan=plan, notes=(note, *certificate.notes))
-    bound = plan.server.staleness
+    bound, ranks = plan.server.staleness, plan.mesh.dp
     if bound is None:
         return certificate
-    where = f"rows read {max_staleness} steps ahead of the slowest rank"
-    finding = Finding(
-        kind="staleness", tensors=plan.mesh.dp, max_difference=float(max_staleness), where=where, bound=float(bound)
-    )
+    where, steps = f"rows read {max_staleness} steps ahead of the slowest rank", float(max_staleness)
+    finding = Finding(kind="staleness", tensors=ranks, max_difference=steps, where=where, bound=float(bound))
     divergent = certificate.divergent
     if not finding.is_within_bound and not divergent:
         divergent = f"{where}: the bound is staleness={bound}"

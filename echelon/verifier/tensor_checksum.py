@@ -1,10 +1,9 @@
-"""Reduce a tensor to two numbers, so that ranks can compare large ones without sending them."""
+"""Reduce tensors to two numbers, so that ranks can compare large ones without sending them."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,8 @@ from echelon.verifier.compare import FLOAT64_BOUND, NOT_COMPARABLE, RELATIVE_FLO
 class TensorChecksum:
     """A tensor's shape, its 2-norm, and its product with fixed weights to which no tensor is likely to be orthogonal.
 
-    Infinities count in `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Of integers
-    there is a product alone, which is exact.
+    Infinities count in `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Integers
+    have a product alone, which is exact.
     """
 
     shape: tuple[int, ...]
@@ -58,9 +57,7 @@ class TensorRegion:
     shape: tuple[int, ...]
 
     def extract(self, full_tensor: Tensor) -> Tensor:
-        return full_tensor[
-            tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-        ]
+        return full_tensor[tuple(slice(i, i + size) for i, size in zip(self.start, self.shape, strict=True))]
 
 
 #: What each rank holds, in rank order.
@@ -68,7 +65,7 @@ RankChecksums = Sequence[Mapping[TensorRegion, TensorChecksum]]
 
 
 def compute_checksum(value: Tensor, weights: Tensor | None = None) -> TensorChecksum:
-    """The checksum of a tensor. `weights`: `checksum_weights` of at least as many elements, computed before."""
+    """The checksum of a tensor. `weights`: precomputed `checksum_weights` of at least as many elements."""
     flat = value.detach().reshape(-1)
     if not has_fractions(flat):
         product = int((flat.long() * _integer_weights(flat.numel(), flat.device)).sum())
@@ -89,26 +86,25 @@ def checksum_weights(element_count: int, device: torch.device) -> Tensor:
 
 
 def _integer_weights(element_count: int, device: torch.device) -> Tensor:
-    """Weights for integers: products wrap around at 64 bits, on every device alike."""
+    """Weights for integers: products wrap around at 64 bits, on every device in the same way."""
     hashed = torch.arange(1, element_count + 1, device=device) * -7046029254386353131  # 2**64 by the golden ratio, odd
     return hashed ^ (hashed >> 31)
 
 
 def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "copy") -> list[Difference]:
     """Compare what several ranks hold of the same region; the first rank that has it is the reference."""
-    norms = (
+    norms = [
         checksum.norm for checksums in checksums_by_rank for checksum in checksums.values() if not checksum.has_nan
-    )
-    floor = (
-        RELATIVE_FLOOR * max(norms, default=0.0) if kind == "draw" else 0.0
-    )  # gradients that are zero but for rounding
+    ]
+    # Of gradients that are zero but for rounding.
+    floor = RELATIVE_FLOOR * max(norms, default=0.0) if kind == "draw" else 0.0
     first_seen: dict[TensorRegion, tuple[int, TensorChecksum]] = {}
-    worst = _WorstByTensor(kind, step)
+    comparisons = []
     for rank, checksums in enumerate(checksums_by_rank):
         for region, actual in checksums.items():
             first_rank, expected = first_seen.setdefault(region, (rank, actual))
-            worst.add(region.name, rank, actual, expected, f"holds other numbers than rank {first_rank}", floor)
-    return list(worst.differences.values())
+            comparisons.append((region, rank, actual, expected, f"holds other numbers than rank {first_rank}"))
+    return _worst_by_tensor(kind, step, comparisons, floor)
 
 
 def compare_start_values(
@@ -116,29 +112,28 @@ def compare_start_values(
 ) -> list[Difference]:
     """Compare each rank's values before the first step with the reference's, where both have a tensor of that name."""
     expected: dict[TensorRegion, TensorChecksum] = {}
-    worst = _WorstByTensor("start", step)
+    comparisons = []
     for rank, checksums in enumerate(checksums_by_rank):
         for region, actual in checksums.items():
             if region.name in reference:
                 if region not in expected:
                     expected[region] = compute_checksum(region.extract(reference[region.name]))
-                worst.add(region.name, rank, actual, expected[region], "starts from other numbers than one device does")
-    return list(worst.differences.values())
+                mismatch = "starts from other numbers than one device does"
+                comparisons.append((region, rank, actual, expected[region], mismatch))
+    return _worst_by_tensor("start", step, comparisons)
 
 
-class _WorstByTensor:
-    """The largest difference of each tensor over its regions and ranks."""
-
-    def __init__(self, kind: str, step: int) -> None:
-        self._kind, self._step = kind, step
-        self.differences: dict[str, Difference] = {}
-
-    def add(
-        self, name: str, rank: int, actual: TensorChecksum, expected: TensorChecksum, mismatch: str, floor: float = 0.0
-    ) -> None:
-        """Compare one region of one rank. Within bounds a difference carries no reason."""
-        value = actual.relative_difference(expected, floor)
-        if name not in self.differences or value > self.differences[name].value:
-            difference = Difference(kind=self._kind, name=name, step=self._step, value=value)
+def _worst_by_tensor(
+    kind: str,
+    step: int,
+    comparisons: Iterable[tuple[TensorRegion, int, TensorChecksum, TensorChecksum, str]],
+    floor: float = 0.0,
+) -> list[Difference]:
+    """The largest difference of each tensor over its regions and ranks. Within bounds a difference carries no reason."""
+    worst: dict[str, Difference] = {}
+    for region, rank, actual, expected, mismatch in comparisons:
+        value, name = actual.relative_difference(expected, floor), region.name
+        if name not in worst or value > worst[name].value:
             reason = f"rank {rank} {'holds NaN' if actual.has_nan else mismatch}" if value > FLOAT64_BOUND else ""
-            self.differences[name] = dataclasses.replace(difference, reason=reason)
+            worst[name] = Difference(kind=kind, name=name, step=step, value=value, reason=reason)
+    return list(worst.values())

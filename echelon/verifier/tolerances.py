@@ -1,22 +1,23 @@
 """Decide what rounding alone may do, so that only real differences count.
 
 Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns rounding
-noise into steps of full length. Gradients are compared first and decide. A parameter's element is then granted what its gradient's error
-explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference made of any parameter with the
-same settings (learning rate, decay). Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
+noise into full steps. Gradients are compared first and decide. A parameter's element is then granted what its gradient's error explains:
+with relative error e of the gradient, 4e (at most 2) times the largest move that the reference made of any parameter with the same
+settings (learning rate, decay). Where gradients are equal, as in rows of an embedding that no sample used, nothing is granted.
 
 Rounding larger than float64's: parts of a model that stay in float32, or sums that cancel (batch norm over two samples). The reference
-runs again from parameters that are off by one rounding, so that every later rounding falls differently and nothing else changes: samples
-and their order stay, so that samples which see each other cannot pass for noise. Each tensor is granted 16 times the difference between
-the two, for float32 no less than 8 of its roundings, and never more than 1e-4, or than the floor of the comparison where the tensor is
-that small: a gradient that is zero in truth is all noise. A difference above 1e-4 is no rounding that grew but a choice that fell the
-other way (a tie, a number drawn): it grants nothing.
+runs again from parameters that are off by one rounding, so that every later rounding differs and nothing else does: samples keep their
+order, so that samples which see each other cannot pass for noise. Each tensor is granted 16 times the difference between the two, for
+float32 no less than 8 of its roundings, and never more than 1e-4, or than the floor of the comparison where the tensor is that small: a
+gradient whose true value is zero is all noise. A difference above 1e-4 is not accumulated rounding but a choice that fell the other way
+(a tie, a random number): it grants nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ from echelon.verifier.reference import Reference, StepRecord
 MAX_BOUND = 1e-4
 #: Least bound where something is computed in float32.
 FLOAT32_BOUND = 8 * float(torch.finfo(torch.float32).eps)
-#: What a perturbed reference's parameters are off by: 16 times the second is what float32 is granted in any case.
+#: How far a perturbed reference's parameters are off: 16 times the second is what float32 is granted in any case.
 FLOAT64_PERTURBATION, FLOAT32_PERTURBATION = float(torch.finfo(torch.float64).eps), FLOAT32_BOUND / 16
 
 
 class ParameterTolerance:
-    """How far each element of the parameters may be off because its gradient is noise."""
+    """How far each element of a parameter may be off because its gradient is noise."""
 
     def __init__(self, start_values: Mapping[str, Tensor]) -> None:
         """`start_values`: where the parameters began, `copy_to_float64`."""
@@ -74,14 +75,12 @@ class ParameterTolerance:
 
 def copy_to_float64(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU, in float64 but for integers."""
-    return {
-        name: to_float64(value).clone() if has_fractions(value) else value.detach().to("cpu", copy=True)
-        for name, value in values.items()
-    }
+    integers = {k: value.detach().to("cpu", copy=True) for k, value in values.items() if not has_fractions(value)}
+    return {k: integers[k] if k in integers else to_float64(value).clone() for k, value in values.items()}
 
 
 def zero_gradients(gradients: Mapping[str, Tensor | None]) -> list[str]:
-    """The parameters whose gradient is zero in truth: in float64 it is nothing but rounding, yet not exactly zero."""
+    """The parameters whose true gradient is zero: in float64 it is nothing but rounding, yet not exactly zero."""
     sizes = {name: max_abs(value) for name, value in gradients.items() if value is not None}
     largest = max(sizes.values(), default=0.0)
     return [name for name, size in sizes.items() if 0.0 < size <= FLOAT64_BOUND * largest]
@@ -108,18 +107,15 @@ def compare_records(
     actual: StepRecord, expected: StepRecord, parameter_tolerance: ParameterTolerance
 ) -> list[Difference]:
     parameter_tolerance.add_gradients(actual.gradients, expected.gradients)
-    step = expected.step
-    differences = compare_tensors("gradient", actual.gradients, expected.gradients, step=step)
-    differences += compare_tensors("loss", {"loss": actual.loss}, {"loss": expected.loss}, step=step)
+    compare = partial(compare_tensors, step=expected.step)
+    differences = compare("gradient", actual.gradients, expected.gradients)
+    differences += compare("loss", {"loss": actual.loss}, {"loss": expected.loss})
     if actual.norm is not None:
-        norms = {"gradient norm": actual.norm}, {"gradient norm": expected.norm}
-        differences += compare_tensors("norm", norms[0], norms[1], step=step)
-    differences += compare_tensors("buffer", actual.buffers, expected.buffers, step=step)
-    tolerances = parameter_tolerance.compute_tolerances(expected.parameters, expected.groups)
-    differences += compare_tensors(
-        "parameter", actual.parameters, expected.parameters, step=step, tolerances=tolerances
-    )
+        differences += compare("norm", {"gradient norm": actual.norm}, {"gradient norm": expected.norm})
+    differences += compare("buffer", actual.buffers, expected.buffers)
+    granted = parameter_tolerance.compute_tolerances(expected.parameters, expected.groups)
+    differences += compare("parameter", actual.parameters, expected.parameters, tolerances=granted)
     # A server does not return the optimizer state of the tables that it trains.
     optimizer = {k: value for k, value in expected.optimizer.items() if k.split("/")[1] not in actual.server_trained}
-    differences += compare_tensors("optimizer", actual.optimizer, optimizer, step=step)
-    return differences + compare_outputs(actual.outputs, expected.outputs, step)
+    differences += compare("optimizer", actual.optimizer, optimizer)
+    return differences + compare_outputs(actual.outputs, expected.outputs, expected.step)

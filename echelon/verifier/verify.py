@@ -1,7 +1,7 @@
 """Prove that a plan computes what one device computes, and certify how far the two are apart.
 
-Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's own
-precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares.
+Every rank calls `verify`. All of them execute the plan through the engine: in float64, which decides, and in the plan's own precision,
+which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from echelon.verifier.choose_reference import (
     require_unsplit_batches,
 )
 from echelon.verifier.compare_outputs import format_names
-from echelon.verifier.context import PlanReferenceContext, VerificationContext
+from echelon.verifier.context import VerificationContext
 from echelon.verifier.reduced_job import ReducedJob, affordable_flops, reduce_job
-from echelon.verifier.reference_data import ReferenceData, open_reference_data
+from echelon.verifier.reference_data import open_reference_data
 from echelon.verifier.self_check import self_check
 from echelon.verifier.side_by_side import ProofSetup, compare_random_draws, diagnose, run_side_by_side
 from echelon.verifier.single_device import SingleDeviceContext
@@ -44,7 +44,7 @@ from echelon.verifier.staleness import add_staleness_finding, measure_staleness,
 from echelon.world import World, read_world
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Request:
     job: Job
     plan: Plan
@@ -73,25 +73,19 @@ def verify(
 ) -> Certificate:
     """Prove that `plan` computes what one device computes. Every rank calls it and gets the same certificate.
 
-    Runs the first `steps` steps, and the epoch's last where it is short. `job_hash`: `fingerprints.job_hash` of the job's file; without
-    it the certificate covers no file. A plan that `check` refuses for the job's `profile` is refused here too. `reference`: what to
-    compare with, "device", "host" or another plan; "auto": the strongest that fits in `memory` bytes of one device, or in what is
-    free. `seconds`: how long it may take; a large job is then verified on fewer samples.
+    Runs the first `steps` steps, and the epoch's last if it is short. `job_hash`: `fingerprints.job_hash` of the job's file; without it
+    the certificate covers no file. A plan that `check` refuses for the job's `profile` is refused here too. `reference`: what to compare
+    with, "device", "host" or another plan; "auto": the strongest that fits in `memory` bytes of one device, or in what is free.
+    `seconds`: time limit; a large job is then verified on fewer samples.
     """
     world = world or read_world()
     if plan.ranks != world.size:
-        raise PlanError(
-            f'the plan "{plan}" is for {plan.ranks} ranks and {world.size} are here: start {plan.ranks}, or change dp'
-        )
+        remedy = f"start {plan.ranks}, or change dp"
+        raise PlanError(f'the plan "{plan}" is for {plan.ranks} ranks and {world.size} are here: {remedy}')
     if steps < 1:
         raise VerificationError(f"steps={steps}: a proof needs at least one step")
-    job = dataclasses.replace(job, warmup_data=None)  # its steps compute the same with other samples
-    return _verify(
-        _Request(
-            job=job, plan=plan, world=world, steps=steps, job_hash=job_hash, device=device, profile=profile, reference=reference,
-            memory=memory, seconds=seconds,
-        )
-    )  # fmt: skip
+    job = dataclasses.replace(job, warmup_data=None)  # warmup computes the same on other samples
+    return _verify(_Request(job, plan, world, steps, job_hash, device, profile, reference, memory, seconds))
 
 
 def _verify(request: _Request) -> Certificate:
@@ -106,15 +100,14 @@ def _verify(request: _Request) -> Certificate:
             reduced = None if request.seconds is None else _reduce_job(request, ranks, request.seconds)
             if reduced is None:
                 return _prove(request, ranks)
-            certificate = _verify(
-                dataclasses.replace(request, job=reduced.job, plan=reduced.plan, profile=reduced.profile, seconds=None)
-            )
+            smaller = {"job": reduced.job, "plan": reduced.plan, "profile": reduced.profile}
+            certificate = _verify(dataclasses.replace(request, **smaller, seconds=None))
             notes = (reduced.note, *certificate.notes)
             return dataclasses.replace(certificate, plan=plan, batch=request.job.batch_size, notes=notes)
 
 
 def _reduce_job(request: _Request, ranks: WorldCommunicator, seconds: float) -> ReducedJob | None:
-    """The smaller job that all ranks verify instead of this one, by rank 0's clock; None: this one."""
+    """The smaller job that all ranks verify instead, by rank 0's clock; None: the whole job."""
     job, profile, affordable = request.job, request.profile, 0.0
     with ranks.raise_on_all_ranks():
         if ranks.world.is_main:
@@ -146,7 +139,7 @@ def _prove(request: _Request, ranks: WorldCommunicator) -> Certificate:
 
 
 def _prepare(request: _Request, ranks: WorldCommunicator) -> ProofSetup:
-    """Choose the reference, scan its first step on rank 0, and check meanwhile on the last rank that training would accept the plan."""
+    """Choose the reference and scan its first step on rank 0 while the last rank checks that training would accept the plan."""
     job, plan, world = request.job, request.plan, request.world
     decision = None
     with ranks.raise_on_all_ranks():
@@ -162,7 +155,15 @@ def _prepare(request: _Request, ranks: WorldCommunicator) -> ProofSetup:
         if world.rank == world.size - 1 and not is_checked:
             coupling_note = _require_supported(job, plan, choice)  # takes about as long as rank 0's first step
         if world.is_main:
-            context = _build_context(job, plan, collate_as_ranks(data, plan), steps, choice, ranks.device)
+            data = collate_as_ranks(data, plan)
+            if choice.kind == "plan":
+                context = VerificationContext(job, plan, data, steps, choice)
+            else:
+                device = ranks.device if choice.kind == "device" else torch.device("cpu")
+                context = SingleDeviceContext(job, plan, data, steps, device, choice)
+            if isinstance(data, RankCollatedData):
+                note = "collation mixes samples or draws: one device gets the micro-batches of the plan, joined"
+                context.notes.append(note)
     coupling_note = ranks.all_gather_object(coupling_note)[-1]
     with ranks.raise_on_all_ranks():
         if context and coupling_note:
@@ -180,7 +181,7 @@ def _prepare(request: _Request, ranks: WorldCommunicator) -> ProofSetup:
 
 
 def _choose_reference(request: _Request, ranks: WorldCommunicator) -> tuple[ReferenceChoice, bool, str]:
-    """What to compare with, whether the plan was checked against a profile, and the note where that was not possible."""
+    """What to compare with, whether the plan was checked against a profile, and a note where that was not possible."""
     job, plan, profile, memory = request.job, request.plan, request.profile, request.memory
     if request.reference != "auto":
         choice = parse_reference(request.reference, plan, job, profile)
@@ -219,7 +220,7 @@ def _coupling_note(plan: Plan, profile: Profile | None) -> str:
 
 
 def _profile_job(job: Job) -> tuple[Profile | None, str]:
-    """The job's profile, or why there is none: such a job may still be verified, or fail there for its own reason."""
+    """The job's profile, or why there is none: such a job may still be verified, or fail for a reason of its own."""
     from echelon.profiler import profile
 
     isolated_job = IsolatedJob(job)
@@ -229,17 +230,3 @@ def _profile_job(job: Job) -> tuple[Profile | None, str]:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         return None, f"whether training would refuse the plan is unknown: the job could not be profiled ({reason})"
-
-
-def _build_context(
-    job: Job, plan: Plan, data: ReferenceData, steps: tuple[int, ...], choice: ReferenceChoice, device: torch.device
-) -> VerificationContext:
-    context: VerificationContext
-    if choice.kind == "plan":
-        context = PlanReferenceContext(job, plan, data, steps, choice)
-    else:
-        reference_device = device if choice.kind == "device" else torch.device("cpu")
-        context = SingleDeviceContext(job, plan, data, steps, reference_device, choice)
-    if isinstance(data, RankCollatedData):
-        context.notes.append("collation mixes samples or draws: one device gets the micro-batches of the plan, joined")
-    return context
