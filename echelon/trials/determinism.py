@@ -39,12 +39,9 @@ from echelon.trials.random_state import seed_all
 
 #: What a proof computes in, in place of what a model asks for.
 WIDENED_DTYPES = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-    torch.complex32: torch.complex128,
-}
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
 
 _DROPOUT_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,

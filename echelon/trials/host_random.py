@@ -132,8 +132,12 @@ _PYTHON_DRAWS: dict[str, _Draw] = {
 }
 
 
+def _as_method(draw: _Draw) -> _Draw:
+    return lambda self, *args, **kwargs: draw(*args, **kwargs)
+
+
 def _as_methods(draws: dict[str, _Draw]) -> dict[str, _Draw]:
-    return {name: lambda _, *args, draw=draw, **kwargs: draw(*args, **kwargs) for name, draw in draws.items()}
+    return {name: _as_method(draw) for name, draw in draws.items()}
 
 
 _FixedGenerator = type("_FixedGenerator", (np.random.Generator,), _as_methods(_GENERATOR_DRAWS))

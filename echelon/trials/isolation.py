@@ -188,9 +188,7 @@ def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own
     if isinstance(value, (*PLAIN_TYPES, FunctionType, type, ModuleType)):
         return value
     if not isinstance(value, nn.Module):
-        data = [
-            tensor for tensor in _find_tensors(value) if not isinstance(tensor, nn.Parameter) and id(tensor) not in memo
-        ]
+        data = [t for t in _find_tensors(value) if not isinstance(t, nn.Parameter) and id(t) not in memo]
         if any(_count_bytes(tensor) >= _MIN_SHARED_BYTES for tensor in data):
             return value
     try:

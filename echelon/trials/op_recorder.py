@@ -287,9 +287,8 @@ def _describe_op(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tupl
         dims = _describe_recurrence(name, args)
         return "matmul", dims, (4.0 if "backward" in name else 2.0) * math.prod(dims)
     if name in ("convolution", "convolution_backward"):
-        x, weight, y, groups = (
-            (args[0], args[1], out, args[8]) if name == "convolution" else (args[1], args[2], args[0], args[9])
-        )
+        is_forward = name == "convolution"
+        x, weight, y, groups = (*args[:2], out, args[8]) if is_forward else (*args[1:3], args[0], args[9])
         kernel, spatial = math.prod(weight.shape[2:]), math.prod(y.shape[2:])
         dims = tuple(map(float, (x.shape[0], x.shape[1], y.shape[1], kernel, spatial, groups)))
         return "convolution", dims, _count_flops(func, args, kwargs, out)
@@ -334,11 +333,9 @@ _MATMUL_OPS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # nam
 
 #: Whole recurrent layers in one call -> places of the matrices and of the first state.
 _RECURRENT_OPS = {
-    "mkldnn_rnn_layer": (slice(1, 3), 5),
-    "mkldnn_rnn_layer_backward": (slice(1, 3), 5),
-    "_cudnn_rnn": (slice(1, 2), 4),
-    "_cudnn_rnn_backward": (slice(1, 2), 4),
-}
+    "mkldnn_rnn_layer": (slice(1, 3), 5), "mkldnn_rnn_layer_backward": (slice(1, 3), 5),
+    "_cudnn_rnn": (slice(1, 2), 4), "_cudnn_rnn_backward": (slice(1, 2), 4),
+}  # fmt: skip
 
 
 def _describe_recurrence(name: str, args: Any) -> tuple[float, ...]:

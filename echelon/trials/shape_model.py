@@ -108,8 +108,6 @@ def skip_value_checks() -> Iterator[None]:
     def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    with (
-        patch_attribute(Distribution, "_validate_args", False),
-        patch_attribute(transformer, "_detect_is_causal_mask", is_causal_mask),
-    ):
+    mask_patch = patch_attribute(transformer, "_detect_is_causal_mask", is_causal_mask)
+    with patch_attribute(Distribution, "_validate_args", False), mask_patch:
         yield

@@ -130,21 +130,9 @@ def find_data_dependent_modules(model: nn.Module, run_step: RunStep) -> set[str]
 class _ValueReadRecorder(TorchFunctionMode):
     """Records which modules were running when Python asked a tensor for its values."""
 
-    _VALUE_READS = frozenset(
-        [
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-            "__contains__",
-            "item",
-            "tolist",
-            "numpy",
-            "equal",
-            "allclose",
-            "is_nonzero",
-        ]
-    )
+    _VALUE_READS = (
+        "__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "equal", "allclose", "is_nonzero"
+    )  # fmt: skip
 
     def __init__(self, running_paths: Sequence[str]) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Run a job under the plan that is verified, one step after another, each as a record on rank 0."""
+"""Run a job under the plan to be verified, one step after another, each as a record on rank 0."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from echelon.plan.batch_split import SampleRange
 from echelon.plan.plan import Plan
 from echelon.trials.determinism import OPTIMIZER_STEP_MODE, DeterministicMode, disable_randomness, seed_from_position
 from echelon.trials.isolation import IsolatedJob
+from echelon.trials.module_tree import module_hooks
 from echelon.trials.trial_context import compile_disabled
 from echelon.verifier import job_reader
 from echelon.verifier.compare import dense
@@ -30,7 +32,6 @@ from echelon.verifier.compare_outputs import (
     OutputChecksums,
     OutputSlice,
     checksum_outputs,
-    module_hooks,
     record_outputs,
     single_sample_ranges,
 )
@@ -43,7 +44,7 @@ from echelon.verifier.tensor_checksum import (
     compute_checksum,
 )
 
-#: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
+#: How many ranks hold the same part of a parameter, and the pipeline ranks that do.
 Replication = tuple[int, frozenset[int]]
 
 
@@ -55,8 +56,7 @@ class _OutputRecorder:
         self._calls: list[dict[OutputSlice, TensorChecksum | None]] = []
 
     def record(self, tensors: list[Tensor | None]) -> None:
-        """Take one output. One without numbers is another stage's."""
-        if all(tensor is None for tensor in tensors):
+        if all(tensor is None for tensor in tensors):  # another stage's
             return
         call, checksums = len(self._calls), dict[OutputSlice, TensorChecksum | None]()
         if call < len(self._ranges):
@@ -67,9 +67,8 @@ class _OutputRecorder:
 
     @property
     def outputs(self) -> OutputChecksums:
-        """All checksums; none where the model was not called once per micro-batch."""
-        calls = self._calls if len(self._calls) == len(self._ranges) else []
-        return {output_slice: checksum for call in calls for output_slice, checksum in call.items()}
+        """All checksums; none if the model was not called once per micro-batch."""
+        return dict(ChainMap(*reversed(self._calls))) if len(self._calls) == len(self._ranges) else {}
 
 
 class CandidateRun:
@@ -79,16 +78,14 @@ class CandidateRun:
         self, job: Job, plan: Plan, ranks: WorldCommunicator, determinism: DeterministicMode, dtype: torch.dtype | None, *,
         per_sample: bool = False, without_dropout: bool = True,
     ) -> None:  # fmt: skip
-        """`dtype`: None for the plan's own precision. `per_sample`: records are to be compared with a plan that splits the batch
-        differently."""
+        """`dtype`: None for the plan's own precision. `per_sample`: records will be compared with a plan that splits the batch differently."""
         #: What the job compiles itself is no part of the proof; what the plan compiles is.
         self._compile_context = contextlib.nullcontext if plan.compile else compile_disabled
-        self._isolated_job = IsolatedJob(job, dtype)  # a proof must not train the user's own
+        self._isolated_job = IsolatedJob(job, dtype)  # a proof must not train the user's module
         self._ranks, self._determinism, self._per_sample = ranks, determinism, per_sample
         with self._compile_context(), self._isolated_job.active():
-            self.run = Run(
-                self._isolated_job.job, plan, ranks.world, device=ranks.device, dtype=dtype, monitor_divergence=False
-            )
+            job, device = self._isolated_job.job, ranks.device
+            self.run = Run(job, plan, ranks.world, device=device, dtype=dtype, monitor_divergence=False)
         #: Paths of the modules whose dropout is off.
         self.modules_without_dropout = disable_randomness(self.run.model) if without_dropout else []
         #: Steps that a loss scale made the run skip.
@@ -107,7 +104,7 @@ class CandidateRun:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The context of this run's steps: torch's float32 switches and the job's state belong to the process, and other runs live there."""
+        """The context of this run's steps: the process shares torch's float32 switches and the job's state with other runs."""
         restore = set_fp32_precision(self.run.precision)
         try:
             with self._compile_context(), self._isolated_job.active():
@@ -121,7 +118,7 @@ class CandidateRun:
         return batch
 
     def prepare(self, step: int) -> None:
-        """Make the calls of the model that precede a first step, so that later calls are the step's own."""
+        """Make the calls of the model that precede a first step, so that later calls belong to the step."""
         with self.active(), self._determinism():
             self.run.train_step.buffer_rule_check.learn_rules(self.read_batch(step))
 
@@ -144,7 +141,7 @@ class CandidateRun:
     def _run_step(self, batch: StepBatch) -> StepRecord | None:
         run = self.run
         with self._determinism():
-            # It calls the model, which must not be taken for the step's own calls.
+            # It calls the model, and these calls are not the step's.
             run.train_step.buffer_rule_check.learn_rules(batch)
         with self._determinism(), self._recording(batch) as recorder, self._seeding_micro_batches(batch):
             loss = run.backward(batch)
@@ -177,32 +174,30 @@ class CandidateRun:
     @contextlib.contextmanager
     def _recording(self, batch: StepBatch) -> Iterator[_OutputRecorder]:
         recorder = _OutputRecorder(self._sample_ranges(batch), per_sample=self._per_sample)
+        order, model = self.forward_order, self.run.model
         with contextlib.ExitStack() as stack:
             if self._records_outputs:
-                stack.enter_context(record_outputs(self.run.model, recorder.record, _full_logits))
+                stack.enter_context(record_outputs(model, recorder.record, _full_logits))
             if self._records_outputs and self._per_sample:
-                stack.enter_context(module_hooks(self.run.model, on_enter=self._record_forward_order))
+                stack.enter_context(module_hooks(model, lambda path: order.setdefault(path, len(order))))
             yield recorder
-
-    def _record_forward_order(self, path: str) -> None:
-        self.forward_order.setdefault(path, len(self.forward_order))
 
     def _sample_ranges(self, batch: StepBatch) -> list[SampleRange]:
         return self.run.plan.split_batch(batch.samples)[self.run.data_parallel.rank]
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that ranks hold: tables are on the servers."""
+        """The parameters that ranks hold; tables are on the servers."""
         tables = self.run.backend.table_names
         return [(name, value) for name, value in self.run.model.named_parameters() if name not in tables]
 
     def _gather_groups(self) -> dict[str, str]:
         """`job_reader.optimizer_groups` of all stages."""
-        full_tensor_optimizers = self.run.full_tensor_optimizers.values()
-        substitutes = [pair for optimizer in full_tensor_optimizers for pair in optimizer.parameters.items()]
+        optimizers = self.run.full_tensor_optimizers.values()
+        substitutes = [pair for optimizer in optimizers for pair in optimizer.parameters.items()]
         return self._merge_over_ranks(job_reader.optimizer_groups(self.run.model, self.run.optimizers, substitutes))
 
     def _merge_over_ranks(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {key: value for mapping in self._ranks.all_gather_object(values) for key, value in mapping.items()}
+        return dict(ChainMap(*reversed(self._ranks.all_gather_object(dict(values)))))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizers' states of the model's parameters."""
@@ -213,7 +208,7 @@ class CandidateRun:
 
     @contextlib.contextmanager
     def _seeding_micro_batches(self, batch: StepBatch) -> Iterator[None]:
-        """Start each of this rank's micro-batches from a seed of its own, where random numbers cannot be held."""
+        """Start each of this rank's micro-batches from a seed of its own, where random numbers cannot be fixed."""
         if not self._determinism.needs_seeding:
             yield
             return
@@ -232,7 +227,7 @@ class CandidateRun:
 
     @contextlib.contextmanager
     def _deterministic_updates(self) -> Iterator[None]:
-        """Hold the optimizers' steps still as the reference's are; the rest of an update is the engine's own."""
+        """Make the optimizers' steps deterministic as the reference's are; the rest of an update is the engine's own."""
         mode = dataclasses.replace(OPTIMIZER_STEP_MODE, widen_casts=not self._in_own_precision)
         with contextlib.ExitStack() as hooks, contextlib.ExitStack() as active_update:
 
@@ -247,13 +242,12 @@ class CandidateRun:
     def _gather_full_tensors(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on rank 0. Empty ones have no part that a rank could send."""
         full_tensors = gather_full_tensors(self.run, values)
-        if self.run.world.is_main:
-            empty = {name: to_local(value).detach().cpu() for name, value in values.items() if not value.numel()}
-            full_tensors |= {name: value for name, value in empty.items() if name not in full_tensors}
-        return full_tensors
+        if not self.run.world.is_main:
+            return full_tensors
+        return {k: to_local(v).detach().cpu() for k, v in values.items() if not v.numel()} | full_tensors
 
     def _gradient_norm(self) -> Tensor | None:
-        """The gradient norm where a training does not compute it; None where it does, or where rounding would decide."""
+        """The gradient norm where training does not compute it; None where it does, or where rounding would decide."""
         if self._in_own_precision or self.run.job.clip_norm is not None:
             return None
         return self.run.train_step.gradient_norm()
@@ -292,17 +286,10 @@ class CandidateRun:
 
     def gather_replication(self) -> dict[str, Replication]:
         """How each parameter is replicated, by the first rank that holds it."""
-        model = self.run.rank_model
-        replication = {
-            name: (model.count_replicas(name, value), model.pipeline_ranks_of(name))
-            for name, value in self.run.model.named_parameters()
-            if not value.is_meta
-        }
-        return {
-            name: replicas
-            for rank_replication in reversed(self._ranks.all_gather_object(replication))
-            for name, replicas in rank_replication.items()
-        }
+        model, parameters = self.run.rank_model, self.run.model.named_parameters()
+        local = [(name, value) for name, value in parameters if not value.is_meta]
+        replication = {n: (model.count_replicas(n, value), model.pipeline_ranks_of(n)) for n, value in local}
+        return dict(ChainMap(*self._ranks.all_gather_object(replication)))
 
 
 def _gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

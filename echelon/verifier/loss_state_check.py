@@ -143,9 +143,7 @@ class _LossStateProbe:
                 return loss(output, batch)
             except Exception:
                 self._failed = True
-                tensors = [
-                    leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-                ]
+                tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
                 return torch.stack([tensor.sum() for tensor in tensors]).sum() * torch.nan
 
         return guarded

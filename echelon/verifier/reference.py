@@ -4,7 +4,7 @@ What one device runs in a step:
 
     no batch norm            the whole global batch at once
     batch norm "local"       the plan's micro-batches one after another, in the order of the global batch
-    random numbers not held  the same, each from a seed of its own
+    unfixed random numbers   the same, each from a seed of its own
     batch norm "sync"        for each round the union of all ranks' micro-batches of that round
 """
 
@@ -27,16 +27,16 @@ from echelon.job import Job, call_loss, call_model, cast_model
 from echelon.plan.plan import Plan
 from echelon.trials.determinism import OPTIMIZER_STEP_MODE, seed_from_position, seed_model_build
 from echelon.trials.isolation import IsolatedJob
+from echelon.trials.module_tree import module_hooks
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.shape_model import call_factory
 from echelon.trials.trial_context import trial_context
 from echelon.verifier import job_reader
-from echelon.verifier.compare import has_fractions
+from echelon.verifier.compare import dense, has_fractions
 from echelon.verifier.compare_outputs import (
     OutputChecksums,
     OutputSlice,
     checksum_outputs,
-    module_hooks,
     record_outputs,
 )
 from echelon.verifier.fingerprints import model_hash
@@ -44,13 +44,13 @@ from echelon.verifier.reference_data import ReferenceData, micro_batches, positi
 from echelon.verifier.tensor_checksum import TensorChecksum
 from echelon.world import usable_cores
 
-#: Parameters from which on threads are worth their start.
+#: Smaller models do not gain from threads.
 _MIN_ELEMENTS_FOR_THREADS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step computed. Gradients are those before clipping. Tensors are live: they are valid until the next step."""
+    """What one step computed. Gradients are those before clipping. Tensors are live: valid until the next step."""
 
     step: int
     loss: Tensor
@@ -61,7 +61,7 @@ class StepRecord:
     optimizer: dict[str, Tensor]
     #: The learning rate of each parameter group in this step.
     learning_rates: tuple[float, ...] = ()
-    #: Parameter -> its group, `job_reader.optimizer_groups`; a parameter that is missing shares one group with the others missing.
+    #: Parameter -> its group, `job_reader.optimizer_groups`; all missing parameters share one group.
     groups: Mapping[str, str] = field(default_factory=dict)
     #: The norm of the gradients that rank 0 holds, before clipping.
     local_norm: Tensor | None = None
@@ -75,7 +75,7 @@ class Reference:
     """Trains the job on one device.
 
     With `perturbation` every parameter starts off by that part of its size, up or down: a copy that differs by rounding alone. Samples
-    keep their order, because which samples share a batch may be part of the meaning.
+    keep their order, because it may matter which samples share a batch.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Reference:
         dtype: torch.dtype | None = torch.float64,
     ) -> None:  # fmt: skip
         """`determinism`: the context of forward, loss and backward that makes two runs comparable. `pristine`: a copy of the job's module
-        from before a run took it. `dtype`: of the model, its inputs and the loss's state; None: as they are."""
+        from before a run took it. `dtype`: of the model, its inputs and the loss's state; None: unchanged."""
         with trial_context():
             self._isolated_job, self._dtype = IsolatedJob(job, dtype, pristine), dtype
         self.job, self.plan, self.data, self.determinism = self._isolated_job.job, plan, data, determinism
@@ -101,45 +101,42 @@ class Reference:
             self.optimizers = job_reader.build_optimizers(self.job, self.model)
             self.schedules = job_reader.build_schedules(self.job, self.optimizers, data.total_steps)
             self._loss_parameters = job_reader.loss_parameters(self.model, self.optimizers)
-        #: Seed random numbers that cannot be held by micro-batch: the plan's are then run one after another.
+        #: Whether the plan's micro-batches run one after another, each seeded, because random numbers cannot be fixed.
         self.seeds_micro_batches = False
         #: Module path -> when the first forward entered it.
         self.forward_order: dict[str, int] = {}
         self._outputs: dict[OutputSlice, TensorChecksum | None] = {}
-        #: Operators that were changed in the optimizers' steps: random numbers held, casts lifted.
+        #: Operators that were changed in the optimizers' steps: random numbers fixed, casts widened.
         self.altered_update_ops: set[str] = set()
         self.last_record: StepRecord | None = None
 
     def active(self) -> AbstractContextManager[None]:
-        """The context in which the job's functions hold this run's state."""
+        """The context in which the job's functions have this run's state."""
         return self._isolated_job.active()
 
     @contextlib.contextmanager
     def _active_trial(self) -> Iterator[None]:
-        """Only this rank calls what runs inside, on this run's own copies."""
+        """The context of calls that only this rank makes, on this run's own copies."""
         with trial_context(), self._isolated_job.active():
             yield
 
     @contextlib.contextmanager
     def deterministic(self) -> Iterator[None]:
-        """The context of forward, loss and backward: on this run's own copies, made comparable."""
+        """The context of forward, loss and backward."""
         with self._active_trial(), self.determinism():
             yield
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradients of the parameters that the optimizers were made for; layers made in forward are not trained."""
+        """The gradients of the parameters that the optimizers know; layers created in forward are not trained."""
         return {name: value.grad for name, value in self.model.named_parameters() if name in self._trained_names}
 
     @property
     def couples_samples(self) -> bool:
         """Whether samples of a batch see each other through batch norm."""
-        return any(
-            isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-            for module in self.model.modules()
-        )
+        return any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in self.model.modules())
 
     def position_groups(self, samples: int) -> list[np.ndarray]:
-        """Which positions of the global batch run together, in order."""
+        """The positions of the global batch that run together, in order."""
         ranges_by_rank = self.plan.split_batch(samples)
         if self.couples_samples and self.plan.batchnorm == "sync":
             rounds = zip(*ranges_by_rank, strict=True)
@@ -149,7 +146,7 @@ class Reference:
         return [np.arange(samples)]
 
     def step(self, step: int, loss: Tensor | None = None) -> StepRecord:
-        """Train on the batch of step `step`; `loss`: what `backward` of it returned, where it was called already."""
+        """Train on the batch of step `step`; `loss`: from its `backward`, where that has run already."""
         loss = self.backward(step) if loss is None else loss
         # Copies: clipping changes gradients in place, and so do some optimizers.
         gradients = {name: _copy_gradient(value) for name, value in self.gradients().items()}
@@ -178,41 +175,28 @@ class Reference:
 
     def backward(self, step: int) -> Tensor:
         """Compute the gradients of step `step`'s global loss; returns that loss."""
-        self._clear_gradients()
-        if self.forward_order:
-            total_loss, total_count = self._run_groups(step, records_outputs=False)
-        else:
-            with module_hooks(self.model, on_enter=self._record_forward_order):
-                total_loss, total_count = self._run_groups(step, records_outputs=True)
-        for parameter in self._trained_parameters():  # forward may have made layers
+        for parameter in [*self.model.parameters(), *self._loss_parameters.values()]:
+            parameter.grad = None
+        order, is_first, samples = self.forward_order, not self.forward_order, self.data.samples_in(step)
+        total_loss, total_count = torch.zeros((), dtype=torch.float64), 0.0
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                stack.enter_context(module_hooks(self.model, lambda path: order.setdefault(path, len(order))))
+            for positions in self.position_groups(samples):
+                batch = self.read_batch(step, positions)
+                on_outputs = partial(self._record_outputs, positions, samples)
+                if self.seeds_micro_batches:
+                    seed_from_position(self.job.seed, step, int(positions[0]))
+                with self.deterministic(), _use_all_cores(self.model):
+                    with record_outputs(self.model, on_outputs) if is_first else nullcontext():
+                        loss_sum, loss_count = self.compute_loss(batch, len(positions))
+                    loss_sum.backward()
+                total_loss += loss_sum.detach().double().cpu()
+                total_count += loss_count
+        for parameter in [*self.model.parameters(), *self._loss_parameters.values()]:  # forward may have made layers
             if parameter.grad is not None:
                 parameter.grad.div_(total_count)
         return total_loss / total_count
-
-    def _run_groups(self, step: int, *, records_outputs: bool) -> tuple[Tensor, float]:
-        total_loss, total_count = torch.zeros((), dtype=torch.float64), 0.0
-        for positions in self.position_groups(self.data.samples_in(step)):
-            batch = self.read_batch(step, positions)
-            on_outputs = partial(self._record_outputs, positions, self.data.samples_in(step))
-            recording = record_outputs(self.model, on_outputs) if records_outputs else nullcontext()
-            if self.seeds_micro_batches:
-                seed_from_position(self.job.seed, step, int(positions[0]))
-            with self.deterministic(), _use_all_cores(self.model), recording:
-                loss_sum, loss_count = self.compute_loss(batch, len(positions))
-                loss_sum.backward()
-            total_loss += loss_sum.detach().double().cpu()
-            total_count += loss_count
-        return total_loss, total_count
-
-    def _trained_parameters(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self._loss_parameters.values()]
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._trained_parameters():
-            parameter.grad = None
-
-    def _record_forward_order(self, path: str) -> None:
-        self.forward_order.setdefault(path, len(self.forward_order))
 
     def _record_outputs(self, positions: np.ndarray, samples: int, tensors: list[Tensor | None]) -> None:
         """Checksum an output by the plan's micro-batches."""
@@ -222,20 +206,20 @@ class Reference:
                 self._outputs |= checksum_outputs(tensors, part, first=rows[part.start], batch_size=len(positions))
 
     def read_batch(self, step: int, positions: np.ndarray) -> Any:
-        """These positions of step `step`'s batch. Do not call inside `deterministic`: data sets may draw and cast freely."""
+        """These positions of step `step`'s batch. Not to be called inside `deterministic`: data sets may draw and cast freely."""
         return job_reader.cast_batch(self.data.read(step, positions), self.device, self._dtype)
 
     def compute_loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of a batch as a sum, and its count."""
         value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
-        # A mean is a sum over samples: both kinds of loss are summed over the step and divided by its count in the end.
+        # A mean becomes a sum over samples: both kinds of loss are summed over the step and divided by its count in the end.
         total, count = value if isinstance(value, tuple) else (value * samples, samples)
         return total, float(count)
 
 
 @contextlib.contextmanager
 def _use_all_cores(model: nn.Module) -> Iterator[None]:
-    """Use all cores for a model of some size: the other ranks are waiting."""
+    """Use all cores for large models: the other ranks are waiting."""
     before = torch.get_num_threads()
     if sum(value.numel() for value in model.parameters()) >= _MIN_ELEMENTS_FOR_THREADS:
         torch.set_num_threads(usable_cores())
@@ -246,7 +230,7 @@ def _use_all_cores(model: nn.Module) -> Iterator[None]:
 
 
 def _perturb(model: nn.Module, relative_size: float) -> None:
-    """Move every parameter's elements by `relative_size` of themselves, up or down. Zeros stay, and so does what is equal by design."""
+    """Change every parameter's elements by `relative_size` of themselves, up or down. Zeros stay zero."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in filter(has_fractions, model.parameters()):  # counters and seeds are exact
@@ -259,13 +243,11 @@ def _clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     if not any(value.grad is not None and value.grad.is_sparse for value in parameters):
         return clip_grad_norm_(parameters, max_norm)
     gradients = [value.grad for value in parameters if value.grad is not None]
-    norm = get_total_norm([grad.to_dense() if grad.is_sparse else grad for grad in gradients])
+    norm = get_total_norm(list(map(dense, gradients)))
     for grad in gradients:
         grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
 def _copy_gradient(gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+    return gradient if gradient is None else dense(gradient).clone()

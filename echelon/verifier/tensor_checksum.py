@@ -93,9 +93,7 @@ def _integer_weights(element_count: int, device: torch.device) -> Tensor:
 
 def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "copy") -> list[Difference]:
     """Compare what several ranks hold of the same region; the first rank that has it is the reference."""
-    norms = [
-        checksum.norm for checksums in checksums_by_rank for checksum in checksums.values() if not checksum.has_nan
-    ]
+    norms = [c.norm for checksums in checksums_by_rank for c in checksums.values() if not c.has_nan]
     # Of gradients that are zero but for rounding.
     floor = RELATIVE_FLOOR * max(norms, default=0.0) if kind == "draw" else 0.0
     first_seen: dict[TensorRegion, tuple[int, TensorChecksum]] = {}

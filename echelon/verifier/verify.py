@@ -100,10 +100,10 @@ def _verify(request: _Request) -> Certificate:
             reduced = None if request.seconds is None else _reduce_job(request, ranks, request.seconds)
             if reduced is None:
                 return _prove(request, ranks)
-            smaller = {"job": reduced.job, "plan": reduced.plan, "profile": reduced.profile}
-            certificate = _verify(dataclasses.replace(request, **smaller, seconds=None))
+            job, plan, profile = reduced.job, reduced.plan, reduced.profile
+            certificate = _verify(dataclasses.replace(request, job=job, plan=plan, profile=profile, seconds=None))
             notes = (reduced.note, *certificate.notes)
-            return dataclasses.replace(certificate, plan=plan, batch=request.job.batch_size, notes=notes)
+            return dataclasses.replace(certificate, plan=request.plan, batch=request.job.batch_size, notes=notes)
 
 
 def _reduce_job(request: _Request, ranks: WorldCommunicator, seconds: float) -> ReducedJob | None:
