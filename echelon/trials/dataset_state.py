@@ -59,7 +59,9 @@ class DatasetState:
                 self._tensor_versions.append((value, value._version))
         self._contents = SavedContents(copied)
         # What its functions, classes and objects hold: closures, globals, attributes of classes, iterators.
-        roots = {f"part {i}": v for i, v in enumerate(reachable) if _is_code(v) or _holds_iterators(v)}
+        holders = [v for v in reachable if any(map(is_plain_iterator, getattr(v, "__dict__", {}).values()))]
+        holders += [value for value in reachable if _is_code(value) or isinstance(value, Dataset)]
+        roots = {f"part {index}": value for index, value in enumerate(holders)}
         saved_ids = {id(value) for value in (*copied, *(tensor for tensor, _ in self._tensor_versions))}
         code_state = Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
         self._file_positions = [*list_file_positions(reachable), *code_state.file_positions]
@@ -153,10 +155,6 @@ def _find_reachable_state(data: Any) -> list[Any]:
         elif hasattr(value, "__dict__") and not (is_mutable or is_code or is_file):
             pending += [*vars(value).values(), type(value)]
     return list(reachable.values())
-
-
-def _holds_iterators(value: Any) -> bool:
-    return isinstance(value, Dataset) or any(map(is_plain_iterator, getattr(value, "__dict__", {}).values()))
 
 
 def _find_lru_caches(reachable: list[Any], code_state: Snapshot) -> list[Any]:

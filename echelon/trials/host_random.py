@@ -87,12 +87,12 @@ _LEGACY_NUMPY_DRAWS: dict[str, _Draw] = _COMMON_DRAWS | {
     "rand": lambda *shape: _fill(0.5, shape or None),
     "randn": lambda *shape: _fill(0.0, shape or None),
     "random_sample": _COMMON_DRAWS["random"], "ranf": _COMMON_DRAWS["random"], "sample": _COMMON_DRAWS["random"],
-    "randint": lambda low, high=None, size=None, dtype=int: _middle_integer(low, high, size, dtype),
+    "randint": _middle_integer,
     "random_integers": lambda low, high=None, size=None: _middle_integer(low, high, size, int, endpoint=True),
 }  # fmt: skip
 _GENERATOR_DRAWS: dict[str, _Draw] = _COMMON_DRAWS | {
     "integers": _middle_integer,
-    "permuted": lambda x, axis=None, out=None: np.array(x),
+    "permuted": lambda x, **_: np.array(x),
 }
 
 

@@ -90,7 +90,7 @@ class IsolatedJob:
             changes["model"] = self._model_copy
         elif not isinstance(job.model, type) and shared_model is None:
             model = _copy_state(job.model, memo, None)
-            changes["model"] = partial(_call_and_copy, model) if self._reuses_parameters(job.model) else model
+            changes["model"] = (lambda: copy_module(model())) if self._reuses_parameters(job.model) else model
         self.job: Job = dataclasses.replace(job, **changes)
         register_copies(memo)
         self._active_depth = 0
@@ -145,10 +145,6 @@ class IsolatedJob:
 
 #: Factory -> whether it returns parameters of others.
 _REUSES_BY_FACTORY: WeakKeyDictionary[Callable[[], nn.Module], bool] = WeakKeyDictionary()
-
-
-def _call_and_copy(factory: Callable[[], nn.Module]) -> nn.Module:
-    return copy_module(factory())
 
 
 def _memo_sharing_data(job: Job) -> dict[int, Any]:
@@ -260,17 +256,14 @@ def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:
     other_functions = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
     for is_cast, roots in ((True, step_functions), (False, other_functions)):
         for value in find_reachable_replayable(roots).values():
-            for slot in _state_slots(value):
-                slots.setdefault((id(slot.owner), slot.key), (slot, is_cast))
+            if isinstance(value, FunctionType | type | Dataset):  # another object's slots are copied with it
+                own = list(get_slots(value).values())
+                if isinstance(value, FunctionType):
+                    own += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
+                for slot in own:
+                    if _is_state(slot.value):
+                        slots.setdefault((id(slot.owner), slot.key), (slot, is_cast))
     return list(slots.values())
-
-
-def _state_slots(value: Any) -> list[Slot]:
-    """The slots of a function, class or data set; other objects' are copied with them."""
-    slots = list(get_slots(value).values()) if isinstance(value, FunctionType | type | Dataset) else []
-    if isinstance(value, FunctionType):
-        slots += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
-    return [slot for slot in slots if _is_state(slot.value)]
 
 
 def _is_state(value: Any) -> bool:

@@ -185,26 +185,20 @@ class OpRecorder(TorchDispatchMode):
         name = func._overloadpacket.__name__
         kind, dims, flops = _describe_op(name, func, args, kwargs, out)
         if name in _MATMUL_OPS:
-            name += _describe_transposition(*_get_matmul_factors(name, args))
+            # `:nt` and so on: libraries differ most by which factors lie transposed in memory.
+            factors = _get_matmul_factors(name, args)
+            name += ":" + "".join("t" if x.stride(-2) == 1 and x.stride(-1) != 1 else "n" for x in factors)
         is_forward = self.phase == "forward"
         moved_bytes = _count_moved_bytes(name, inputs, outputs)
         main_tensor = next((tensor for tensor in (*inputs, *outputs) if tensor.is_floating_point()), outputs[0])
-        op_call = OpCall(
-            name=name,
-            kind=kind,
-            phase=self.phase,
-            path=self.module_stack[-1] if is_forward else self.backward_path,
-            dtype=str(main_tensor.dtype).removeprefix("torch."),
-            dims=dims,
-            flops=flops,
-            moved_bytes=moved_bytes,
-            allocated_bytes=allocated_bytes,
-            alive_bytes=self._alive_bytes,
-            saved_bytes=self._saved_bytes,
-            gradient_bytes=self.gradient_bytes,
-            large_storages=self._large_storages,
-        )
-        self.trace.calls.append(op_call)
+        self.trace.calls.append(
+            OpCall(
+                name=name, kind=kind, phase=self.phase, path=self.module_stack[-1] if is_forward else self.backward_path,
+                dtype=str(main_tensor.dtype).removeprefix("torch."), dims=dims, flops=flops, moved_bytes=moved_bytes,
+                allocated_bytes=allocated_bytes, alive_bytes=self._alive_bytes, saved_bytes=self._saved_bytes,
+                gradient_bytes=self.gradient_bytes, large_storages=self._large_storages,
+            )
+        )  # fmt: skip
         if is_forward:
             for path in self.module_stack:
                 totals = self.trace.module_totals.setdefault(path, ModuleTotals())
@@ -350,11 +344,6 @@ def _describe_recurrence(name: str, args: Any) -> tuple[float, ...]:
 def _get_matmul_factors(name: str, args: Any) -> tuple[Tensor, Tensor]:
     index = _MATMUL_OPS[name]
     return args[index], args[index + 1]
-
-
-def _describe_transposition(left: Tensor, right: Tensor) -> str:
-    """`:nt` and so on: which factors lie transposed in memory; libraries differ most between those."""
-    return ":" + "".join("t" if factor.stride(-2) == 1 and factor.stride(-1) != 1 else "n" for factor in (left, right))
 
 
 def _count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

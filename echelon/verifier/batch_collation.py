@@ -1,7 +1,7 @@
 """Collate batches for one device as the ranks of a plan do, where collation mixes samples or draws (mixup, cutmix).
 
-What is mixed with what is up to the data and follows from the plan's micro-batches, as an augmentation follows from its seed. The proof is
-that the model trains on these numbers as one device would.
+Which samples are mixed is up to the data and follows from the plan's micro-batches, as an augmentation follows from its seed. The proof is
+that the model trains on the result as one device would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnjoinableError(Exception):
 
 
 def join_batches(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join collated batches, `sizes[i]` samples in the i-th; raises UnjoinableError."""
+    """Join collated batches with `sizes[i]` samples in the i-th; raises UnjoinableError."""
     if len(batches) == 1:
         return batches[0]
     trees = [tree_flatten(batch) for batch in batches]
@@ -51,27 +51,21 @@ class RankCollatedData(WrappedData):
         self._plan = plan
 
     def read(self, step: int, positions: np.ndarray) -> Any:
-        requested = set(positions.tolist())
         parts = [positions_of(part) for part in micro_batches(self._plan, self.samples_in(step))]
-        parts = [part for part in parts if requested.intersection(part.tolist())]
+        parts = [part for part in parts if np.isin(part, positions).any()]
         joined = join_batches([self._data.read(step, part) for part in parts], [len(part) for part in parts])
         row_of = {position: row for row, position in enumerate(np.concatenate(parts).tolist())}
         rows = [row_of[position] for position in positions.tolist()]
-        if rows == list(range(len(row_of))):
-            return joined
-        return map_tensors(lambda value: value[torch.tensor(rows)], joined)
+        return joined if rows == list(range(len(row_of))) else map_tensors(lambda t: t[torch.tensor(rows)], joined)
 
 
 def collate_as_ranks(data: ReferenceData, plan: Plan) -> ReferenceData:
-    """`data`, collated as the ranks of `plan` do where that makes a difference."""
-    samples = data.samples_in(0)
-    parts = [positions_of(part) for part in micro_batches(plan, samples) if part.size]
-    if len(parts) == 1:
+    """`data`, collated as the ranks of `plan` do if that makes a difference."""
+    positions, rank_data = np.arange(data.samples_in(0)), RankCollatedData(data, plan)
+    if sum(bool(part.size) for part in micro_batches(plan, len(positions))) == 1:
         return data
-    sizes = [len(part) for part in parts]
     try:
-        first, second = (digest(join_batches([data.read(0, part) for part in parts], sizes)) for _ in range(2))
+        first, second = (digest(rank_data.read(0, positions)) for _ in range(2))
     except UnjoinableError:
         return data
-    is_different = first == second and first != digest(data.read(0, np.arange(samples)))
-    return RankCollatedData(data, plan) if is_different else data
+    return rank_data if first == second and first != digest(data.read(0, positions)) else data

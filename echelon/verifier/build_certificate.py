@@ -14,12 +14,8 @@ from echelon.verifier.side_by_side import ProofResult
 
 
 def build_certificate(
-    context: VerificationContext,
-    result: ProofResult,
-    diagnosis: Diagnosis | None,
-    nondeterminism: Objection | None,
-    job_hash: str,
-) -> Certificate:
+    context: VerificationContext, result: ProofResult, diagnosis: Diagnosis | None, nondeterminism: Objection | None, job_hash: str
+) -> Certificate:  # fmt: skip
     comparator, drift, choice = result.comparator, result.drift_comparator, context.reference_choice
     assert comparator is not None
     assert drift is not None
@@ -55,22 +51,13 @@ def build_certificate(
         findings.insert(0, nondeterminism.finding)
         divergent = nondeterminism.description
         notes.append("not deterministic: two runs of one device differ, so nothing is known of the plan")
+    drift_bounds = Bounds(default=DRIFT_BOUNDS[precision])
     return Certificate(
-        plan=context.plan,
-        job=job_hash,
-        model=context.model_hash,
-        versions=versions(),
-        batch=context.job.batch_size,
-        steps=len(context.steps),
-        verified=all(finding.is_within_bound for finding in findings),
-        findings=tuple(findings),
-        divergent=divergent,
-        drift=summarize_differences(drift.differences, Bounds(default=DRIFT_BOUNDS[precision])),
-        notes=tuple(notes),
-        deterministic=nondeterminism is None,
-        reference=choice.kind,
-        reference_plan=choice.plan,
-    )
+        plan=context.plan, job=job_hash, model=context.model_hash, versions=versions(), batch=context.job.batch_size,
+        steps=len(context.steps), verified=all(finding.is_within_bound for finding in findings), findings=tuple(findings),
+        divergent=divergent, drift=summarize_differences(drift.differences, drift_bounds), notes=tuple(notes),
+        deterministic=nondeterminism is None, reference=choice.kind, reference_plan=choice.plan,
+    )  # fmt: skip
 
 
 def _with_module_outputs(findings: list[Finding], output_finding: Finding | None) -> list[Finding]:

@@ -175,9 +175,13 @@ class CandidateRun:
     def _recording(self, batch: StepBatch) -> Iterator[_OutputRecorder]:
         recorder = _OutputRecorder(self._sample_ranges(batch), per_sample=self._per_sample)
         order, model = self.forward_order, self.run.model
+
+        def gather_logits(value: Tensor) -> Tensor:
+            return value.gather_detached() if isinstance(value, ShardedLogits) else value
+
         with contextlib.ExitStack() as stack:
             if self._records_outputs:
-                stack.enter_context(record_outputs(model, recorder.record, _full_logits))
+                stack.enter_context(record_outputs(model, recorder.record, gather_logits))
             if self._records_outputs and self._per_sample:
                 stack.enter_context(module_hooks(model, lambda path: order.setdefault(path, len(order))))
             yield recorder
@@ -294,7 +298,3 @@ class CandidateRun:
 
 def _gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.grad for name, value in parameters.items() if value.grad is not None}
-
-
-def _full_logits(value: Tensor) -> Tensor:
-    return value.gather_detached() if isinstance(value, ShardedLogits) else value

@@ -165,12 +165,9 @@ def _describe_misread_samples(context: SingleDeviceContext, step: int, digests_b
 
 
 def _collect_evidence(
-    context: SingleDeviceContext,
-    comparator: Comparator,
-    actual: StepRecord,
-    replication: Mapping[str, Replication],
+    context: SingleDeviceContext, comparator: Comparator, actual: StepRecord, replication: Mapping[str, Replication],
     output_finding: Finding | None,
-) -> explain_failure.Evidence:
+) -> explain_failure.Evidence:  # fmt: skip
     divergence = comparator.first_divergence
     assert divergence is not None
     step, reference = divergence.step, context.reference_at(divergence.step)
@@ -180,12 +177,8 @@ def _collect_evidence(
     if divergence.kind == "parameter" and micro_batch_count > 1:
         steps_by_rate = _rates_after_steps(context.build_reference(), micro_batch_count * step)
     return explain_failure.Evidence(
-        divergence=divergence,
-        differences=[difference for difference in comparator.differences if difference.step == step],
-        bounds=context.bounds,
-        plan=context.plan,
-        micro_batch_count=micro_batch_count,
-        actual=actual,
+        divergence=divergence, differences=[difference for difference in comparator.differences if difference.step == step],
+        bounds=context.bounds, plan=context.plan, micro_batch_count=micro_batch_count, actual=actual,
         expected=context.reference_at(step).step(step),
         tensors_before={
             "parameter": {name: value.detach() for name, value in parameters.items()},
@@ -194,14 +187,12 @@ def _collect_evidence(
         previous_gradients={} if reference.last_record is None else reference.last_record.gradients,
         known_bugs=_possible_bugs(context.reference_at(step), divergence),
         loss_changes_on_repeat=lambda: known_bugs.loss_changes_on_repeat(context.reference_at(step), step),
-        changed_by_forward=known_bugs.changed_by_forward(context.reference_at(step), step),
-        replication=replication,
+        changed_by_forward=known_bugs.changed_by_forward(context.reference_at(step), step), replication=replication,
         module_classes={name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in parameters},
         aliases={alias: name for name in parameters for alias in known_bugs.aliases_of(model, name) if alias != name},
-        forward_order=comparator.forward_order,
-        steps_by_rate=steps_by_rate,
+        forward_order=comparator.forward_order, steps_by_rate=steps_by_rate,
         forward_agrees=None if output_finding is None else output_finding.is_within_bound,
-    )
+    )  # fmt: skip
 
 
 def _rates_after_steps(reference: Reference, steps: int) -> dict[float, int]:

@@ -1,4 +1,4 @@
-"""Save and restore what forward and backward may change of a model on this rank."""
+"""Save and restore what forward and backward may change in a model on this rank."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ class ForwardState:
 
     def changed_tensors(self) -> list[str]:
         """The names of parameters and buffers with other values now."""
-        return [
-            name
-            for name, value in local_tensors(self._model).items()
-            if name in self._tensors and not torch.equal(value, self._tensors[name].to(value.device))
-        ]
+        pairs = [(k, value, self._tensors.get(k)) for k, value in local_tensors(self._model).items()]
+        return [k for k, value, old in pairs if old is not None and not torch.equal(value, old.to(value.device))]
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:

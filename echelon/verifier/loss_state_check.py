@@ -5,7 +5,7 @@ self-paced learning), which a later epoch reads, perhaps on another rank. The fi
 
     1  digests of what calls changed are gathered from the data ranks
     2  the last step's forward and backward are repeated with each rank's own state, then with the state of the first rank, of the last rank,
-       and of the reference, which got whole batches
+       and of the reference, which computed whole batches
     3  a loss or gradient that changes with the state shows that the loss reads it: the plan is refused
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.engine.checkpoint.function_state import (
     FunctionState,
@@ -28,21 +27,22 @@ from echelon.engine.checkpoint.function_state import (
 from echelon.engine.checkpoint.reachable_state import SlotName, StateChanges
 from echelon.errors import DivergenceError
 from echelon.plan.certificate import Finding
+from echelon.tree import tree_tensors
 from echelon.verifier.candidate_run import CandidateRun
 from echelon.verifier.context import Objection
 from echelon.verifier.forward_state import ForwardState
 from echelon.verifier.reference import Reference
 
-#: Of the loss, or of the largest gradient: smaller differences do not count as reading.
+#: Relative to the loss, or to the largest gradient: smaller differences do not count as reading.
 _READ_BOUND = 1e-9
-#: How many times the difference between two equal passes another one must be.
+#: Nor do differences below this many times that of two equal passes.
 _NOISE_FACTOR = 16
-#: Slots that are tried one by one, to name those that are read.
+#: Slots that are tried one by one, to report those that are read.
 _MAX_NAMED = 8
 
 
 def find_divergent_loss_state(candidate: CandidateRun, step: int, reference: Reference | None) -> Objection | None:
-    """State of the loss that differs and is read; the same on every rank. `step`: the last one. `reference`: rank 0's, if there is one."""
+    """State of the loss that differs and is read; the same on every rank. `step`: the last one. `reference`: on rank 0, if there is one."""
     run = candidate.run
     if run.data_parallel.size == 1 and len(candidate.read_batch(step).micro_batches) == 1:
         return None
@@ -71,7 +71,7 @@ class _LossStateProbe:
         self._failed = False
 
     def find(self, differing: Sequence[SlotName], reference_values: StateChanges | None) -> Objection | None:
-        """`differing`: slots that the data ranks hold differently. `reference_values`: what the reference holds."""
+        """`differing`: slots in which the data ranks differ. `reference_values`: the reference's."""
         ranks, data = self._run.ranks, self._run.data_parallel
         own_pass = self._repeat_with({})
         noise = self._difference(own_pass, self._repeat_with({}))
@@ -81,8 +81,9 @@ class _LossStateProbe:
         cause = f"the {data.size} data ranks hold different values, each from its own samples"
         candidates = [(state, cause) for state in states_by_rank[:1] + states_by_rank[-1:]]
         if reference_values:
-            cause = "calls with parts of a batch leave other values than one call with the whole"
-            candidates.append((reference_values, cause))
+            candidates.append(
+                (reference_values, "calls with parts of a batch leave other values than one call with the whole")
+            )
         for state, cause in candidates:
             if self._is_read(state, own_pass, noise):
                 return self._describe(state, cause, own_pass, noise)
@@ -106,7 +107,7 @@ class _LossStateProbe:
         )
 
     def _is_read(self, state: StateChanges, own_pass: list[Tensor], noise: float) -> bool:
-        """Whether the step computes something else with this state; a pass that fails shows nothing."""
+        """Whether the step computes something else with this state; a failing pass shows nothing."""
         other_pass = self._repeat_with(state)
         failed = any(self._run.ranks.all_gather_object(self._failed))
         return not failed and self._difference(own_pass, other_pass) > max(_READ_BOUND, _NOISE_FACTOR * noise)
@@ -114,10 +115,9 @@ class _LossStateProbe:
     def _repeat_with(self, state: StateChanges) -> list[Tensor]:
         """Loss and gradients with this state in place of the rank's own."""
         run = self._run
-        self._failed = False
         self._restore()
-        if state and not self._functions.write_slots(state, run.device):
-            self._failed = True
+        self._failed = bool(state) and not self._functions.write_slots(state, run.device)
+        if self._failed:
             self._restore()
         guarded_job = dataclasses.replace(run.job, loss=self._guard_loss(run.job.loss))
         try:
@@ -134,7 +134,7 @@ class _LossStateProbe:
         self._restore_functions()
 
     def _guard_loss(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """The loss, or NaN where it fails with state of other shapes: the other ranks wait for this one's gradient."""
+        """The loss, or NaN where it fails on state of other shapes: the other ranks wait for this one's gradient."""
         if loss is None:
             return None
 
@@ -143,7 +143,7 @@ class _LossStateProbe:
                 return loss(output, batch)
             except Exception:
                 self._failed = True
-                tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+                tensors = [tensor for tensor in tree_tensors(output) if tensor.is_floating_point()]
                 return torch.stack([tensor.sum() for tensor in tensors]).sum() * torch.nan
 
         return guarded
@@ -154,7 +154,7 @@ class _LossStateProbe:
 
 
 def _relative_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    if len(first) != len(second) or any(a.shape != b.shape for a, b in zip(first, second, strict=True)):
+    if [value.shape for value in first] != [value.shape for value in second]:
         return 1.0
     return max(_scaled_difference(first[:1], second[:1]), _scaled_difference(first[1:], second[1:]))
 

@@ -77,11 +77,8 @@ class NondeterminismScan(TorchDispatchMode):
         if is_seeded and states != read_torch_random_states(generators):
             self.random_modules.setdefault(self._current_module, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.
-        is_arithmetic = (
-            not func.is_view
-            and func.overloadpacket not in _OVERWRITING_OPS
-            and any(_is_floating(leaf) for leaf in tree_leaves((args, kwargs)))
-        )
+        computes = not func.is_view and func.overloadpacket not in _OVERWRITING_OPS
+        is_arithmetic = computes and any(map(_is_floating, tree_leaves((args, kwargs))))
         if is_arithmetic and any(_is_floating(leaf) and leaf.dtype in WIDENED_DTYPES for leaf in tree_leaves(result)):
             self.low_precision_modules.setdefault(self._current_module, str(func))
         return result

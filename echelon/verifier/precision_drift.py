@@ -28,11 +28,9 @@ _FACTOR_TOLERANCE, _MIN_SHARE, _MIN_ELEMENTS = 0.25, 0.9, 8
 
 def common_gradient_factor(actual: StepRecord, expected: StepRecord) -> float | None:
     """The factor that all gradients of a step have in common; None: there is none, or it is near one."""
-    pairs = [
-        (_flatten(a), _flatten(b))
-        for name, b in expected.gradients.items()
-        if b is not None and (a := actual.gradients.get(name)) is not None and a.shape == b.shape
-    ]
+    gradients = [(actual.gradients.get(name), b) for name, b in expected.gradients.items()]
+    present = [(a, b) for a, b in gradients if a is not None and b is not None and a.shape == b.shape]
+    pairs = [(_flatten(a), _flatten(b)) for a, b in present]
     largest = max((float(b.norm()) for _, b in pairs), default=0.0)
     pairs = [(a, b) for a, b in pairs if float(b.norm()) > _SMALL_GRADIENT * largest]
     if sum(b.numel() for _, b in pairs) < _MIN_ELEMENTS:

@@ -19,7 +19,7 @@ from echelon.trials.trial_context import single_process_world
 
 
 class ReferenceData(ABC):
-    """Reads any samples of any step's global batch together. `total_steps`: steps of the whole training, for schedules."""
+    """Reads any samples of any step's global batch. `total_steps`: steps of the whole training, for schedules."""
 
     batch_size: int
     total_steps: int
@@ -32,14 +32,14 @@ class ReferenceData(ABC):
         """The samples at these positions of the step's global batch, collated together."""
 
     def read_as_rank(self, step: int, positions: np.ndarray) -> Any:
-        """The same as a rank of several reads them. None: they cannot be read again that way."""
+        """The same as one of several ranks reads them. None: they cannot be read again that way."""
         return None
 
     def choose_steps(self, count: int) -> tuple[int, ...]:
         return tuple(range(min(count, self.total_steps)))
 
     def repeated_digest(self, step: int, positions: np.ndarray) -> str | None:
-        """The digest of these samples; None: two readings differ."""
+        """The digest of these samples; None: two reads differ."""
         first, second = (digest(self.read(step, positions)) for _ in range(2))
         return first if first == second else None
 
@@ -57,7 +57,7 @@ class WrappedData(ReferenceData):
 
 
 class CachedData(WrappedData):
-    """Reads samples once, for several runs that must not differ in them."""
+    """Reads samples once, for several runs on the same samples."""
 
     def __init__(self, data: ReferenceData) -> None:
         super().__init__(data)
@@ -115,7 +115,7 @@ class _MapStyleData(ReferenceData):
 
 
 class _IterableData(ReferenceData):
-    """Data that can only be read from its start: what was read is kept, because several runs read it."""
+    """Data that can only be read from its start; keeps what was read, because several runs read it."""
 
     def __init__(self, job: Job) -> None:
         self._reader = Stream(job.data, collate=job.collate, seed=job.seed).make_reader()
@@ -137,7 +137,7 @@ class _IterableData(ReferenceData):
             if not self._batches or len(self._batches[-1][1]) < self.batch_size:
                 self._reader.start_next_epoch()
             first, samples = self._reader.samples_read, self._reader.read(self.batch_size)
-            if len(samples) < self._min_samples:  # the epoch before ended with a whole batch, or its rest is dropped
+            if len(samples) < self._min_samples:  # the last epoch ended with a whole batch, or its rest is dropped
                 self._reader.start_next_epoch()
                 first, samples = 0, self._reader.read(self.batch_size)
             self._batches.append((first, samples))

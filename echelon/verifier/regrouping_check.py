@@ -1,7 +1,7 @@
-"""Check that the loss of a batch follows from those of its parts however samples are grouped, not only as the first batches group them.
+"""Check that the loss of a batch follows from the losses of its parts for any grouping of samples, not only for that of the first batches.
 
-Class weights from a batch's own counts make the same loss as long as every part has as many of each class. So the loss of the proof's last
-batch is computed with its samples in other orders, whole and in the plan's parts, and the parts are combined as training does.
+Class weights from a batch's own counts give the same loss as long as every part has equally many of each class. So the loss of the proof's
+last batch is computed with its samples in other orders, whole and in the plan's parts, and the parts are combined as in training.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from echelon.verifier.forward_state import ForwardState
 from echelon.verifier.reference import Reference
 from echelon.verifier.reference_data import has_row_per_sample, micro_batches
 
-#: Orders that are tried besides the batch's own, and the relative difference that rounding explains (float64).
+#: Orders that are tried in addition to the batch's own, and the relative difference that rounding explains (float64).
 _TRIED_ORDERS, _ROUNDING_BOUND = 6, 1e-7
 
 
 def require_separable_loss(reference: Reference, step: int) -> None:
-    """Raise where the parts of a regrouped batch do not make its loss. A loss that cannot be called on rows of a batch alone passes."""
+    """Raise if the parts of a regrouped batch do not add up to its loss. A loss that cannot be called on rows of a batch passes."""
     batch_size = reference.data.samples_in(step)
     sizes = [part.size for part in micro_batches(reference.plan, batch_size) if part.size]
     if reference.job.loss is None or len(sizes) < 2:
         return
     try:
         difference = _RowLoss(reference, step, batch_size).largest_difference(sizes)
-    except Exception:  # a loss that takes other shapes only: the proof of the batch as it is stands
+    except Exception:  # the loss takes other shapes only: the proof of the batch as it is stands
         return
     if difference > _ROUNDING_BOUND:
         raise VerificationError(
@@ -65,21 +65,18 @@ class _RowLoss:
     def largest_difference(self, sizes: Sequence[int]) -> float:
         """The largest relative difference between the loss of all rows and that of parts of `sizes`, over several orders.
 
-        0 where the rows as they are differ: the loss keeps state, or draws random numbers.
+        0 if they differ in the batch's own order: the loss keeps state, or draws random numbers.
         """
         generator, reference = torch.Generator().manual_seed(0), self._reference
-        with (
-            reference.deterministic(),
-            preserve_function_state(reference.job, reference.model),
-            preserve_random_states(),
-        ):
+        preserved_functions = preserve_function_state(reference.job, reference.model)
+        with reference.deterministic(), preserved_functions, preserve_random_states():
             if (self._relative_difference(torch.arange(self._batch_size), sizes) or 0.0) > _ROUNDING_BOUND:
                 return 0.0
             orders = (torch.randperm(self._batch_size, generator=generator) for _ in range(_TRIED_ORDERS))
             return max(self._relative_difference(order, sizes) or 0.0 for order in orders)
 
     def _relative_difference(self, order: Tensor, sizes: Sequence[int]) -> float | None:
-        """None: a training would stop here, or compare the step with one device."""
+        """None: training would stop here, or compare the step with one device."""
         whole, combined = _finite_loss(self._loss_of_rows(order)), self._combine_parts(order.split(list(sizes)))
         if whole is None or combined is None:
             return None
@@ -110,7 +107,7 @@ class _RowLoss:
         return sum(_to_float(loss) * len(rows) for rows, loss in parts) / self._batch_size
 
     def _true_count(self, rows: Tensor, pair: tuple[Any, Any]) -> float:
-        """What a loss given as (sum, count) really counts, as in training."""
+        """What a loss of the form (sum, count) really counts, as in training."""
         values = torch.tensor([_to_float(item) for item in pair], dtype=torch.float64)
         recount, _ = recount_pair(values, partial(self._loss_of_rows, rows))
         return _to_float(pair[1]) if recount is None or recount[1].isnan() else float(recount[1])

@@ -166,11 +166,9 @@ def _scope_notes(reference: Reference, data: ReferenceData, steps: Sequence[int]
 def _determinism_notes(
     without_dropout: Sequence[str], scan: NondeterminismScan, remaining: NondeterminismScan, determinism: DeterministicMode
 ) -> list[str]:  # fmt: skip
-    seeding = (
-        "both runs are seeded alike before each micro-batch, which the reference runs one after another"
-        if determinism.needs_seeding
-        else "the runs draw different ones"
-    )
+    seeding = "the runs draw different ones"
+    if determinism.needs_seeding:
+        seeding = "both runs are seeded alike before each micro-batch, which the reference runs one after another"
     sentences = (
         ("random numbers are held at the middle of their distribution in both runs: {}", scan.random_modules),
         (f"random numbers that could not be held: {{}}; {seeding}", remaining.random_modules),

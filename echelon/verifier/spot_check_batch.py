@@ -1,4 +1,4 @@
-"""The samples of a spot check: all of a step, or as many as one device can compute in the time there is."""
+"""The samples of a spot check: all of a step, or as many as one device can compute in time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from echelon.tree import map_tensors, tree_leaves
 from echelon.verifier.batch_collation import UnjoinableError, join_batches
 from echelon.verifier.reference_data import ReferenceData, has_row_per_sample, positions_of
 
-#: How often a part is read again before it counts as steady: a coin that decides about one sample falls so once in 65,000 times.
+#: How often a part is read again before it counts as steady: a coin flip about one sample passes once in 65,000 times.
 _REREADS = 8
-#: Micro-batches of each rank in a reduced step: two show what accumulation does.
+#: Micro-batches of each rank in a reduced step: two show gradient accumulation.
 _MICRO_BATCHES = 2
 
 
@@ -44,7 +44,7 @@ class GatheredBatch(ReferenceData):
 def reduce_batch(run: Run, batch: StepBatch, sample_share: float) -> tuple[StepBatch, Plan] | None:
     """A step on about `sample_share` of the samples, and the plan that splits them; None: samples cannot be told apart.
 
-    Every data rank keeps as many as the others, and several micro-batches if it has several. Every rank must call it.
+    Every data rank keeps equally many, and several micro-batches if it has several. Every rank must call it.
     """
     plan = run.plan
     count = min(len(batch.micro_batches), stage_count(plan) if plan.mesh.pp > 1 else _MICRO_BATCHES)
@@ -62,7 +62,7 @@ def reduce_batch(run: Run, batch: StepBatch, sample_share: float) -> tuple[StepB
     return reduced_batch, plan.replace(micro=size, batch_shares=())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class MicroBatchReading:
     """A micro-batch as a data rank read it."""
 
@@ -76,18 +76,15 @@ class MicroBatchReading:
 def collect_readings(run: Run, batch: StepBatch, data: ReferenceData | None = None) -> list[MicroBatchReading]:
     """What the data ranks read for the step, in the order of its samples, on rank 0; nothing elsewhere.
 
-    `data`: from which each rank reads its part again, to see whether that is steady. Every rank must call it.
+    Each rank reads its part again from `data`, to see whether it is steady. Every rank must call it.
     """
     rank, readings = run.data_parallel.rank, list[MicroBatchReading]()
     if run.model_parallel.rank == 0:
         readings = [MicroBatchReading(rank, micro.batch, micro.samples) for micro in batch.micro_batches]
     if data is not None:
         with run.ranks.raise_on_all_ranks():
-            parts = zip(readings, run.plan.split_batch(batch.samples)[rank], strict=False)
-            readings = [
-                dataclasses.replace(reading, is_steady=_is_steady(reading, batch.step, positions_of(part), data))
-                for reading, part in parts
-            ]
+            for reading, part in zip(readings, run.plan.split_batch(batch.samples)[rank], strict=False):
+                reading.is_steady = _is_steady(reading.batch, batch.step, positions_of(part), data)
     readings_by_rank = run.ranks.gather_object([reading for reading in readings if reading.samples]) or ()
     gathered = [reading for rank_readings in readings_by_rank for reading in rank_readings]
     return sorted(gathered, key=lambda reading: reading.rank)
@@ -111,10 +108,10 @@ def is_rereadable(run: Run, batch: StepBatch, data: ReferenceData) -> bool:
 
 
 def find_misreading_rank(step: int, readings: list[MicroBatchReading], data: ReferenceData) -> int | None:
-    """A data rank that reads other samples again and again than rank 0 reads in its place, while another rank's are the same.
+    """A data rank that repeatedly reads other samples than rank 0 reads in its place, while another rank's agree.
 
-    Data that draws by itself differs between two readings; data that has changed meanwhile differs for every rank. Where a rank cannot read
-    again, most of its samples must differ.
+    Data with random numbers of its own differs between two reads; data that has changed meanwhile differs for every rank. Where a rank
+    cannot read again, most of its samples must differ.
     """
     agrees_by_rank, start = dict[int, bool](), 0
     wrong_rank: int | None = None
@@ -132,13 +129,12 @@ def find_misreading_rank(step: int, readings: list[MicroBatchReading], data: Ref
     return wrong_rank if any(agrees_by_rank.values()) else None
 
 
-def _is_steady(reading: MicroBatchReading, step: int, positions: numpy.ndarray, data: ReferenceData) -> bool | None:
-    expected, second_reading = digest(reading.batch), data.read_as_rank(step, positions)
+def _is_steady(batch: Any, step: int, positions: numpy.ndarray, data: ReferenceData) -> bool | None:
+    expected, second_reading = digest(batch), data.read_as_rank(step, positions)
     if second_reading is None:
         return None
-    return digest(second_reading) == expected and all(
-        digest(data.read_as_rank(step, positions)) == expected for _ in range(_REREADS - 1)
-    )
+    later_readings = (data.read_as_rank(step, positions) for _ in range(_REREADS - 1))
+    return digest(second_reading) == expected and all(digest(reading) == expected for reading in later_readings)
 
 
 def _most_samples_differ(reading: MicroBatchReading, other_batch: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Compute a step of a training again on one device, from the same state and samples, and compare."""
+"""Recompute a training step on one device, from the same state and samples, and compare."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from echelon.plan.plan import Plan
 from echelon.profiler.sample_coupling import first_line
 from echelon.trials.determinism import DeterministicMode, randomness_disabled
 from echelon.trials.isolation import IsolatedJob
+from echelon.trials.module_tree import is_torchscript
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.torch_patches import TorchPatches
 from echelon.verifier import tolerances
@@ -41,7 +42,7 @@ _Tensors = Mapping[str, Tensor | None]
 
 
 class IncomparableStepError(Exception):
-    """One device cannot be given the state of a step: nothing is known, and nothing is wrong."""
+    """One device cannot take over the state of a step, so nothing is known about it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,11 @@ class StepState:
     parameters: dict[str, Tensor]
     aliases: dict[str, str]  #: further names of parameters on rank 0, with their first
     buffers: dict[str, Tensor]
-    attributes: StateChanges  #: what modules hold besides and changed since the start
-    uncopyable: list[str]  #: the part of it that cannot be copied
+    attributes: StateChanges  #: other attributes of modules that changed since the start
+    uncopyable: list[str]  #: those that cannot be copied
     trainable: dict[str, bool]  #: parameters frozen or unfrozen since the start
     extra_state: dict[str, Any]  #: from `get_extra_state()` of modules
-    #: The job's functions with what they held before the step; None on other ranks.
+    #: The job's functions with their state before the step; None on other ranks.
     functions: IsolatedJob | None
 
     @classmethod
@@ -63,32 +64,35 @@ class StepState:
         """The state before the next step. Every rank must call it."""
         attributes, uncopyable = run.attributes.collect_model()
         flags_by_rank = run.ranks.all_gather_object(run.attributes.changed_trainable())
+        first_names = {id(value): name for name, value in run.model.named_parameters()}
+        names = {name: first_names[id(value)] for name, value in run.model.named_parameters(remove_duplicate=False)}
         return cls(
             parameters=gather_full_tensors(run, dict(run.model.named_parameters())),
-            aliases=_parameter_aliases(run.model),
-            buffers=gather_full_tensors(run, dict(run.model.named_buffers())),
-            attributes=attributes,
-            uncopyable=uncopyable,
+            aliases={name: first_name for name, first_name in names.items() if name != first_name},
+            buffers=gather_full_tensors(run, dict(run.model.named_buffers())), attributes=attributes, uncopyable=uncopyable,
             trainable={name: flag for flags in flags_by_rank for name, flag in flags.items()},
             functions=IsolatedJob(job, shared_model=run.model) if run.world.is_main else None,
-            # A checkpoint restores it before the first look at attributes.
+            # A checkpoint restores it before attributes are first looked at.
             extra_state={path: copy.deepcopy(module.get_extra_state()) for path, module in _extra_modules(run.model)},
-        )
+        )  # fmt: skip
 
     @torch.no_grad()
     def load_into(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Load it into a fresh model; floating tensors in `dtype`, if given."""
         for name, value in model.named_parameters():
             if name not in self.parameters:
-                first_name = self.aliases.get(name)
+                first_name, since = self.aliases.get(name), "since forward replaced it"
+                if first_name is None:
+                    raise JobError(f"{name} was a parameter at the start, and is none any more {since}")
                 raise JobError(
-                    f"{name} is the same parameter as {first_name} since forward replaced it, and was one of its own at the start"
-                    if first_name
-                    else f"{name} was a parameter at the start, and is none any more since forward replaced it"
+                    f"{name} is the same parameter as {first_name} {since}, and was one of its own at the start"
                 )
             value.copy_(self.parameters[name])
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        cast = partial(_cast, dtype=dtype, device=device)
+
+        def cast(value: Tensor) -> Tensor:
+            return value.to(device, dtype if value.is_floating_point() else None, copy=True)
+
         assign_tensors(local_buffers(model), self.buffers)
         _restore_replaced_buffers(model, {name: cast(value) for name, value in self.buffers.items()})
         for path, module in _extra_modules(model):
@@ -117,8 +121,8 @@ class SingleDeviceStep:
     def find_divergence(
         self, step: int, state: StepState, result: PassResult, data: ReferenceData, plan: Plan
     ) -> StepDivergence | None:
-        """Compare a step of the run with one device on the samples of `data`, split by `plan` where batch statistics ask for that."""
-        data = CachedData(data)  # both computations get the same samples: data that draws by itself is no rounding
+        """Compare a step of the run with one device on the samples of `data`, split by `plan` where batch statistics require that."""
+        data = CachedData(data)  # both computations get the same samples: other samples are no rounding
         recompute = partial(self._compute, state, step, data, plan, without_randomness=result.without_randomness)
         try:
             expected = recompute(torch.float64)
@@ -131,7 +135,7 @@ class SingleDeviceStep:
         large = [item for item in differences if not bounds.allows(item) and item.name not in ignored]
         if not large:
             return None
-        # One device in the run's own precision shows what rounding does to this model at this step.
+        # One device in the run's own precision shows what rounding does in this step.
         rounding = {item.name: item.value for item in _compare(recompute(None), expected, step)}
         large = [item for item in large if item.value > _ROUNDING_FACTOR * rounding.get(item.name, 0.0)]
         if not large:
@@ -144,32 +148,26 @@ class SingleDeviceStep:
         return StepDivergence(tensor=worst.name, description=description, count=len(large), total=len(differences))
 
     def _compute(
-        self,
-        state: StepState,
-        step: int,
-        data: ReferenceData,
-        plan: Plan,
-        dtype: torch.dtype | None,
-        *,
-        without_randomness: bool,
-    ) -> tuple[Tensor, _Tensors]:
+        self, state: StepState, step: int, data: ReferenceData, plan: Plan, dtype: torch.dtype | None, *, without_randomness: bool
+    ) -> tuple[Tensor, _Tensors]:  # fmt: skip
         """Loss and gradients of one device in `dtype`; None: in the precision of the run."""
-        in_float64 = dtype == torch.float64
-        determinism = DeterministicMode(
-            fix_random=without_randomness, widen_casts=in_float64
-        )  # some models run in float64 only so
-        functions = state.functions
+        in_float64, functions = dtype == torch.float64, state.functions
+        # Some models run in float64 only if casts are widened.
+        determinism = DeterministicMode(fix_random=without_randomness, widen_casts=in_float64)
         assert functions is not None
         with preserve_random_states(devices=True), functions.active():
-            # Making the schedule would reset what it shares with the loss.
-            job, patches = dataclasses.replace(functions.job, lr_schedule=None), TorchPatches()
+            # Building the schedule would reset what it shares with the loss.
+            job, device, patches = dataclasses.replace(functions.job, lr_schedule=None), self.device, TorchPatches()
             reference = Reference(
-                job, plan, data, device=self.device, determinism=determinism, pristine=self._pristine, dtype=dtype
+                job, plan, data, device=device, determinism=determinism, pristine=self._pristine, dtype=dtype
             )
             patches.restore()
             state.load_into(reference.model, dtype)
-            autocasting = contextlib.nullcontext() if in_float64 else autocast(self._run.precision, self.device)
-            with autocasting, randomness_disabled(reference.model) if without_randomness else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if not in_float64:
+                    stack.enter_context(autocast(self._run.precision, device))
+                if without_randomness:
+                    stack.enter_context(randomness_disabled(reference.model))
                 loss = reference.backward(step)
         return loss, reference.gradients()
 
@@ -181,13 +179,14 @@ def _compare(actual: tuple[Tensor, _Tensors], expected: tuple[Tensor, _Tensors],
 
 def _describe_difference(difference: Difference, plan: Plan, actual: Tensor | None, expected: Tensor | None) -> str:
     """How far a tensor is off; as two numbers where one device's is zero or a number is not finite."""
-    name = "the loss" if difference.kind == "loss" else f"the gradient of {difference.name}"
+    is_loss, end = difference.kind == "loss", "is what one device computes"
+    name = "the loss" if is_loss else f"the gradient of {difference.name}"
     if difference.value < NOT_COMPARABLE:
         return f'{name} under "{plan}" is {difference.value:.2g} off what one device computes'
     if actual is not None and expected is not None and actual.shape != expected.shape:
-        return f'{name} under "{plan}" has the shape {tuple(actual.shape)}, and {tuple(expected.shape)} is what one device computes'
-    name = name if difference.kind == "loss" else f"the largest element of {name}"
-    return f'{name} under "{plan}" is {_format_largest(actual)}, and {_format_largest(expected)} is what one device computes'
+        return f'{name} under "{plan}" has the shape {tuple(actual.shape)}, and {tuple(expected.shape)} {end}'
+    name = name if is_loss else f"the largest element of {name}"
+    return f'{name} under "{plan}" is {_format_largest(actual)}, and {_format_largest(expected)} {end}'
 
 
 def _format_largest(tensor: Tensor | None) -> str:
@@ -198,17 +197,6 @@ def _format_largest(tensor: Tensor | None) -> str:
     return f"{float(values.abs().max()) if values.dim() or values.is_complex() else float(values):.4g}"
 
 
-def _cast(value: Tensor, *, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    return value.to(device, dtype if value.is_floating_point() else None, copy=True)
-
-
-def _parameter_aliases(model: nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several, with the first."""
-    first_names = {id(value): name for name, value in model.named_parameters()}
-    named_parameters = model.named_parameters(remove_duplicate=False)
-    return {name: first_names[id(value)] for name, value in named_parameters if first_names[id(value)] != name}
-
-
 def _extra_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if has_extra_state(module)]
 
@@ -216,9 +204,7 @@ def _extra_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _restore_replaced_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Set the buffers that forward has created, or given another shape, since the start."""
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for key, value in module._buffers.items():
+        for key, value in () if is_torchscript(module) else module._buffers.items():
             new_value = buffers.get(f"{path}.{key}" if path else key)
             if new_value is not None and (value is None or value.shape != new_value.shape):
                 module._buffers[key] = new_value.clone()

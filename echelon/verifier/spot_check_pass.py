@@ -1,4 +1,4 @@
-"""Run forward and backward of a checked step on the ranks: as training does, and once more without random numbers."""
+"""Run forward and backward of a checked step on the ranks: as in training, and once more without random numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PassResult:
 
 
 class PassState:
-    """What a pass changes on this rank, to begin another one from: the model, and what the job's functions hold."""
+    """What a pass changes on this rank: the model, and the state of the job's functions."""
 
     def __init__(self, run: Run) -> None:
         self.model, self.functions = ForwardState(run.model), IsolatedJob(run.job, shared_model=run.model)
@@ -49,7 +49,7 @@ def run_checked_pass(run: Run, batch: StepBatch, batch_copy: StepBatch) -> tuple
 
 
 def run_without_randomness(run: Run, batch: StepBatch, state: PassState) -> PassResult:
-    """Forward and backward from `state` without random numbers. What the run holds now is put back. Every rank must call it."""
+    """Forward and backward from `state` without random numbers; the run's present state is put back. Every rank must call it."""
     trained = [*run.model.parameters(), *run.loss_parameters.values()]
     gradients_before = [(value, value.grad, value.grad.clone()) for value in trained if value.grad is not None]
     model_before = ForwardState(run.model)

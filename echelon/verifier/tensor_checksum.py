@@ -122,11 +122,8 @@ def compare_start_values(
 
 
 def _worst_by_tensor(
-    kind: str,
-    step: int,
-    comparisons: Iterable[tuple[TensorRegion, int, TensorChecksum, TensorChecksum, str]],
-    floor: float = 0.0,
-) -> list[Difference]:
+    kind: str, step: int, comparisons: Iterable[tuple[TensorRegion, int, TensorChecksum, TensorChecksum, str]], floor: float = 0.0
+) -> list[Difference]:  # fmt: skip
     """The largest difference of each tensor over its regions and ranks. Within bounds a difference carries no reason."""
     worst: dict[str, Difference] = {}
     for region, rank, actual, expected, mismatch in comparisons:
