@@ -1,7 +1,6 @@
-"""Make two runs comparable: no randomness, and no rounding to float32 inside a float64 model. Both runs get the same treatment.
+"""Make two runs comparable: no randomness, and no rounding to float32 inside a float64 model.
 
-Batches or ranks that draw masks of their own cannot agree, so dropout is turned off and other random numbers are fixed at the middle of
-their distribution, without drawing:
+Ranks that draw masks of their own cannot agree, so dropout is off and other random numbers are fixed at the middle of their distribution:
 
     uniform, normal, Cauchy     the mean, or the median where there is none
     integers                    the middle of the range
@@ -12,9 +11,8 @@ their distribution, without drawing:
     a permutation               the identity, the only one that is the same in a batch and in its parts
     picks by weight             the heaviest first; with replacement the heaviest each time
 
-Python's and NumPy's numbers are fixed in the same way (`host_random.py`). What escapes (fractional pooling, functions of NumPy in C
-extensions) is drawn; `verifier/nondeterminism_scan.py` reports it. Casts that the model writes out (`x.float()`, `softmax(...,
-dtype=torch.float32)`) are widened to float64. The search for coupled samples and the proof of a plan both use this.
+Python's and NumPy's numbers are fixed in the same way (`host_random.py`); `verifier/nondeterminism_scan.py` reports what escapes (fractional
+pooling, C extensions of NumPy). Casts that the model writes out (`x.float()`, `softmax(..., dtype=torch.float32)`) are widened to float64.
 """
 
 from __future__ import annotations

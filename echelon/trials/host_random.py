@@ -1,11 +1,5 @@
 """Fix Python's and NumPy's random numbers at the middle of their distributions, as `determinism.py` fixes torch's.
 
-    uniform, normal                    the mean
-    integers, a choice                 the middle of the range; without replacement the first ones
-    exponential                        the median
-    binomial                           the expected number, rounded
-    a permutation, a shuffle           the identity
-
 The functions of `random` and `numpy.random` are patched, the methods of `random.Random` with them, and names that other modules imported
 (`from random import uniform`); `default_rng` makes fixed generators. NumPy's existing generators cannot be patched: `make_fixed_generator`
 makes the one to put in their place. What escapes moves a state, which `random_state.read_host_random_state` shows.

@@ -1,16 +1,9 @@
-"""Give each trial run its own copy of everything that a job's functions can reach and change.
+"""Give each trial run its own copy of everything that a job's functions can reach and change, so that runs do not disturb each other.
 
-A loss may keep a running average, count its calls or read the job's own module (a penalty on weights); a factory may wrap an existing
-module. Runs that share such objects disturb each other, and the user's objects must stay as they are. So each run has
-
-    the job's module          a deep copy
-    callable objects          deep copies: a loss that is a module or has attributes
-    closures, defaults        values that functions captured, rebound while the run is active
-    globals                   those that the job's functions mention, rebound while the run is active
-    attributes                of functions and classes, rebound while the run is active
-
-All copies share one memo, so that a captured parameter is the run's own parameter. While a run is active, the user's module shares its
-attributes with the run's copy, so that code that reaches it in another way (a hook, another file) sees the run's values.
+The job's module and callable objects (a loss that is a module) are deep copies. Values in closures, defaults, globals that the functions
+mention, and attributes of functions and classes are copies that are rebound while the run is active. All copies share one memo, so that a
+captured parameter is the run's own parameter. While a run is active, the user's module shares its attributes with the run's copy, so that
+code that reaches it in another way (a hook, another file) sees the run's values.
 """
 
 from __future__ import annotations

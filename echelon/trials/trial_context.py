@@ -1,10 +1,8 @@
 """How a trial runs the user's code: as one process, without torch.compile, and without side effects.
 
 A trial is a call that only one rank makes (a profile, the reference of a proof or of a spot check). Collectives in that code would meet
-those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile: `get_world_size()` is 1,
-`all_reduce` leaves its tensor unchanged, `all_gather` copies it.
-
-Trials run copies of the model in other sizes, types and modes; each would be compiled again.
+those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile. Trials run copies of the model in
+other sizes, types and modes, each of which would be compiled again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Find out whether the loss reads state that depends on how batches are divided.
 
 A loss, or `inputs`, may keep values between calls: a log of losses, which no call reads, or a memory of each sample (ELR, temporal ensembling,
-self-paced learning), which a later epoch reads, perhaps on another rank. The first steps agree in both cases. So after them:
-
-    1  digests of what calls changed are gathered from the data ranks
-    2  the last step's forward and backward are repeated with each rank's own state, then with the state of the first rank, of the last rank,
-       and of the reference, which computed whole batches
-    3  a loss or gradient that changes with the state shows that the loss reads it: the plan is refused
+self-paced learning), which a later epoch reads, perhaps on another rank. The first steps agree in both cases. So the last step's forward and
+backward are repeated with each rank's own state, then with that of the first rank, of the last rank, and of the reference, which computed
+whole batches. If a loss or gradient changes with the state, the loss reads it, and the plan is refused.
 """
 
 from __future__ import annotations

@@ -199,23 +199,19 @@ class SpotChecks:
             divergence = self._single_device.find_divergence(step, state, result, data, plan)
         except IncomparableStepError as error:
             self.stop_reason = str(error)
-            self._run.warn(
-                f"{step_name} could not be computed again on one device, so later steps are not checked; the proof of the first steps stands "
-                f"({error})"
-            )
+            consequence = "later steps are not checked; the proof of the first steps stands"
+            self._run.warn(f"{step_name} could not be computed again on one device, so {consequence} ({error})")
             return None
         if divergence is None:
             self.last_agreed_step = step + 1
             return None
+        tensor, description = divergence
         return DivergenceError(
-            f"{step_name}: {divergence.description} from the same state and samples ({divergence.count} of {divergence.total} values "
-            "differ), and the first steps agreed: something that begins later, or is rare, depends on how the batch or the model is cut; "
-            f"nothing was updated by this step. The last step that was checked and found equal is {self.last_agreed_step}: resume from a "
+            f"{step_name}: {description}, and the first steps agreed: something that begins later, or is rare, depends on how the batch or the model "
+            f"is cut; nothing was updated by this step. The last step that was checked and found equal is {self.last_agreed_step}: resume from a "
             "checkpoint at or before it, because later ones may contain the error",
-            tensor=divergence.tensor,
-            cause="behaviour that begins after the first steps",
-            last_agreed_step=self.last_agreed_step,
-        )
+            tensor=tensor, cause="behaviour that begins after the first steps", last_agreed_step=self.last_agreed_step,
+        )  # fmt: skip
 
     def _compare_own_samples(
         self, batch: StepBatch, compare: Callable[[ReferenceData | None], DivergenceError | None], error: DivergenceError | None
@@ -235,9 +231,8 @@ class SpotChecks:
                         f"step {step}: for its part of the batch data rank {rank} read other samples than rank 0 reads there, and the first steps "
                         "agreed: the data set depends on the rank or the process that reads it; nothing was updated by this step. Give every rank "
                         "the same data set: echelon splits each batch between them",
-                        cause="samples that depend on the rank",
-                        last_agreed_step=last_agreed_step,
-                    )
+                        cause="samples that depend on the rank", last_agreed_step=last_agreed_step,
+                    )  # fmt: skip
                 self._use_own_samples(step)
         return error
 
@@ -264,21 +259,17 @@ class SpotChecks:
         return join_readings(self._run, batch, collect_readings(self._run, batch))
 
     def _gather_state(self) -> StepState:
-        self._fetch_function_state()
-        return StepState.gather(self._run, self._job)
-
-    def _fetch_function_state(self) -> None:
-        """In a pipeline the last stage calls the loss: copy the loss's state to rank 0, whose own loss is never called."""
-        run = self._run
-        if run.rank_model.pipeline is None:
-            return
-        functions, is_source = run.attributes.functions, run.is_reporting and run.data_parallel.rank == 0
-        own_values = functions.read_slots(list(functions.digest_changes())) if is_source else {}
-        for values in run.ranks.all_gather_object(own_values):
-            if values and run.world.is_main and not functions.write_slots(values, run.device) and not self.stop_reason:
+        """The state before the step. In a pipeline the last stage calls the loss: rank 0, whose own loss is never called, gets its state."""
+        run, functions = self._run, self._run.attributes.functions
+        if run.rank_model.pipeline is not None:
+            is_source = run.is_reporting and run.data_parallel.rank == 0
+            own_values = functions.read_slots(list(functions.digest_changes())) if is_source else {}
+            sources = [values for values in run.ranks.all_gather_object(own_values) if values and run.world.is_main]
+            if not all(functions.write_slots(values, run.device) for values in sources) and not self.stop_reason:
                 self.stop_reason = "the loss keeps objects that were made while it trained"
                 reason = f"{self.stop_reason}, on a pipeline's last stage"
                 run.warn(f"steps from here on are not compared with one device: {reason}")
+        return StepState.gather(run, self._job)
 
 
 def _choose_steps(seed: int, total_steps: int) -> frozenset[int]:

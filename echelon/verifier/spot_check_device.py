@@ -101,16 +101,6 @@ class StepState:
         set_trainable(model, self.trainable)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepDivergence:
-    """The largest difference of a step beyond rounding, in words, and how many of its values differ."""
-
-    tensor: str
-    description: str
-    count: int
-    total: int
-
-
 class SingleDeviceStep:
     """Recomputes steps of `run` on rank 0. `pristine`: as for `Reference`."""
 
@@ -120,8 +110,8 @@ class SingleDeviceStep:
 
     def find_divergence(
         self, step: int, state: StepState, result: PassResult, data: ReferenceData, plan: Plan
-    ) -> StepDivergence | None:
-        """Compare a step of the run with one device on the samples of `data`, split by `plan` where batch statistics require that."""
+    ) -> tuple[str, str] | None:
+        """The tensor that differs most beyond rounding between the run's step and one device's, and how; `plan` splits the samples of `data`."""
         data = CachedData(data)  # both computations get the same samples: other samples are no rounding
         recompute = partial(self._compute, state, step, data, plan, without_randomness=result.without_randomness)
         try:
@@ -144,8 +134,9 @@ class SingleDeviceStep:
             raise IncomparableStepError(f"a copy of the model lacks {state.uncopyable[0]}")
         worst = max(large, key=lambda difference: difference.value)
         a, b = (loss if worst.kind == "loss" else gradients.get(worst.name) for loss, gradients in (actual, expected))
+        count = f"{len(large)} of {len(differences)} values differ"
         description = _describe_difference(worst, self._run.plan, a, b)
-        return StepDivergence(tensor=worst.name, description=description, count=len(large), total=len(differences))
+        return worst.name, f"{description} from the same state and samples ({count})"
 
     def _compute(
         self, state: StepState, step: int, data: ReferenceData, plan: Plan, dtype: torch.dtype | None, *, without_randomness: bool

@@ -1,16 +1,13 @@
 """Decide what rounding alone may do, so that only real differences count.
 
-Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns rounding
-noise into full steps. Gradients are compared first and decide. A parameter's element is then granted what its gradient's error explains:
-with relative error e of the gradient, 4e (at most 2) times the largest move that the reference made of any parameter with the same
-settings (learning rate, decay). Where gradients are equal, as in rows of an embedding that no sample used, nothing is granted.
+Parameters: Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns rounding
+noise into full steps. Gradients decide first. With relative error e of its gradient, a parameter's element is then granted 4e (at most 2)
+times the largest move that the reference made of any parameter with the same settings (learning rate, decay).
 
-Rounding larger than float64's: parts of a model that stay in float32, or sums that cancel (batch norm over two samples). The reference
-runs again from parameters that are off by one rounding, so that every later rounding differs and nothing else does: samples keep their
-order, so that samples which see each other cannot pass for noise. Each tensor is granted 16 times the difference between the two, for
-float32 no less than 8 of its roundings, and never more than 1e-4, or than the floor of the comparison where the tensor is that small: a
-gradient whose true value is zero is all noise. A difference above 1e-4 is not accumulated rounding but a choice that fell the other way
-(a tie, a random number): it grants nothing.
+Rounding larger than float64's (parts in float32, batch norm over two samples): the reference runs again from parameters that are off by one
+rounding; samples keep their order, so that samples which see each other cannot pass for noise. Each tensor is granted 16 times the
+difference between the two, for float32 at least 8 of its roundings, and never more than 1e-4, or than the floor of the comparison where the
+tensor is that small. A difference above 1e-4 is a choice that fell the other way (a tie, a random number): it grants nothing.
 """
 
 from __future__ import annotations
