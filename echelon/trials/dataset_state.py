@@ -158,7 +158,6 @@ def _find_reachable_state(data: Any) -> list[Any]:
 
 
 def _find_lru_caches(reachable: list[Any], code_state: Snapshot) -> list[Any]:
-    """Functions and methods with a `functools.lru_cache` that reads may call."""
     bases = [base for owner in reachable if isinstance(owner, type) for base in owner.__mro__]
     attributes = [value for base in bases for value in vars(base).values()]
     candidates = [*reachable, *attributes, *code_state.unfollowed_values]

@@ -11,10 +11,8 @@ from torch import nn
 
 
 def list_modules(model: nn.Module) -> list[tuple[str, str, dict[int, int]]]:
-    """(path, class name, identity -> bytes of its own parameters) of every module; a shared module at each of its paths.
-
-    A compiled module (torch.jit) is one, with all that it holds: nothing can be hooked or replaced inside it.
-    """
+    """(path, class name, identity -> bytes of its own parameters) of every module; a shared module at each of its paths. A compiled module
+    (torch.jit) is one, with all that it holds: nothing can be hooked or replaced inside it."""
     modules: list[tuple[str, str, dict[int, int]]] = []
     compiled_prefix: str | None = None
     for path, module in model.named_modules(remove_duplicate=False):

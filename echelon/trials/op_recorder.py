@@ -261,7 +261,6 @@ _WRITE_ONLY_OPS = {"nll_loss_backward", "nll_loss2d_backward"}
 
 
 def _count_moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Bytes that a call reads and writes."""
     if name in _SELECTING_OPS:
         others = [*inputs[1:], *outputs]
         largest = max((tensor.numel() for tensor in others), default=0)

@@ -124,7 +124,6 @@ def is_user_object(value: Any) -> bool:
 
 
 def _list_references(value: Any) -> list[tuple[str, Any]]:
-    """What a value refers to, by labels."""
     items = _list_items(value) if is_container(value) else []
     if is_container(value) and not is_user_object(value):
         return items
@@ -235,7 +234,6 @@ def find_slot(value: Any, label: str) -> Slot | None:
 
 
 def _list_methods(value: type) -> list[tuple[str, FunctionType]]:
-    """The functions that a class and its bases define."""
     methods = []
     for base in (value, *value.__mro__[1:]):
         for name, attribute in vars(base).items() if is_user_defined(base) else ():

@@ -76,10 +76,8 @@ def make_model(job: Job) -> nn.Module:
 
 
 def build_fake_model(job: Job) -> nn.Module:
-    """The model, built in the active fake mode; on the meta device or for real where its constructor needs that.
-
-    Fake first: tensors that a module holds outside its buffers are then fakes of the same mode.
-    """
+    """The model, built in the active fake mode; on the meta device or for real where its constructor needs that. Fake first: tensors that a
+    module holds outside its buffers are then fakes of the same mode."""
     try:
         with patch_attribute(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor):
             return make_model(job)

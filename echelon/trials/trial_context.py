@@ -87,7 +87,6 @@ def single_process_world() -> Iterator[None]:
 
 
 def _get_single_rank_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of this process alone; it ends with `world`, as all groups do."""
     from torch.distributed import distributed_c10d as c10d
 
     name = f"echelon-alone-{world.group_name}"

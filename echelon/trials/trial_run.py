@@ -151,7 +151,6 @@ def replaced_forward(module: nn.Module, forward: Forward) -> AbstractContextMana
 
 @contextmanager
 def wrapped_forwards(model: nn.Module, paths: Iterable[str], wrap: Callable[[str, Any], Forward]) -> Iterator[None]:
-    """Inside, each module computes `wrap(path, module)`."""
     with ExitStack() as stack:
         for path in paths:
             module = model.get_submodule(path)

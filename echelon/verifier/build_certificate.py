@@ -61,7 +61,6 @@ def build_certificate(
 
 
 def _with_module_outputs(findings: list[Finding], output_finding: Finding | None) -> list[Finding]:
-    """Replace the finding on the model's output by that on the modules' outputs, which says more."""
     has_outputs = any(finding.kind == "output" for finding in findings)
     if output_finding is None or (output_finding.is_within_bound and has_outputs):
         return findings

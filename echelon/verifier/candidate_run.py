@@ -204,7 +204,6 @@ class CandidateRun:
         return dict(ChainMap(*reversed(self._ranks.all_gather_object(dict(values)))))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizers' states of the model's parameters."""
         indices, names = range(len(self.run.optimizers)), self.run.loss_parameters
         loss_prefixes = tuple(f"{index}/{name}/" for index in indices for name in names)
         tensors = optimizer_tensors(self.run).items()
@@ -266,10 +265,8 @@ class CandidateRun:
         return self._gather_checksums([*self._local_parameters(), *self.run.model.named_buffers()])
 
     def checksum_gradients(self, step: int) -> RankChecksums:
-        """What each rank holds of the gradients and buffers after forward and backward of a step.
-
-        Gradients, because a parameter stays equal where the learning rate is zero.
-        """
+        """What each rank holds of the gradients and buffers after forward and backward of a step. Gradients, because a parameter stays equal
+        where the learning rate is zero."""
         with self.active(), self._determinism():
             self.run.backward(self.read_batch(step))
         grads = _gradients_of(dict(self.run.model.named_parameters()))

@@ -81,11 +81,9 @@ def max_abs(tensor: Tensor) -> float:
 
 
 def relative_difference(actual: Tensor, expected: Tensor, *, largest: float, tolerance: Tensor | None = None) -> float:
-    """max|actual - expected| / max(max|expected|, 1e-6 x largest), or NOT_COMPARABLE where that is no number.
-
-    `tolerance` is granted element by element before the maximum is taken. Equal infinities are equal (attention masks hold
-    them). Integers have no rounding: any difference among them counts as 1 at least.
-    """
+    """max|actual - expected| / max(max|expected|, 1e-6 x largest), or NOT_COMPARABLE where that is no number. `tolerance` is granted element by
+    element before the maximum is taken. Equal infinities are equal (attention masks hold them). Integers have no rounding: any difference among
+    them counts as 1 at least."""
     device = expected.device  # a GPU compares a large model in seconds, its host in minutes
     a, b = to_float64(actual, device), to_float64(expected, device)
     difference = (a - b).abs()
@@ -110,10 +108,8 @@ def compare_tensors(
     step: int,
     tolerances: Mapping[str, Tensor] | None = None,
 ) -> list[Difference]:
-    """The difference of every tensor of one kind, in the reference's order; a tensor that one side lacks is a difference.
-
-    None (a parameter that no gradient reached) reads as zero: whether an optimizer skips it shows in the parameters.
-    """
+    """The difference of every tensor of one kind, in the reference's order; a tensor that one side lacks is a difference. None (a parameter
+    that no gradient reached) reads as zero: whether an optimizer skips it shows in the parameters."""
     make = partial(Difference, kind=kind, step=step)
     missing = partial(make, value=NOT_COMPARABLE)
     sizes = {name: 0.0 if tensor is None else max_abs(tensor) for name, tensor in expected.items()}

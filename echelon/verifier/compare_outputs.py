@@ -43,10 +43,8 @@ def record_outputs(
     callback: Callable[[list[Tensor | None]], None],
     unwrap: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> AbstractContextManager[None]:
-    """Call `callback` with the tensors of each output of the model; None: not whole on this rank, or without fractions.
-
-    `unwrap` gathers tensors that are sharded behind a full shape.
-    """
+    """Call `callback` with the tensors of each output of the model; None: not whole on this rank, or without fractions. `unwrap` gathers
+    tensors that are sharded behind a full shape."""
 
     @torch.no_grad()
     def on_output(path: str, output: Any) -> None:

@@ -30,10 +30,8 @@ class Objection:
 
 
 class VerificationContext:
-    """A proof before its runs: against the same job under another plan, for models that fit on no device.
-
-    There is no scan for nondeterminism, which needs the model on one device: all random numbers are fixed and all casts are widened.
-    """
+    """A proof before its runs: against the same job under another plan, for models that fit on no device. There is no scan for nondeterminism,
+    which needs the model on one device: all random numbers are fixed and all casts are widened."""
 
     def __init__(
         self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], choice: ReferenceChoice

@@ -150,7 +150,6 @@ def _describe_outputs(finding: Finding | None, plan: Plan) -> str:
 
 
 def _describe_misread_samples(context: SingleDeviceContext, step: int, digests_by_rank: Sequence[Sequence[str]]) -> str:
-    """Which rank read other samples than its part of the batch."""
     plan, data = context.plan, context.data
     ranges_by_rank = plan.split_batch(data.samples_in(step))
     for rank, digests in enumerate(digests_by_rank):

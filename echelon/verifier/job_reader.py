@@ -137,10 +137,8 @@ def loss_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 def optimizer_groups(
     model: nn.Module, optimizers: Sequence[Optimizer], substitutes: Iterable[tuple[str, Tensor]] = ()
 ) -> dict[str, str]:
-    """Parameter -> its optimizer settings: parameters with equal settings make steps of similar size.
-
-    `substitutes`: tensors that optimizers hold in place of the model's parameters.
-    """
+    """Parameter -> its optimizer settings: parameters with equal settings make steps of similar size. `substitutes`: tensors that optimizers
+    hold in place of the model's parameters."""
     names = {id(value): name for name, value in (*model.named_parameters(), *substitutes)}
     groups: dict[str, str] = {}
     for index, optimizer in enumerate(optimizers):

@@ -42,9 +42,7 @@ class KnownBug:
 
 def sum_micro_batches(reference: Reference, step: int, name: str) -> list[MicroBatchSum]:
     """The step's micro-batches, for the parameter `name` or, if that is empty, for the loss. The reference is in its state before the step.
-
-    Empty where samples of several ranks are normalized together: their sums cannot be separated.
-    """
+    Empty where samples of several ranks are normalized together: their sums cannot be separated."""
     if reference.couples_samples and reference.plan.batchnorm == "sync":
         return []
     sums, state = [], ForwardState(reference.model)
@@ -153,7 +151,6 @@ def aliases_of(model: nn.Module, name: str) -> list[str]:
 
 
 def _divided_sums(included: list[MicroBatchSum], all_sums: list[MicroBatchSum], description: str) -> Iterator[KnownBug]:
-    """Divided by the count of the whole batch, or of the included ones."""
     total = _add_up(item.value for item in included)
     for count in (sum(item.count for item in all_sums), sum(item.count for item in included)):
         if count:

@@ -104,7 +104,6 @@ class _LossStateProbe:
         )
 
     def _is_read(self, state: StateChanges, own_pass: list[Tensor], noise: float) -> bool:
-        """Whether the step computes something else with this state; a failing pass shows nothing."""
         other_pass = self._repeat_with(state)
         failed = any(self._run.ranks.all_gather_object(self._failed))
         return not failed and self._difference(own_pass, other_pass) > max(_READ_BOUND, _NOISE_FACTOR * noise)
@@ -146,7 +145,6 @@ class _LossStateProbe:
         return guarded
 
     def _difference(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-        """How far two passes are apart on any rank: of the loss, or of the largest gradient."""
         return max(self._run.ranks.all_gather_object(_relative_difference(first, second)))
 
 

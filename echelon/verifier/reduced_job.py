@@ -109,7 +109,6 @@ def _shorten_model(job: Job, blocks: RepeatedBlocks) -> Callable[[], nn.Module]:
 
 
 def _remove_blocks(plan: Plan, blocks: RepeatedBlocks, job: Job) -> Plan:
-    """The plan for the shortened model: placements of the remaining blocks stay."""
     removed = tuple(f"{blocks.block_path(number)}." for number in range(TRACED_BLOCKS, blocks.count))
     placements = tuple(item for item in plan.tensor.placements if not f"{item.path}.".startswith(removed))
     replicated = tuple(item for item in plan.tensor.replicated if not f"{item.path}.".startswith(removed))

@@ -72,11 +72,8 @@ class StepRecord:
 
 
 class Reference:
-    """Trains the job on one device.
-
-    With `perturbation` every parameter starts off by that part of its size, up or down: a copy that differs by rounding alone. Samples
-    keep their order, because it may matter which samples share a batch.
-    """
+    """Trains the job on one device. With `perturbation` every parameter starts off by that part of its size, up or down: a copy that differs by
+    rounding alone. Samples keep their order, because it may matter which samples share a batch."""
 
     def __init__(
         self, job: Job, plan: Plan, data: ReferenceData, *, device: torch.device | str = "cpu", perturbation: float = 0.0,
@@ -199,7 +196,6 @@ class Reference:
         return total_loss / total_count
 
     def _record_outputs(self, positions: np.ndarray, samples: int, tensors: list[Tensor | None]) -> None:
-        """Checksum an output by the plan's micro-batches."""
         rows = {int(position): row for row, position in enumerate(positions)}
         for part in micro_batches(self.plan, samples):
             if part.start in rows:

@@ -63,10 +63,8 @@ class _RowLoss:
             raise ValueError("a part of it has no row per sample")
 
     def largest_difference(self, sizes: Sequence[int]) -> float:
-        """The largest relative difference between the loss of all rows and that of parts of `sizes`, over several orders.
-
-        0 if they differ in the batch's own order: the loss keeps state, or draws random numbers.
-        """
+        """The largest relative difference between the loss of all rows and that of parts of `sizes`, over several orders. 0 if they differ in
+        the batch's own order: the loss keeps state, or draws random numbers."""
         generator, reference = torch.Generator().manual_seed(0), self._reference
         preserved_functions = preserve_function_state(reference.job, reference.model)
         with reference.deterministic(), preserved_functions, preserve_random_states():

@@ -136,10 +136,8 @@ def _failures_of(plan: Plan) -> Iterator[None]:
 
 
 def compare_random_draws(setup: ProofSetup, comparator: Comparator | None) -> None:
-    """Run one step with random numbers as training draws them. Every rank must call it.
-
-    No reference can draw the same numbers, and none is needed: what all tensor ranks hold has to stay equal.
-    """
+    """Run one step with random numbers as training draws them. Every rank must call it. No reference can draw the same numbers, and none is
+    needed: what all tensor ranks hold has to stay equal."""
     context = setup.context
     if setup.plan.mesh.tp == 1:
         return

@@ -237,7 +237,6 @@ class SpotChecks:
         return error
 
     def _use_own_samples(self, step: int) -> None:
-        """From now on, compare on the samples that the ranks have read. On rank 0."""
         self._run.warn(
             f"step {step}: the data gave other samples when they were read again, as it draws random numbers of its own or has changed; "
             "spot checks compare with one device on the samples that the ranks have read"

@@ -42,10 +42,8 @@ class GatheredBatch(ReferenceData):
 
 
 def reduce_batch(run: Run, batch: StepBatch, sample_share: float) -> tuple[StepBatch, Plan] | None:
-    """A step on about `sample_share` of the samples, and the plan that splits them; None: samples cannot be told apart.
-
-    Every data rank keeps equally many, and several micro-batches if it has several. Every rank must call it.
-    """
+    """A step on about `sample_share` of the samples, and the plan that splits them; None: samples cannot be told apart. Every data rank keeps
+    equally many, and several micro-batches if it has several. Every rank must call it."""
     plan = run.plan
     count = min(len(batch.micro_batches), stage_count(plan) if plan.mesh.pp > 1 else _MICRO_BATCHES)
     micros = batch.micro_batches[:count]
@@ -74,10 +72,8 @@ class MicroBatchReading:
 
 
 def collect_readings(run: Run, batch: StepBatch, data: ReferenceData | None = None) -> list[MicroBatchReading]:
-    """What the data ranks read for the step, in the order of its samples, on rank 0; nothing elsewhere.
-
-    Each rank reads its part again from `data`, to see whether it is steady. Every rank must call it.
-    """
+    """What the data ranks read for the step, in the order of its samples, on rank 0; nothing elsewhere. Each rank reads its part again from
+    `data`, to see whether it is steady. Every rank must call it."""
     rank, readings = run.data_parallel.rank, list[MicroBatchReading]()
     if run.model_parallel.rank == 0:
         readings = [MicroBatchReading(rank, micro.batch, micro.samples) for micro in batch.micro_batches]
@@ -108,11 +104,9 @@ def is_rereadable(run: Run, batch: StepBatch, data: ReferenceData) -> bool:
 
 
 def find_misreading_rank(step: int, readings: list[MicroBatchReading], data: ReferenceData) -> int | None:
-    """A data rank that repeatedly reads other samples than rank 0 reads in its place, while another rank's agree.
-
-    Data with random numbers of its own differs between two reads; data that has changed meanwhile differs for every rank. Where a rank
-    cannot read again, most of its samples must differ.
-    """
+    """A data rank that repeatedly reads other samples than rank 0 reads in its place, while another rank's agree. Data with random numbers of
+    its own differs between two reads; data that has changed meanwhile differs for every rank. Where a rank cannot read again, most of its
+    samples must differ."""
     agrees_by_rank, start = dict[int, bool](), 0
     wrong_rank: int | None = None
     for reading in readings:

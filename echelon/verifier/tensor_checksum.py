@@ -14,11 +14,9 @@ from echelon.verifier.compare import FLOAT64_BOUND, NOT_COMPARABLE, RELATIVE_FLO
 
 @dataclass(frozen=True, slots=True)
 class TensorChecksum:
-    """A tensor's shape, its 2-norm, and its product with fixed weights to which no tensor is likely to be orthogonal.
-
-    Infinities count in `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Integers
-    have a product alone, which is exact.
-    """
+    """A tensor's shape, its 2-norm, and its product with fixed weights to which no tensor is likely to be orthogonal. Infinities count in
+    `infinities` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Integers have a product alone, which is
+    exact."""
 
     shape: tuple[int, ...]
     norm: float
@@ -30,10 +28,8 @@ class TensorChecksum:
         return math.isnan(self.norm)
 
     def relative_difference(self, reference: TensorChecksum, floor: float = 0.0) -> float:
-        """About |a - b| / |b|, with |b| no less than `floor`: the weights are about one with random signs.
-
-        NaN is not comparable, even on both sides; infinities must be in the same places.
-        """
+        """About |a - b| / |b|, with |b| no less than `floor`: the weights are about one with random signs. NaN is not comparable, even on both
+        sides; infinities must be in the same places."""
         if self.shape != reference.shape or self.has_nan or reference.has_nan:
             return NOT_COMPARABLE
         if abs(self.infinities - reference.infinities) > FLOAT64_BOUND:
