@@ -29,7 +29,6 @@ from echelon.trials.trial_context import compile_disabled
 from echelon.verifier import job_reader
 from echelon.verifier.compare import dense
 from echelon.verifier.compare_outputs import (
-    OutputChecksums,
     OutputSlice,
     checksum_outputs,
     record_outputs,
@@ -46,29 +45,6 @@ from echelon.verifier.tensor_checksum import (
 
 #: How many ranks hold the same part of a parameter, and the pipeline ranks that do.
 Replication = tuple[int, frozenset[int]]
-
-
-class _OutputRecorder:
-    """Checksums the outputs of this rank's micro-batches, which come in order; with `per_sample` sample by sample."""
-
-    def __init__(self, ranges: Sequence[SampleRange], *, per_sample: bool) -> None:
-        self._ranges, self._per_sample = ranges, per_sample
-        self._calls: list[dict[OutputSlice, TensorChecksum | None]] = []
-
-    def record(self, tensors: list[Tensor | None]) -> None:
-        if all(tensor is None for tensor in tensors):  # another stage's
-            return
-        call, checksums = len(self._calls), dict[OutputSlice, TensorChecksum | None]()
-        if call < len(self._ranges):
-            whole = self._ranges[call]
-            for part in single_sample_ranges(whole) if self._per_sample else [whole]:
-                checksums |= checksum_outputs(tensors, part, first=part.start - whole.start, batch_size=whole.size)
-        self._calls.append(checksums)
-
-    @property
-    def outputs(self) -> OutputChecksums:
-        """All checksums; none if the model was not called once per micro-batch."""
-        return dict(ChainMap(*reversed(self._calls))) if len(self._calls) == len(self._ranges) else {}
 
 
 class CandidateRun:
@@ -143,9 +119,9 @@ class CandidateRun:
         with self._determinism():
             # It calls the model, and these calls are not the step's.
             run.train_step.buffer_rule_check.learn_rules(batch)
-        with self._determinism(), self._recording(batch) as recorder, self._seeding_micro_batches(batch):
+        with self._determinism(), self._recording(batch) as outputs, self._seeding_micro_batches(batch):
             loss = run.backward(batch)
-        outputs = self._merge_over_ranks(recorder.outputs if run.is_reporting else {}) if self._records_outputs else {}
+        outputs = self._merge_over_ranks(outputs if run.is_reporting else {}) if self._records_outputs else {}
         self._records_outputs = False
         parameters, backend = dict(self._local_parameters()), run.backend
         grads = self._gather_full_tensors(_gradients_of(parameters)) | backend.gather_gradients()
@@ -172,19 +148,32 @@ class CandidateRun:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _recording(self, batch: StepBatch) -> Iterator[_OutputRecorder]:
-        recorder = _OutputRecorder(self._sample_ranges(batch), per_sample=self._per_sample)
+    def _recording(self, batch: StepBatch) -> Iterator[dict[OutputSlice, TensorChecksum | None]]:
+        """Checksum the outputs of this rank's micro-batches, with `per_sample` sample by sample; none if there are more or fewer outputs."""
+        outputs, ranges, calls = dict[OutputSlice, TensorChecksum | None](), self._sample_ranges(batch), 0
         order, model = self.forward_order, self.run.model
+
+        def record(tensors: list[Tensor | None]) -> None:
+            nonlocal calls
+            if all(tensor is None for tensor in tensors):  # another stage's
+                return
+            for whole in ranges[calls : calls + 1]:
+                for part in single_sample_ranges(whole) if self._per_sample else [whole]:
+                    first = part.start - whole.start
+                    outputs.update(checksum_outputs(tensors, part, first=first, batch_size=whole.size))
+            calls += 1
 
         def gather_logits(value: Tensor) -> Tensor:
             return value.gather_detached() if isinstance(value, ShardedLogits) else value
 
         with contextlib.ExitStack() as stack:
             if self._records_outputs:
-                stack.enter_context(record_outputs(model, recorder.record, gather_logits))
+                stack.enter_context(record_outputs(model, record, gather_logits))
             if self._records_outputs and self._per_sample:
                 stack.enter_context(module_hooks(model, lambda path: order.setdefault(path, len(order))))
-            yield recorder
+            yield outputs
+        if calls != len(ranges):
+            outputs.clear()
 
     def _sample_ranges(self, batch: StepBatch) -> list[SampleRange]:
         return self.run.plan.split_batch(batch.samples)[self.run.data_parallel.rank]
