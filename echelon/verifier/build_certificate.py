@@ -9,8 +9,8 @@ from echelon.verifier.compare import Bounds, summarize_differences
 from echelon.verifier.context import Objection, VerificationContext
 from echelon.verifier.diagnose_failure import Diagnosis
 from echelon.verifier.fingerprints import versions
-from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION
 from echelon.verifier.side_by_side import ProofResult
+from echelon.verifier.tolerances import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION
 
 
 def build_certificate(

@@ -12,7 +12,7 @@ from echelon.plan.batch_split import SampleRange
 from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.trials.determinism import DeterministicMode
-from echelon.verifier import first_divergence, precision_drift, tolerances
+from echelon.verifier import first_divergence, tolerances
 from echelon.verifier.choose_reference import ReferenceChoice
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.compare_outputs import format_names, single_sample_ranges, uncompared_outputs_note
@@ -98,7 +98,7 @@ class Comparator:
             self._outputs_note = uncompared_outputs_note(actual.outputs, expected.outputs, output_ranges)
         if not self._in_float64:
             if is_first_step:
-                self.gradient_factor = precision_drift.common_gradient_factor(actual, expected)
+                self.gradient_factor = tolerances.common_gradient_factor(actual, expected)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero_gradients.update(dict.fromkeys(tolerances.zero_gradients(expected.gradients)))
             name_of = first_divergence.parameter_name

@@ -32,9 +32,8 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.trials.dataset_state import preserve_datasets
-from echelon.verifier.batch_collation import collate_as_ranks
 from echelon.verifier.reduced_job import measure_flops_rate
-from echelon.verifier.reference_data import ReferenceData, open_reference_data
+from echelon.verifier.reference_data import ReferenceData, collate_as_ranks, open_reference_data
 from echelon.verifier.spot_check_batch import (
     collect_readings,
     find_misreading_rank,

@@ -15,8 +15,13 @@ from echelon.engine.run import Run
 from echelon.plan.plan import Plan
 from echelon.plan.stages import stage_count
 from echelon.tree import map_tensors, tree_leaves
-from echelon.verifier.batch_collation import UnjoinableError, join_batches
-from echelon.verifier.reference_data import ReferenceData, has_row_per_sample, positions_of
+from echelon.verifier.reference_data import (
+    ReferenceData,
+    UnjoinableError,
+    has_row_per_sample,
+    join_batches,
+    positions_of,
+)
 
 #: How often a part is read again before it counts as steady: a coin flip about one sample passes once in 65,000 times.
 _REREADS = 8

@@ -30,10 +30,10 @@ from echelon.trials.torch_patches import TorchPatches
 from echelon.verifier import tolerances
 from echelon.verifier.compare import NOT_COMPARABLE, Bounds, Difference, compare_tensors, to_float64
 from echelon.verifier.forward_state import assign_tensors, local_buffers
-from echelon.verifier.precision_drift import DRIFT_BOUNDS
 from echelon.verifier.reference import Reference
 from echelon.verifier.reference_data import CachedData, ReferenceData
 from echelon.verifier.spot_check_pass import PassResult
+from echelon.verifier.tolerances import DRIFT_BOUNDS
 
 #: How many times one device's own rounding a difference may be.
 _ROUNDING_FACTOR = 16

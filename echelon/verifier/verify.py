@@ -23,7 +23,6 @@ from echelon.plan.profile import Profile
 from echelon.profiler.sample_coupling import first_line
 from echelon.trials.isolation import IsolatedJob
 from echelon.trials.trial_context import preserve_job_state
-from echelon.verifier.batch_collation import RankCollatedData, collate_as_ranks
 from echelon.verifier.build_certificate import build_certificate
 from echelon.verifier.choose_reference import (
     ReferenceChoice,
@@ -36,7 +35,7 @@ from echelon.verifier.choose_reference import (
 from echelon.verifier.compare_outputs import format_names
 from echelon.verifier.context import VerificationContext
 from echelon.verifier.reduced_job import ReducedJob, affordable_flops, reduce_job
-from echelon.verifier.reference_data import open_reference_data
+from echelon.verifier.reference_data import RankCollatedData, collate_as_ranks, open_reference_data
 from echelon.verifier.self_check import self_check
 from echelon.verifier.side_by_side import ProofSetup, compare_random_draws, diagnose, run_side_by_side
 from echelon.verifier.single_device import SingleDeviceContext

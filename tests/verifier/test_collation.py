@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.verifier.batch_collation import UnjoinableError, join_batches
+from echelon.verifier.reference_data import UnjoinableError, join_batches
 
 
 def test_rows_of_samples_are_joined() -> None:

@@ -13,8 +13,8 @@ from echelon.cli.verify import _describe_certificate
 from echelon.engine.loss_weighing import LossWeighing
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.verifier.precision_drift import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION, common_gradient_factor
 from echelon.verifier.reference import StepRecord
+from echelon.verifier.tolerances import DRIFT_BOUNDS, MIN_FACTOR_DEVIATION, common_gradient_factor
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
