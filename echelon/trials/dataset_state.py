@@ -65,7 +65,10 @@ class DatasetState:
         saved_ids = {id(value) for value in (*copied, *(tensor for tensor, _ in self._tensor_versions))}
         code_state = Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
         self._file_positions = [*list_file_positions(reachable), *code_state.file_positions]
-        caches = _find_lru_caches(reachable, code_state)
+        classes = [base for owner in reachable if isinstance(owner, type) for base in owner.__mro__]
+        attributes = [value for owner in classes for value in vars(owner).values()]
+        candidates = {id(value): value for value in (*reachable, *attributes, *code_state.unfollowed_values)}.values()
+        caches = [value for value in candidates if isinstance(value, _lru_cache_wrapper) and is_user_defined(value)]
         self._cache_infos = [(value, value.cache_info()) for value in caches]
         cached_functions = {f"cached {index}": value.__wrapped__ for index, value in enumerate(caches)}
         self._snapshots = (code_state, Snapshot(cached_functions, max_tensor_bytes=_MAX_SETTING_BYTES))
@@ -155,14 +158,6 @@ def _find_reachable_state(data: Any) -> list[Any]:
         elif hasattr(value, "__dict__") and not (is_mutable or is_code or is_file):
             pending += [*vars(value).values(), type(value)]
     return list(reachable.values())
-
-
-def _find_lru_caches(reachable: list[Any], code_state: Snapshot) -> list[Any]:
-    bases = [base for owner in reachable if isinstance(owner, type) for base in owner.__mro__]
-    attributes = [value for base in bases for value in vars(base).values()]
-    candidates = [*reachable, *attributes, *code_state.unfollowed_values]
-    caches = [value for value in candidates if isinstance(value, _lru_cache_wrapper) and is_user_defined(value)]
-    return list({id(value): value for value in caches}.values())
 
 
 def _reopen_file(file: Any, position: int) -> Any:

@@ -205,16 +205,11 @@ class TorchCallRewriter(TorchFunctionMode):
             func = get_float64_replacement(func, args)
         if self._mode.fix_random and func in _DETERMINISTIC_DRAWS:
             self.changed_functions.add(func.__name__)
-            return _draw_deterministically(func, args, kwargs)
+            kwargs.pop("generator", None)  # untouched, or it would look as if it had drawn
+            out = kwargs.pop("out", None)
+            drawn = _DETERMINISTIC_DRAWS[func](*args, **kwargs)
+            return drawn if out is None else out.resize_(drawn.shape).copy_(drawn)
         return func(*args, **kwargs)
-
-
-def _draw_deterministically(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` would return, at its middle; the generator is not touched, or it would look as if it had drawn."""
-    kwargs.pop("generator", None)
-    out = kwargs.pop("out", None)
-    drawn = _DETERMINISTIC_DRAWS[func](*args, **kwargs)
-    return drawn if out is None else out.resize_(drawn.shape).copy_(drawn)
 
 
 def _widen_dtype(value: Any) -> Any:
@@ -245,19 +240,13 @@ def _random_attributes(model: nn.Module) -> list[tuple[str, nn.Module, str, Any,
     """(path, module, attribute, value, value without randomness) of dropout rates and of NumPy's generators."""
     attributes: list[tuple[str, nn.Module, str, Any, Any]] = []
     for path, module in model.named_modules():
-        name = _dropout_attribute(module)
-        if name is not None:
+        if isinstance(module, _DropoutNd | nn.RNNBase | nn.MultiheadAttention):
+            name = "p" if isinstance(module, _DropoutNd) else "dropout"
             attributes.append((path, module, name, getattr(module, name), 0.0))
         for key, value in vars(module).items():
             if (generator := host_random.make_fixed_generator(value)) is not None:
                 attributes.append((f"{path}.{key}" if path else key, module, key, value, generator))
     return attributes
-
-
-def _dropout_attribute(module: nn.Module) -> str | None:
-    if isinstance(module, _DropoutNd):
-        return "p"
-    return "dropout" if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else None
 
 
 def seed_from_position(*position: int) -> None:

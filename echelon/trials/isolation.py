@@ -178,7 +178,8 @@ def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own
         return value
     if not isinstance(value, nn.Module):
         data = [t for t in _find_tensors(value) if not isinstance(t, nn.Parameter) and id(t) not in memo]
-        if any(_count_bytes(tensor) >= _MIN_SHARED_BYTES for tensor in data):
+        dense = [item for item in data if isinstance(item, np.ndarray) or item.layout is torch.strided]
+        if any(item.nbytes >= _MIN_SHARED_BYTES for item in dense):
             return value
     try:
         copied = deep_copy(value, memo)
@@ -234,11 +235,6 @@ def _find_tensors(value: Any) -> list[Any]:
     leaves += [item for owner in owners for item in vars(owner).values()]
     leaves += [item for leaf in leaves if isinstance(leaf, nn.Module) for item in leaf.parameters()]
     return [item for item in leaves if isinstance(item, Tensor | np.ndarray)]
-
-
-def _count_bytes(value: Any) -> int:
-    """The bytes of a tensor or an array; 0 for sparse tensors, whose bytes torch does not count."""
-    return int(value.nbytes) if not isinstance(value, Tensor) or value.layout is torch.strided else 0
 
 
 def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:

@@ -290,7 +290,10 @@ def _describe_op(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tupl
         shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
         # Kernels leave out the scores that a causal attention does not use.
         is_causal = _bind_arguments(func, args, kwargs).get("is_causal", False) is True
-        scores = shape[0] * (_count_causal_scores(*shape[1:3]) if is_causal else shape[1] * shape[2])
+        scores = shape[0] * shape[1] * shape[2]
+        if is_causal:  # the first query sees one key, the second two, and so on
+            causal = min(shape[1:3])
+            scores = shape[0] * (causal * (causal + 1) / 2 + (shape[1] - causal) * shape[2])
         # Backward computes the scores again, then four products.
         return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
     return "stream", _describe_layout(name, args), _count_flops(func, args, kwargs, out)
@@ -313,12 +316,6 @@ def _describe_layout(name: str, args: Any) -> tuple[float, ...]:
         x = args[_CHANNEL_WISE_OPS[name]]
         return float(x.shape[1]), float(math.prod(x.shape[2:])), float(x.shape[0])
     return ()
-
-
-def _count_causal_scores(queries: float, keys: float) -> float:
-    """Scores where the first query sees one key, the second two, and so on."""
-    causal_queries = min(queries, keys)
-    return causal_queries * (causal_queries + 1) / 2 + (queries - causal_queries) * keys
 
 
 _MATMUL_OPS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor

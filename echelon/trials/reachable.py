@@ -183,7 +183,8 @@ def get_slots(value: Any) -> dict[str, Slot]:
     if isinstance(value, type):
         if issubclass(value, Enum | tuple):  # constants
             return {}
-        names = [name for name, item in vars(value).items() if not name.startswith("__") and not _is_code(item)]
+        items = [(name, item) for name, item in vars(value).items() if not name.startswith("__")]
+        names = [name for name, item in items if not (isinstance(item, type) or hasattr(type(item), "__get__"))]
         return {f".{name}": Slot(value, name) for name in names}
     if not is_user_object(value):
         return {}
@@ -241,10 +242,6 @@ def _list_methods(value: type) -> list[tuple[str, FunctionType]]:
             if isinstance(function, FunctionType):
                 methods.append((name if base is value else f"{base.__qualname__}.{name}", function))
     return methods
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (FunctionType, type, *_DESCRIPTOR_TYPES)) or hasattr(type(value), "__get__")
 
 
 def _referenced_names(code: CodeType) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,26 +40,20 @@ class Diagnosis:
     output_finding: Finding | None
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleOutput:
-    """The output of one call of a module: checksums of its floating tensors, None for one that is not whole on this rank."""
-
-    path: str
-    call: int
-    checksums: tuple[TensorChecksum | None, ...]
+#: (Module path, its call from 1) -> checksums of the output's floating tensors, None for one that is not whole on this rank.
+ModuleOutputs = dict[tuple[str, int], tuple[TensorChecksum | None, ...]]
 
 
 @contextlib.contextmanager
-def record_module_outputs(model: nn.Module) -> Iterator[list[ModuleOutput]]:
+def record_module_outputs(model: nn.Module) -> Iterator[ModuleOutputs]:
     """Collect the outputs of a model's modules, in the order in which they are ready."""
-    outputs: list[ModuleOutput] = []
-    calls: dict[str, int] = {}
+    outputs: ModuleOutputs = {}
+    calls: Counter[str] = Counter()
 
     def record(path: str, output: Any) -> None:
         tensors = [tensor for tensor in output_tensors(output) if tensor.is_floating_point()]
-        checksums = tuple(compute_checksum(tensor) if is_whole(tensor) else None for tensor in tensors)
-        calls[path] = calls.get(path, 0) + 1
-        outputs.append(ModuleOutput(path, calls[path], checksums))
+        calls[path] += 1
+        outputs[path, calls[path]] = tuple(compute_checksum(t) if is_whole(t) else None for t in tensors)
 
     with module_hooks(model, after=record):
         yield outputs
@@ -73,8 +68,8 @@ def diagnose(
     for earlier_step in steps[:-1]:
         candidate.step(earlier_step)
     with ranks.raise_on_all_ranks():
-        outputs = expected_outputs(context.reference_at(step), step) if context is not None else []
-    expected: list[ModuleOutput] = ranks.broadcast_object(outputs)
+        outputs = expected_outputs(context.reference_at(step), step) if context is not None else {}
+    expected: ModuleOutputs = ranks.broadcast_object(outputs)
     own_digests = [digest(micro_batch.batch) for micro_batch in candidate.read_batch(step).micro_batches]
     digests_by_rank = ranks.all_gather_object(own_digests)
     candidate.prepare(step)
@@ -86,7 +81,7 @@ def diagnose(
     with ranks.raise_on_all_ranks():
         if context is None or comparator is None or actual is None:
             return None
-        finding = _summarize_outputs(expected, differences_by_rank, context.bounds.widest("output"))
+        finding = _summarize_outputs(differences_by_rank, list(expected), context.bounds.widest("output"))
         try:
             evidence = _collect_evidence(context, comparator, actual, replication, finding)
             remarks = [explain_failure.explain(evidence), _describe_misread_samples(context, step, digests_by_rank)]
@@ -98,11 +93,11 @@ def diagnose(
         return Diagnosis(remarks=tuple(filter(None, remarks)), output_finding=finding)
 
 
-def expected_outputs(reference: Reference, step: int) -> list[ModuleOutput]:
+def expected_outputs(reference: Reference, step: int) -> ModuleOutputs:
     """The outputs for rank 0's first micro-batch; empty where batch norm combines it with those of other ranks."""
     plan = reference.plan
     if reference.couples_samples and plan.batchnorm == "sync" and plan.mesh.dp > 1:
-        return []
+        return {}
     part = plan.split_batch(reference.data.samples_in(step))[0][0]
     batch = reference.read_batch(step, positions_of(part))
     with record_module_outputs(reference.model) as outputs, reference.deterministic():
@@ -110,30 +105,28 @@ def expected_outputs(reference: Reference, step: int) -> list[ModuleOutput]:
     return outputs
 
 
-def _output_differences(actual: Sequence[ModuleOutput], expected: Sequence[ModuleOutput]) -> dict[int, float]:
-    """Index of an expected output -> how far this rank's is off, where this rank has it whole."""
-    checksums_by_call = {(output.path, output.call): output.checksums for output in actual}
+def _output_differences(actual: ModuleOutputs, expected: ModuleOutputs) -> dict[tuple[str, int], float]:
+    """How far this rank's outputs are off, where it has them whole."""
     differences = {}
-    for index, output in enumerate(expected):
-        pairs = zip(checksums_by_call.get((output.path, output.call), ()), output.checksums, strict=False)
+    for call, checksums in expected.items():
+        pairs = zip(actual.get(call, ()), checksums, strict=False)
         comparable = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
-        if comparable and len(comparable) == len(output.checksums):
-            differences[index] = max(a.relative_difference(b) for a, b in comparable)
+        if comparable and len(comparable) == len(checksums):
+            differences[call] = max(a.relative_difference(b) for a, b in comparable)
     return differences
 
 
 def _summarize_outputs(
-    expected: Sequence[ModuleOutput], differences_by_rank: Sequence[Mapping[int, float]], bound: float
+    differences_by_rank: Sequence[Mapping[tuple[str, int], float]], calls: Sequence[tuple[str, int]], bound: float
 ) -> Finding | None:
     """The first output that is off or, if none is, the one nearest to `bound`."""
-    worst: dict[int, float] = {}
-    for index, value in (pair for differences in differences_by_rank for pair in differences.items()):
-        worst[index] = max(value, worst.get(index, 0.0))
+    values = {call: [differences[call] for differences in differences_by_rank if call in differences] for call in calls}
+    worst = {call: max(values[call]) for call in calls if values[call]}
     if not worst:
         return None
-    out_of_bounds = [index for index in sorted(worst) if worst[index] > bound]
+    out_of_bounds = [call for call in worst if worst[call] > bound]
     chosen = out_of_bounds[0] if out_of_bounds else max(worst, key=worst.__getitem__)
-    where = expected[chosen].path or "the model itself"
+    where = chosen[0] or "the model itself"
     return Finding(kind="output", tensors=len(worst), max_difference=worst[chosen], where=where, bound=bound)
 
 

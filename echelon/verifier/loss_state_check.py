@@ -145,13 +145,10 @@ class _LossStateProbe:
         return guarded
 
     def _difference(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-        return max(self._run.ranks.all_gather_object(_relative_difference(first, second)))
-
-
-def _relative_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    if [value.shape for value in first] != [value.shape for value in second]:
-        return 1.0
-    return max(_scaled_difference(first[:1], second[:1]), _scaled_difference(first[1:], second[1:]))
+        difference = 1.0
+        if [value.shape for value in first] == [value.shape for value in second]:
+            difference = max(_scaled_difference(first[:1], second[:1]), _scaled_difference(first[1:], second[1:]))
+        return max(self._run.ranks.all_gather_object(difference))
 
 
 def _scaled_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:

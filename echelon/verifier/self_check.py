@@ -62,8 +62,9 @@ def _compare_runs(context: SingleDeviceContext, steps: Sequence[int], comparator
 
 def _first_differing_module(context: SingleDeviceContext, step: int) -> str:
     first_outputs, second_outputs = (expected_outputs(context.reference_at(step), step) for _ in range(2))
-    for first, second in zip(first_outputs, second_outputs, strict=False):
-        if first != second and first.checksums:
-            return f", first in the output of {first.path or 'the model itself'}"
+    for first, second in zip(first_outputs.items(), second_outputs.items(), strict=False):
+        (path, _), checksums = first
+        if first != second and checksums:
+            return f", first in the output of {path or 'the model itself'}"
     text = ", and the outputs of all modules agree: the loss, backward or the optimizer differs"
     return text if first_outputs else ""

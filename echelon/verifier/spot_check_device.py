@@ -94,7 +94,12 @@ class StepState:
             return value.to(device, dtype if value.is_floating_point() else None, copy=True)
 
         assign_tensors(local_buffers(model), self.buffers)
-        _restore_replaced_buffers(model, {name: cast(value) for name, value in self.buffers.items()})
+        for path, module in model.named_modules():
+            for key, value in () if is_torchscript(module) else module._buffers.items():
+                saved = self.buffers.get(f"{path}.{key}" if path else key)
+                # Forward has created the buffer, or given it another shape.
+                if saved is not None and (value is None or value.shape != saved.shape):
+                    module._buffers[key] = cast(saved)
         for path, module in _extra_modules(model):
             module.set_extra_state(copy.deepcopy(self.extra_state[path]))
         ModelState(model).restore(self.attributes, cast)
@@ -190,12 +195,3 @@ def _format_largest(tensor: Tensor | None) -> str:
 
 def _extra_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if has_extra_state(module)]
-
-
-def _restore_replaced_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Set the buffers that forward has created, or given another shape, since the start."""
-    for path, module in model.named_modules():
-        for key, value in () if is_torchscript(module) else module._buffers.items():
-            new_value = buffers.get(f"{path}.{key}" if path else key)
-            if new_value is not None and (value is None or value.shape != new_value.shape):
-                module._buffers[key] = new_value.clone()

@@ -64,7 +64,9 @@ def compute_checksum(value: Tensor, weights: Tensor | None = None) -> TensorChec
     """The checksum of a tensor. `weights`: precomputed `checksum_weights` of at least as many elements."""
     flat = value.detach().reshape(-1)
     if not has_fractions(flat):
-        product = int((flat.long() * _integer_weights(flat.numel(), flat.device)).sum())
+        # Weights for integers: 2**64 by the golden ratio, odd. Products wrap around at 64 bits in the same way on every device.
+        hashed = torch.arange(1, flat.numel() + 1, device=flat.device) * -7046029254386353131
+        product = int((flat.long() * (hashed ^ (hashed >> 31))).sum())
         return TensorChecksum(tuple(value.shape), 0.0, product)
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
     weights = checksum_weights(flat.numel(), flat.device) if weights is None else weights[: flat.numel()]
@@ -79,12 +81,6 @@ def compute_checksum(value: Tensor, weights: Tensor | None = None) -> TensorChec
 def checksum_weights(element_count: int, device: torch.device) -> Tensor:
     """The fixed weights; those of a smaller count are a prefix."""
     return torch.arange(1, element_count + 1, device=device, dtype=torch.float64).square_().mul_(0.7).cos_()
-
-
-def _integer_weights(element_count: int, device: torch.device) -> Tensor:
-    """Weights for integers: products wrap around at 64 bits, on every device in the same way."""
-    hashed = torch.arange(1, element_count + 1, device=device) * -7046029254386353131  # 2**64 by the golden ratio, odd
-    return hashed ^ (hashed >> 31)
 
 
 def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "copy") -> list[Difference]:
