@@ -74,11 +74,11 @@ class DatasetState:
         self._snapshots = (code_state, Snapshot(cached_functions, max_tensor_bytes=_MAX_SETTING_BYTES))
 
     def restore(self, *, with_generators: bool = True) -> None:
-        """Put back what it kept, its random generators too unless asked not to, and its positions in files; files that it closed meanwhile are
-        opened again. A `functools.lru_cache` is cleared where it was empty: nobody but Python knows what others hold."""
+        """Restore it, with its random generators if asked for and its positions in files; files that it has closed since are opened again. A
+        `functools.lru_cache` is cleared if it was empty: the content of others is not accessible."""
         reopened = {id(file): _reopen_file(file, position) for file, position in self._file_positions if file.closed}
         restore_file_positions(self._file_positions)
-        # Python closes files that were opened meanwhile.
+        # Python closes files that were opened since.
         with warnings.catch_warnings(action="ignore", category=ResourceWarning):
             for value, attributes in self._saved_attributes:
                 current = vars(value)

@@ -102,9 +102,7 @@ def _noiseless_gumbel_softmax(
     return torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
 
 
-def _mean_rrelu(
-    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: Any = 0, inplace: Any = 0
-) -> Tensor:
+def _mean_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: Any = 0, inplace: Any = 0) -> Any:
     return F.leaky_relu(input, (lower + upper) / 2, bool(inplace))
 
 
@@ -137,9 +135,8 @@ _DETERMINISTIC_DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 #: Functions of torch's Python interface that use random numbers.
-RANDOM_FUNCTIONS = frozenset(
-    {*_DETERMINISTIC_DRAWS, *_DROPOUT_FUNCTIONS, F.scaled_dot_product_attention, F.rrelu, F.fractional_max_pool2d}
-)
+_OTHER_RANDOM_FUNCTIONS = (F.scaled_dot_product_attention, F.fractional_max_pool2d)
+RANDOM_FUNCTIONS = frozenset({*_DETERMINISTIC_DRAWS, *_DROPOUT_FUNCTIONS, *_OTHER_RANDOM_FUNCTIONS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,10 +84,7 @@ _LEGACY_NUMPY_DRAWS: dict[str, _Draw] = _COMMON_DRAWS | {
     "randint": _middle_integer,
     "random_integers": lambda low, high=None, size=None: _middle_integer(low, high, size, int, endpoint=True),
 }  # fmt: skip
-_GENERATOR_DRAWS: dict[str, _Draw] = _COMMON_DRAWS | {
-    "integers": _middle_integer,
-    "permuted": lambda x, **_: np.array(x),
-}
+_GENERATOR_DRAWS = _COMMON_DRAWS | {"integers": _middle_integer, "permuted": lambda x, **_: np.array(x)}
 
 
 def _middle_item(population: Sequence[Any]) -> Any:
@@ -99,9 +96,8 @@ def _middle_of_range(start: int, stop: int | None = None, step: int = 1) -> int:
 
 
 def _fixed_choices(population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1) -> list[Any]:
-    return [
-        population[max(range(len(population)), key=lambda i: weights[i])] if weights else _middle_item(population)
-    ] * k
+    heaviest = max(range(len(population)), key=lambda i: weights[i]) if weights else len(population) // 2
+    return [population[heaviest]] * k
 
 
 #: The same for methods of `random.Random`, called without the instance.

@@ -70,10 +70,8 @@ class IsolatedJob:
             if pristine_model is not None:
                 memo |= _map_counterparts(self._original_model, copied)
             own_ids = frozenset(map(id, [*copied.modules(), *copied.parameters()]))
-        self._slot_values = [
-            (slot, _copy_state(slot.value, memo, dtype if is_cast else None, own_ids))
-            for slot, is_cast in _find_job_slots(job)
-        ]
+        dtypes = [(slot, dtype if is_cast else None) for slot, is_cast in _find_job_slots(job)]
+        self._slot_values = [(slot, _copy_state(slot.value, memo, cast, own_ids)) for slot, cast in dtypes]
         changes: dict[str, Any] = {}
         for name in _FUNCTION_FIELDS:
             if (function := getattr(job, name)) is not None:

@@ -73,9 +73,8 @@ class Snapshot:
         self.file_positions = list_file_positions(self.unfollowed_values)
         self._saved_slots = [(v, {label: slot.value for label, slot in get_slots(v).items()}) for v in values]
         self._large_tensors = [(n, t, t._version) for n, t in tensors if not _is_copied_size(t, max_tensor_bytes)]
-        self._contents = SavedContents(
-            value for value in values if has_mutable_content(value) and _is_copied_size(value, max_tensor_bytes)
-        )
+        mutable = filter(has_mutable_content, values)
+        self._contents = SavedContents(value for value in mutable if _is_copied_size(value, max_tensor_bytes))
 
     def restore(self, *, with_generators: bool = True) -> None:
         """Restore everything but large tensors, with the positions in files that are read; may be called again."""
@@ -87,7 +86,7 @@ class Snapshot:
             for label, saved_value in saved.items():
                 slot = find_slot(value, label)
                 if label not in current and isinstance(value, Dataset) and label[1:] in vars(value):
-                    continue  # a file that was opened meanwhile stays open
+                    continue  # a file that was opened since stays open
                 if slot is not None and (label not in current or current[label].value is not saved_value):
                     slot.assign(saved_value)
         self._contents.restore(with_generators=with_generators)

@@ -38,7 +38,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class TorchPatches:
-    """What torch is now."""
+    """The present state of torch."""
 
     def __init__(self) -> None:
         layer_classes = [value for value in vars(nn).values() if isinstance(value, type)]
@@ -47,7 +47,7 @@ class TorchPatches:
         self._saved_hooks = {name: dict(getattr(hooks, name)) for name in _HOOK_DICTS}
 
     def restore(self) -> None:
-        """Undo what the user's code changed since: not what echelon replaces for a while."""
+        """Undo what the user's code has changed since, but not echelon's own patches."""
         for owner, saved in self._saved_attributes:
             changed = [name for name, value in vars(owner).items() if saved.get(name, value) is not value]
             for name in changed:

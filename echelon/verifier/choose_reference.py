@@ -27,7 +27,7 @@ from echelon.trials.trial_context import trial_context
 
 #: Bytes of one parameter with its gradient and Adam's two states, in float64.
 _BYTES_PER_PARAMETER = 4 * 8
-#: A model that needs this many times less than is free is not looked at more closely.
+#: A model that needs so many times less than is free fits without a profile.
 _SAFETY_FACTOR = 4
 
 
@@ -74,7 +74,7 @@ def float64_memory(profile: Profile) -> float:
 def choose_reference(
     plan: Plan, job: Job, profile: Profile | None, *, device: torch.device, memory: int, host_memory: int
 ) -> ReferenceChoice:
-    """The strongest reference that fits: `memory` bytes on one device, `host_memory` besides it where the device is a GPU."""
+    """The strongest reference that fits: `memory` bytes on one device, `host_memory` on the host of a GPU."""
     needed = 0.0 if profile is None else float64_memory(profile)
     if profile is None or needed <= memory:
         return ReferenceChoice()

@@ -101,12 +101,10 @@ def compare_outputs(actual: OutputChecksums, expected: OutputChecksums, step: in
     return differences
 
 
-def uncompared_outputs_note(
-    actual: OutputChecksums, expected: OutputChecksums, sample_ranges: Sequence[SampleRange]
-) -> str:
-    """Which outputs are not compared, and why; empty: all are. `sample_ranges`: how the samples are split."""
+def uncompared_outputs_note(actual: OutputChecksums, expected: OutputChecksums, ranges: Sequence[SampleRange]) -> str:
+    """Which outputs are not compared, and why; empty: all are. `ranges`: how the samples are split."""
     indices = sorted({output_slice.tensor_index for output_slice in (*actual, *expected)})
-    slices = [OutputSlice(index, sample_range) for index in indices for sample_range in sample_ranges]
+    slices = [OutputSlice(index, sample_range) for index in indices for sample_range in ranges]
     reasons = {output_slice: _uncompared_reason(output_slice, actual, expected) for output_slice in slices}
     uncompared = [f"{output_slice} ({reason})" for output_slice, reason in reasons.items() if reason]
     if not indices:

@@ -43,9 +43,8 @@ class VerificationContext:
         #: Whether the model draws random numbers at all, as far as is known.
         self.draws_random_numbers = True
         self.bounds = Bounds()
-        self.notes = [
-            "not surveyed: random numbers are held at the middle of their distribution, casts are lifted to float64"
-        ]
+        treatment = "random numbers are held at the middle of their distribution, casts are lifted to float64"
+        self.notes = [f"not surveyed: {treatment}"]
 
     def output_ranges(self, step: int) -> list[SampleRange]:
         """The samples by which outputs are compared: one by one, because the two plans split the batch differently."""

@@ -44,7 +44,7 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         for file in files:
             if Path(file).name != file or file.endswith(".json"):
-                raise JobError(f"{path}: shard name {file!r} leaves the folder; name files that lie beside the index")
+                raise JobError(f"{path}: shard name {file!r} leaves the folder; name files in the index's folder")
         return {name: value for file in files for name, value in _load_weights(path.parent / file).items()}
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -127,7 +127,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 
 def loss_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """What the optimizers hold besides the model's parameters, in order: the loss's parameters."""
+    """The parameters that the optimizers have in addition to the model's, in order: those of the loss."""
     model_ids = {id(value) for value in model.parameters()}
     optimized = [value for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]]
     extra = [value for value in optimized if id(value) not in model_ids]

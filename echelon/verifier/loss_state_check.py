@@ -78,9 +78,8 @@ class _LossStateProbe:
         cause = f"the {data.size} data ranks hold different values, each from its own samples"
         candidates = [(state, cause) for state in states_by_rank[:1] + states_by_rank[-1:]]
         if reference_values:
-            candidates.append(
-                (reference_values, "calls with parts of a batch leave other values than one call with the whole")
-            )
+            cause = "calls with parts of a batch leave other values than one call with the whole"
+            candidates.append((reference_values, cause))
         for state, cause in candidates:
             if self._is_read(state, own_pass, noise):
                 return self._describe(state, cause, own_pass, noise)

@@ -58,7 +58,7 @@ class ProofResult:
 
 
 def run_side_by_side(setup: ProofSetup) -> ProofResult:
-    """Run the plan in float64 and in its own precision beside the reference. Every rank must call it."""
+    """Run the plan in float64 and in its own precision side by side with the reference. Every rank must call it."""
     job, plan, ranks, steps, determinism = setup.job, setup.plan, setup.ranks, setup.steps, setup.determinism
     context, reference_plan = setup.context, setup.reference_plan
     comparator: Comparator | None = None

@@ -111,7 +111,7 @@ class SingleDeviceContext(VerificationContext):
         return reference
 
     def _scan_first_step(self) -> NondeterminismScan:
-        """Watch the first step of a fresh reference, which is kept."""
+        """Scan the first step of a fresh reference, and keep it."""
         self._warm_reference = None  # free the last one before building the next
         reference = Reference(self.job, self.plan, self.data, device=self.device)
         reference.seeds_micro_batches = self.determinism.needs_seeding

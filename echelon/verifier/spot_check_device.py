@@ -47,7 +47,7 @@ class IncomparableStepError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """What a step starts from, on rank 0: tensors by full name, and what modules and functions hold besides."""
+    """What a step starts from, on rank 0: tensors by full name, and the state of modules and functions."""
 
     parameters: dict[str, Tensor]
     aliases: dict[str, str]  #: further names of parameters on rank 0, with their first
@@ -84,9 +84,8 @@ class StepState:
                 first_name, since = self.aliases.get(name), "since forward replaced it"
                 if first_name is None:
                     raise JobError(f"{name} was a parameter at the start, and is none any more {since}")
-                raise JobError(
-                    f"{name} is the same parameter as {first_name} {since}, and was one of its own at the start"
-                )
+                change = f"is the same parameter as {first_name} {since}, and was one of its own at the start"
+                raise JobError(f"{name} {change}")
             value.copy_(self.parameters[name])
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -154,8 +153,9 @@ class SingleDeviceStep:
         with preserve_random_states(devices=True), functions.active():
             # Building the schedule would reset what it shares with the loss.
             job, device, patches = dataclasses.replace(functions.job, lr_schedule=None), self.device, TorchPatches()
+            pristine = self._pristine
             reference = Reference(
-                job, plan, data, device=device, determinism=determinism, pristine=self._pristine, dtype=dtype
+                job, plan, data, device=device, determinism=determinism, pristine=pristine, dtype=dtype
             )
             patches.restore()
             state.load_into(reference.model, dtype)

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from echelon.data.loader import StepBatch
@@ -55,21 +54,19 @@ def run_without_randomness(run: Run, batch: StepBatch, state: PassState) -> Pass
     model_before = ForwardState(run.model)
     generators = [(generator, generator.get_state()) for generator in find_generators(run.model)]
     state.model.restore()
-    _clear_gradients(trained)
+    for value in trained:
+        value.grad = None
     try:
         # A loss that counts its calls must not count this one.
-        with (
-            run.using_job(state.functions.job),
-            state.functions.active(),
-            randomness_disabled(run.model),
-            DeterministicMode(fix_random=True)(),
-        ):
+        functions, fixed = state.functions, DeterministicMode(fix_random=True)
+        with run.using_job(functions.job), functions.active(), randomness_disabled(run.model), fixed():
             has_drawn, loss = _backward(run, batch)
     finally:
         for generator, generator_state in generators:
             generator.set_state(generator_state)
     gradients = _gather_gradients(run)
-    _clear_gradients(trained)
+    for value in trained:
+        value.grad = None
     for value, grad, saved in gradients_before:
         grad.copy_(saved)  # in place: the exchange keeps gradients in its own buckets
         value.grad = grad
@@ -83,45 +80,29 @@ def copy_batch(batch: StepBatch) -> StepBatch:
     return dataclasses.replace(batch, micro_batches=tuple(micro_batches))
 
 
-def _clear_gradients(parameters: list[Any]) -> None:
-    for value in parameters:
-        value.grad = None
-
-
 def _gather_gradients(run: Run) -> dict[str, Tensor]:
     parameters = run.model.named_parameters()
     return gather_full_tensors(run, {name: value.grad for name, value in parameters if value.grad is not None})
 
 
 def _backward(run: Run, batch: StepBatch) -> tuple[bool, Tensor]:
-    """Forward and backward as in training; whether a rank drew random numbers."""
-    detector = _DrawDetector(find_generators(run.model))
-    run.seed_context = detector.around_seeding  # a pipeline seeds before every micro-batch
+    """Whether a rank draws random numbers, from any generator, in forward and backward as in training; and the loss."""
+    generators, states = find_generators(run.model), list[Any]()
+
+    def read_state() -> None:
+        states.append((read_torch_random_states(generators), read_host_random_state()))
+
+    @contextlib.contextmanager
+    def around_seeding() -> Iterator[None]:
+        read_state()
+        yield
+        read_state()
+
+    run.seed_context = around_seeding  # a pipeline seeds before every micro-batch
     try:
         loss = run.backward(batch)
     finally:
         run.seed_context = None
-    return any(run.ranks.all_gather_object(detector.has_drawn())), loss
-
-
-class _DrawDetector:
-    """Whether random numbers are drawn from any generator between seedings."""
-
-    def __init__(self, model_generators: list[torch.Generator]) -> None:
-        self._model_generators = model_generators
-        self._has_drawn = False
-        self._state_after_seeding: Any = None
-
-    def has_drawn(self) -> bool:
-        is_seeded = self._state_after_seeding is not None
-        self._has_drawn = self._has_drawn or (is_seeded and self._state_after_seeding != self._read_state())
-        return self._has_drawn
-
-    @contextlib.contextmanager
-    def around_seeding(self) -> Iterator[None]:
-        self.has_drawn()
-        yield
-        self._state_after_seeding = self._read_state()
-
-    def _read_state(self) -> Any:
-        return read_torch_random_states(self._model_generators), read_host_random_state()
+    read_state()
+    has_drawn = any(after != before_next for after, before_next in zip(states[1::2], states[2::2], strict=True))
+    return any(run.ranks.all_gather_object(has_drawn)), loss

@@ -97,17 +97,15 @@ def compare_replicas(checksums_by_rank: RankChecksums, step: int, kind: str = "c
     return _worst_by_tensor(kind, step, comparisons, floor)
 
 
-def compare_start_values(
-    checksums_by_rank: RankChecksums, reference: Mapping[str, Tensor], step: int
-) -> list[Difference]:
-    """Compare each rank's values before the first step with the reference's, where both have a tensor of that name."""
+def compare_start_values(checksums_by_rank: RankChecksums, values: Mapping[str, Tensor], step: int) -> list[Difference]:
+    """Compare each rank's values before the first step with the reference's `values`, where both have a tensor of that name."""
     expected: dict[TensorRegion, TensorChecksum] = {}
     comparisons = []
     for rank, checksums in enumerate(checksums_by_rank):
         for region, actual in checksums.items():
-            if region.name in reference:
+            if region.name in values:
                 if region not in expected:
-                    expected[region] = compute_checksum(region.extract(reference[region.name]))
+                    expected[region] = compute_checksum(region.extract(values[region.name]))
                 mismatch = "starts from other numbers than one device does"
                 comparisons.append((region, rank, actual, expected[region], mismatch))
     return _worst_by_tensor("start", step, comparisons)

@@ -114,17 +114,15 @@ def widen_bounds(
     return Bounds(default=default, by_tensor=bounds)
 
 
-def compare_records(
-    actual: StepRecord, expected: StepRecord, parameter_tolerance: ParameterTolerance
-) -> list[Difference]:
-    parameter_tolerance.add_gradients(actual.gradients, expected.gradients)
+def compare_records(actual: StepRecord, expected: StepRecord, tolerance: ParameterTolerance) -> list[Difference]:
+    tolerance.add_gradients(actual.gradients, expected.gradients)
     compare = partial(compare_tensors, step=expected.step)
     differences = compare("gradient", actual.gradients, expected.gradients)
     differences += compare("loss", {"loss": actual.loss}, {"loss": expected.loss})
     if actual.norm is not None:
         differences += compare("norm", {"gradient norm": actual.norm}, {"gradient norm": expected.norm})
     differences += compare("buffer", actual.buffers, expected.buffers)
-    granted = parameter_tolerance.compute_tolerances(expected.parameters, expected.groups)
+    granted = tolerance.compute_tolerances(expected.parameters, expected.groups)
     differences += compare("parameter", actual.parameters, expected.parameters, tolerances=granted)
     # A server does not return the optimizer state of the tables that it trains.
     optimizer = {k: value for k, value in expected.optimizer.items() if k.split("/")[1] not in actual.server_trained}
