@@ -257,9 +257,11 @@ def _model_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
     """`output.loss`, weighted by the number of labels that count, if there are any: ragged batches then average correctly."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        raise JobError(
-            f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda output, batch: ..., or put the labels into the batch under the name that the model knows"
+        problem = f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss"
+        remedy = (
+            "give loss=lambda output, batch: ..., or put the labels into the batch under the name that the model knows"
         )
+        raise JobError(f"{problem}; {remedy}")
     if loss.numel() != 1:
         return loss
     if loss.requires_grad:

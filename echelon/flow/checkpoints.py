@@ -58,7 +58,10 @@ class Checkpoints:
                 self._warn(f"{error}; trying the one before")
                 continue
             self.saved_step = self.resumed_step = run.step_number
-            self._require_remaining_steps(checkpoint)
+            if run.step_number > run.total_steps:
+                problem = f"step {run.step_number}, but the job now ends at step {run.total_steps}, so nothing is left to train"
+                remedy = "give it more epochs= or steps=, or --fresh to start over in another folder"
+                raise JobError(f"{checkpoint}: {problem}; {remedy}")
             resumption.apply(self._warn)
             break
         else:
@@ -68,13 +71,6 @@ class Checkpoints:
                 raise CheckpointError(f"{self._folder.checkpoints}: {problem}:\n{causes}")
         best = self._folder.best_checkpoint(self._evaluation_digest(), run.step_number)
         self._best_loss = ranks.broadcast_object(best and best[1])
-
-    def _require_remaining_steps(self, checkpoint: str) -> None:
-        step, total_steps = self._run.step_number, self._run.total_steps
-        if step > total_steps:
-            raise JobError(
-                f"{checkpoint}: step {step}, but the job now ends at step {total_steps}, so nothing is left to train; give it more epochs= or steps=, or --fresh to start over in another folder"
-            )
 
     def clear_leftovers(self) -> list[str]:
         """Delete what earlier launches left unfinished, on rank 0; warnings."""
@@ -148,9 +144,10 @@ class Checkpoints:
             self._folder.write_checked_step(error.last_agreed_step)
             remaining = self._folder.list_checkpoints()
             names = ", ".join(path.name for path in reversed(quarantined))
-            self._warn(
-                f"step {error.last_agreed_step} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: {names}; a resumed run starts from {remaining[0].name if remaining else 'the beginning'}"
-            )
+            start = remaining[0].name if remaining else "the beginning"
+            reason = f"step {error.last_agreed_step} is the last that was checked and agreed"
+            aside = f"later checkpoints may contain the error and are set aside: {names}"
+            self._warn(f"{reason}, so {aside}; a resumed run starts from {start}")
 
     def evaluation_event(self, **data: Any) -> dict[str, Any]:
         """Data of the last evaluation's event."""

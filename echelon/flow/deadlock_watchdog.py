@@ -106,7 +106,9 @@ class _Watchdog:
             return f"{summary}: it takes too long on this machine; --no-verify trains it unproved" if is_late else ""
         lines = [f"rank {rank} at {line}" for rank, (_, _, line) in enumerate(reports) if line]
         location = f" ({', '.join(lines)})" if lines else ""
-        return f"{summary}: its ranks wait for each other{location}; under tp and pp not every rank runs all of the model and the loss, so collectives of torch.distributed that they call themselves deadlock; use a plan with dp alone, or leave such calls to echelon"
+        cause = "under tp and pp not every rank runs all of the model and the loss, so their own torch.distributed collectives deadlock"
+        remedy = "use a plan with dp alone, or leave such calls to echelon"
+        return f"{summary}: its ranks wait for each other{location}; {cause}; {remedy}"
 
     def _find_waiting_line(self) -> str:
         """The line of the user's code that waits in torch; empty if none does."""

@@ -170,9 +170,9 @@ def _make_verdict(certificate: Certificate, plan: Plan, *, seconds: float) -> Ve
         raise UnverifiedPlanError(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
     reference = certificate.reference_description
     if not certificate.verified:
-        raise UnverifiedPlanError(
-            f'"{plan}" does not compute what {reference} computes, first at {certificate.divergent}; fix the cause, or use another plan; --no-verify trains it as it is'
-        )
+        problem = f'"{plan}" does not compute what {reference} computes, first at {certificate.divergent}'
+        remedy = "fix the cause, or use another plan; --no-verify trains it as it is"
+        raise UnverifiedPlanError(f"{problem}; {remedy}")
     difference = max((finding.max_difference for finding in certificate.findings), default=0.0)
     timing = f"in {seconds:.1f} s" if seconds else "by an earlier start"
     weakness = f"; weaker: {certificate.limitation}" if certificate.limitation else ""

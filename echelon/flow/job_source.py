@@ -244,9 +244,9 @@ class JobSource:
         except Exception as error:
             self._profiling_failed = True
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self.warnings.append(
-                f"the model could not be profiled ({reason}): whether its samples see each other, or decide which modules run, is not known; `echelon verify` shows whether the plan computes the same as one device"
-            )
+            unknown = "whether its samples see each other, or decide which modules run, is not known"
+            remedy = "`echelon verify` shows whether the plan computes the same as one device"
+            self.warnings.append(f"the model could not be profiled ({reason}): {unknown}; {remedy}")
             return None
 
     def load_cached(self, kind: type[Made], key: str, versions: Mapping[str, str] | None = None) -> Made | None:

@@ -180,9 +180,11 @@ def compare_records(
         warnings += _source_warning(folder, old, new)
     if initial_values:
         fields = " and ".join(f"{name.removesuffix(_VALUES_SUFFIX)}=" for name in initial_values)
-        warnings.append(
-            f"{folder} began from other values of {fields} than the job has now, and continues from its checkpoint; set a seed before the module is built, or pass the function that builds it, to begin from the same values each time"
+        problem = (
+            f"{folder} began from other values of {fields} than the job has now, and continues from its checkpoint"
         )
+        remedy = "set a seed before the module is built, or pass the function that builds it, to begin from the same values each time"
+        warnings.append(f"{problem}; {remedy}")
     for name, (previous, current) in changes.items():
         kind = "changed" if name in unrestricted else "override"
         change = f"{_format_value(current)} from step {step} on, {_format_value(previous)} before"
@@ -284,9 +286,9 @@ def require_own_checkpoint(
     unexplained = [_describe_change(name, *suspects[name]) for name in suspects if not _is_overridden(allowed, name)]
     if unexplained:
         lines = "\n".join(f"  - {line}" for line in unexplained)
-        raise IncompatibleCheckpointError(
-            f"{folder}: the checkpoint of step {step} is another run's; its job differs from this one's:\n{lines}\nremove it from the folder, or start over in another folder with --fresh (resume=False)"
-        )
+        problem = f"the checkpoint of step {step} is another run's; its job differs from this one's"
+        remedy = "remove it from the folder, or start over in another folder with --fresh (resume=False)"
+        raise IncompatibleCheckpointError(f"{folder}: {problem}:\n{lines}\n{remedy}")
     return set(changed)
 
 

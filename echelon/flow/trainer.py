@@ -146,9 +146,9 @@ class Trainer:
         names = self._source.job_inputs.world_sizes
         if not names or self._world.size == 1:
             return []
-        return [
-            f"the job reads {', '.join(names)}: if its rate, batch or data depend on the number of processes, it is another job than on one device; echelon splits the job's batch between ranks, so nothing has to be scaled"
-        ]
+        problem = "if its rate, batch or data depend on the number of processes, it is another job than on one device"
+        remedy = "echelon splits the job's batch between ranks, so nothing has to be scaled"
+        return [f"the job reads {', '.join(names)}: {problem}; {remedy}"]
 
     def _run_steps(self, resumption: Resumption) -> bool:
         """Step until the end; True when asked to stop before it."""

@@ -215,7 +215,7 @@ def test_a_refused_run_alters_nothing(tmp_path: Path, changed: dict[str, int], e
 
 def test_a_job_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
     train(tmp_path, make())
-    with pytest.raises(JobError, match=r"step-00000012: step 12, and the job now ends at step 8.*--fresh"):
+    with pytest.raises(JobError, match=r"step-00000012: step 12, but the job now ends at step 8.*--fresh"):
         train(tmp_path, make(epochs=2))
 
 
