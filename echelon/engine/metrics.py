@@ -26,12 +26,99 @@ from echelon.trials.random_state import preserve_random_states
 #: How a metric is reduced: pairs and means batch by batch, others over the whole set.
 MetricKind = Literal["pair", "mean", "whole"]
 Metric = Callable[[Any, Any], Any]
-_Subparts = Sequence["EvaluationPart"]
-_Trial = tuple["EvaluationPart", _Subparts]
 #: Relative difference between the mean over rows and over their parts that rounding explains (float32).
 _ROUNDING_TOLERANCE = 2e-5
 #: Where rows are cut, as fractions: into unequal parts, some of few rows.
 _SPLIT_FRACTIONS = ((0.34,), (0.1, 0.62), (0.9,))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPart:
+    """Output and batch of some samples."""
+
+    output: Any
+    batch: Any
+    sample_count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tree_tensors((self.output, self.batch)))
+
+    def to(self, device: torch.device) -> EvaluationPart:
+        """The part on another device, without graphs."""
+        output, batch = map_tensors(lambda tensor: tensor.detach().to(device), (self.output, self.batch))
+        return EvaluationPart(output, batch, self.sample_count)
+
+    def widen(self) -> EvaluationPart:
+        """With outputs in float32 at least: half precision rounds means by more than parts differ."""
+
+        def widen(tensor: Tensor) -> Tensor:
+            return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+
+        return replace(self, output=map_tensors(widen, self.output))
+
+    def slice(self, start: int, stop: int) -> EvaluationPart:
+        """Samples `start` to `stop`: what has rows for each sample is cut, the rest stays."""
+        count, stop = self.sample_count, min(stop, self.sample_count)
+
+        def slice_leaf(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                rows, rest = divmod(len(value), count) if value.dim() and count else (0, 0)
+                return value[start * rows : stop * rows] if rows and not rest else value
+            return value[start:stop] if isinstance(value, list | tuple) and len(value) == count else value
+
+        output, batch = (tree_map(slice_leaf, tree, is_leaf=_is_row_list) for tree in (self.output, self.batch))
+        return EvaluationPart(output, batch, stop - start)
+
+
+class UnjoinableError(Exception):
+    """Outputs or batches of several parts do not fit together."""
+
+
+def _is_row_list(value: Any) -> bool:
+    """Whether it is a list without tensors, which has one item per sample."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields") and not tree_tensors(value)
+
+
+def join_parts(parts: Sequence[EvaluationPart]) -> EvaluationPart:
+    """All samples of these parts as one."""
+    sample_counts = [part.sample_count for part in parts]
+
+    def join_leaves(*values: Any) -> Any:
+        if isinstance(values[0], Tensor):
+            return _join_tensors(values, sample_counts)
+        for kind in (list, tuple):
+            if all(isinstance(value, kind) for value in values):
+                return kind(item for value in values for item in value)
+        return values[0]
+
+    try:
+        output = tree_map(join_leaves, *(part.output for part in parts), is_leaf=_is_row_list)
+        batch = tree_map(join_leaves, *(part.batch for part in parts), is_leaf=_is_row_list)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UnjoinableError(f"their structures differ ({error})") from error
+    return EvaluationPart(output, batch, sum(sample_counts))
+
+
+def _join_tensors(values: Sequence[Tensor], sample_counts: Sequence[int]) -> Tensor:
+    first = values[0]
+    if first.dim() == 0:  # a loss: the weighted mean
+        if not first.is_floating_point():
+            return first
+        weights = torch.tensor(sample_counts, dtype=torch.float64, device=first.device)
+        mean = (torch.stack([value.double() for value in values]) * weights).sum() / weights.sum()
+        return mean.to(first.dtype)
+    if any(value.shape[1:] != first.shape[1:] for value in values):
+        shapes = sorted({tuple(value.shape) for value in values})
+        raise UnjoinableError(f"a tensor has the shapes {', '.join(map(str, shapes[:3]))} in different batches")
+    if any(value.shape[0] % count for value, count in zip(values, sample_counts, strict=True)):
+        return first  # it has no rows of samples: weights of classes, a bias
+    return torch.cat(list(values))
+
+
+_Subparts = Sequence[EvaluationPart]
+_Trial = tuple[EvaluationPart, _Subparts]
 
 
 def classify_metric(metric: Metric, parts: Sequence[EvaluationPart]) -> MetricKind | None:
@@ -177,88 +264,3 @@ def _to_scalar(value: Any, name: str) -> Tensor | float:
         shape = tuple(value.shape)
         raise JobError(f"metric {name!r} gave a tensor of shape {shape}: give a scalar mean, or (sum, count)")
     return value.reshape(())
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPart:
-    """Output and batch of some samples."""
-
-    output: Any
-    batch: Any
-    sample_count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in tree_tensors((self.output, self.batch)))
-
-    def to(self, device: torch.device) -> EvaluationPart:
-        """The part on another device, without graphs."""
-        output, batch = map_tensors(lambda tensor: tensor.detach().to(device), (self.output, self.batch))
-        return EvaluationPart(output, batch, self.sample_count)
-
-    def widen(self) -> EvaluationPart:
-        """With outputs in float32 at least: half precision rounds means by more than parts differ."""
-
-        def widen(tensor: Tensor) -> Tensor:
-            return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-
-        return replace(self, output=map_tensors(widen, self.output))
-
-    def slice(self, start: int, stop: int) -> EvaluationPart:
-        """Samples `start` to `stop`: what has rows for each sample is cut, the rest stays."""
-        count, stop = self.sample_count, min(stop, self.sample_count)
-
-        def slice_leaf(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                rows, rest = divmod(len(value), count) if value.dim() and count else (0, 0)
-                return value[start * rows : stop * rows] if rows and not rest else value
-            return value[start:stop] if isinstance(value, list | tuple) and len(value) == count else value
-
-        output, batch = (tree_map(slice_leaf, tree, is_leaf=_is_row_list) for tree in (self.output, self.batch))
-        return EvaluationPart(output, batch, stop - start)
-
-
-class UnjoinableError(Exception):
-    """Outputs or batches of several parts do not fit together."""
-
-
-def _is_row_list(value: Any) -> bool:
-    """Whether it is a list without tensors, which has one item per sample."""
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields") and not tree_tensors(value)
-
-
-def join_parts(parts: Sequence[EvaluationPart]) -> EvaluationPart:
-    """All samples of these parts as one."""
-    sample_counts = [part.sample_count for part in parts]
-
-    def join_leaves(*values: Any) -> Any:
-        if isinstance(values[0], Tensor):
-            return _join_tensors(values, sample_counts)
-        for kind in (list, tuple):
-            if all(isinstance(value, kind) for value in values):
-                return kind(item for value in values for item in value)
-        return values[0]
-
-    try:
-        output = tree_map(join_leaves, *(part.output for part in parts), is_leaf=_is_row_list)
-        batch = tree_map(join_leaves, *(part.batch for part in parts), is_leaf=_is_row_list)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UnjoinableError(f"their structures differ ({error})") from error
-    return EvaluationPart(output, batch, sum(sample_counts))
-
-
-def _join_tensors(values: Sequence[Tensor], sample_counts: Sequence[int]) -> Tensor:
-    first = values[0]
-    if first.dim() == 0:  # a loss: the weighted mean
-        if not first.is_floating_point():
-            return first
-        weights = torch.tensor(sample_counts, dtype=torch.float64, device=first.device)
-        mean = (torch.stack([value.double() for value in values]) * weights).sum() / weights.sum()
-        return mean.to(first.dtype)
-    if any(value.shape[1:] != first.shape[1:] for value in values):
-        shapes = sorted({tuple(value.shape) for value in values})
-        raise UnjoinableError(f"a tensor has the shapes {', '.join(map(str, shapes[:3]))} in different batches")
-    if any(value.shape[0] % count for value, count in zip(values, sample_counts, strict=True)):
-        return first  # it has no rows of samples: weights of classes, a bias
-    return torch.cat(list(values))

@@ -205,8 +205,7 @@ def _require_same_settings(job: Job, model: nn.Module, trained: _Named, shapes: 
         return
     cause = "the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them"
     settings = _settings_by_parameter(dict(trained), own)
-    expected = _settings_by_parameter(meta_parameters, reference)
-    _require_settings(settings, expected, JobError, cause, " or by dim()")
+    _require_settings(settings, _settings_by_parameter(meta_parameters, reference), JobError, cause, " or by dim()")
 
 
 def _require_settings(own: _Settings, expected: _Settings, error: type[EchelonError], cause: str, hint: str) -> None:

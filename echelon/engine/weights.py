@@ -147,7 +147,14 @@ def _open_file(path: Path, files: ExitStack) -> _TensorSource:
 
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
-            _fill_target(target, readers[name][1])
+            read = readers[name][1]
+            if not isinstance(target, DTensor):
+                target.copy_(read(None))
+                continue
+            shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+            local = target.to_local()
+            if local.numel():
+                local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
     shapes = {name: shape for name, (shape, _, _) in readers.items()}
     return _TensorSource(shapes=shapes, dtypes={name: dtype for name, (_, _, dtype) in readers.items()}, fill=fill)
@@ -162,16 +169,6 @@ def _require_compatible_dtype(path: Path, name: str, file_dtype: torch.dtype, mo
         there, here = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         remedy = "convert it in the file: dequantize integers, take the real part of complex numbers"
         raise JobError(f"{path}: {name} is {there} there and {here} in the model; {remedy}")
-
-
-def _fill_target(target: Tensor, read: _ReadRows) -> None:
-    if not isinstance(target, DTensor):
-        target.copy_(read(None))
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    local = target.to_local()
-    if local.numel():
-        local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
 def _open_readers(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], _ReadRows, torch.dtype]]:

@@ -55,8 +55,7 @@ def collect_extra_state(run: RunState, extra_state: Mapping[str, Any]) -> tuple[
         except UnstorableValue as error:
             problem = f"get_extra_state() returns {error.reason} ({error.path}), which a checkpoint cannot hold"
             raise JobError(f"model=: {problem}; return tensors, numbers, strings and containers of these") from error
-    merged = {name: value for s in run.ranks.all_gather_object(encoded) for name, value in s.items()}
-    return merged, recorder.tensors
+    return {name: value for s in run.ranks.all_gather_object(encoded) for name, value in s.items()}, recorder.tensors
 
 
 def select_modules_to_store(run: RunState, names: Iterable[str]) -> set[str]:
