@@ -320,7 +320,7 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
         ("sparse", "auto", "optimizer= is SparseAdam, which takes sparse gradients alone"),
         ("sparse", "dp=2", "optimizer= is SparseAdam, which takes sparse gradients alone"),
         ("scaled", "pp=2 micro=4", "cannot train loss.scale, a parameter that loss= holds"),
-        ("normalised", "dp=2", "is another when it is read again; data ranks read fewer samples than one process"),
+        ("normalised", "dp=2", "differs when it is read again; each data rank reads only some of the samples"),
     ],
 )
 def test_one_process_trains_what_ranks_cannot_exchange(

@@ -62,10 +62,9 @@ class IdPredictor:
     """Learns which parts of a batch reach which tables."""
 
     def __init__(self) -> None:
-        self._views: dict[str, set[BatchView]] = {}
+        #: By table; None: some of its ids were computed from the batch.
+        self._views: dict[str, set[BatchView] | None] = {}
         self._batch_leaves: list[Any] = []
-        #: Tables some of whose ids were computed from the batch.
-        self._unpredictable_tables: set[str] = set()
 
     def set_micro_batch(self, batch: Any) -> None:
         """Set the batch of the next forward, as the model gets it."""
@@ -73,20 +72,20 @@ class IdPredictor:
 
     def observe_lookup(self, table: str, ids: Tensor) -> None:
         """Learn from a lookup in forward."""
-        if table in self._unpredictable_tables:
+        views = self._views.setdefault(table, set())
+        if views is None:
             return
         view = find_batch_view(ids, self._batch_leaves)
         if view is None:
-            self._unpredictable_tables.add(table)
-            self._views.pop(table, None)
+            self._views[table] = None
         else:
-            self._views.setdefault(table, set()).add(view)
+            views.add(view)
 
     def predict_ids(self, batches: Sequence[Any]) -> Mapping[str, np.ndarray]:
         """By table the unique ids that these batches will read, in order; unpredictable tables are left out."""
-        predicted = {}
+        predicted, batch_leaves = {}, list(map(tree_leaves, batches))
         for table, views in self._views.items():
-            extracted = [view.extract(leaves) for leaves in map(tree_leaves, batches) for view in views]
+            extracted = [view.extract(leaves) for leaves in batch_leaves for view in views or ()]
             ids = [part.reshape(-1) for part in extracted if part is not None]
             if ids:
                 predicted[table] = torch.unique(torch.cat(ids)).cpu().long().numpy()

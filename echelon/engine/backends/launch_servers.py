@@ -75,7 +75,7 @@ class ServerLauncher:
                 self._require_matching_settings(self.external_servers)
 
     def _require_matching_settings(self, external_servers: ExternalServers) -> None:
-        """Servers decide when they are started whether gradients are summed and how far ranks may drift apart."""
+        """Whether gradients are summed, and how many steps ranks may be apart, is fixed when servers start."""
         staleness = self._plan.server.staleness
         expected = {"staleness": staleness, "aggregate": staleness == 0}
         actual = {name: self.client.settings.get(name) for name in expected}

@@ -267,7 +267,7 @@ class ParameterServerBackend(AllReduceBackend):
         self._update_count = entry["updates"]
 
     def _require_server_step(self, folder: Path, step: int) -> None:
-        # By the furthest rank of the run before: what it pushed is in the rows, or comes into them with a next step.
+        # The step of the furthest rank of the previous run.
         server_step, has_partial_step = self._launcher.client.progress() if self._servers_are_trained else (0, False)
         if not self._servers_are_trained or server_step != step or has_partial_step:
             position = f"within step {server_step}" if has_partial_step else f"at step {server_step}"

@@ -1,4 +1,4 @@
-"""Translate the job's torch optimizers to rules of a parameter server, number for number."""
+"""Translate the job's torch optimizers to rules of a parameter server, with equal results."""
 
 from __future__ import annotations
 

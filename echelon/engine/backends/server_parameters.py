@@ -1,4 +1,4 @@
-"""What servers hold of a model: its tables and, under dense=server, its other parameters, each with its optimizer's rule."""
+"""The parameters of a model that servers hold: tables and, under dense=server, all others, each with its optimizer's rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.plan.parameter_server import ServedTable
 
 #: Rows per message when a table is filled or read whole.
 _ROWS_PER_MESSAGE = 2**16
-#: Steps beyond which rules that are replayed update by update hold everyone up (see docs/server.md).
+#: Steps beyond which rules that are replayed update by update delay all workers (see docs/server.md).
 _MAX_REPLAYED_UPDATES = 10_000
 _SERVER_DTYPES: dict[torch.dtype, Any] = {torch.float32: "f4", torch.float64: "f8"}
 
@@ -54,7 +54,7 @@ class ServerParameters:
         if slow_tables and run.total_steps > _MAX_REPLAYED_UPDATES:
             run.warn(
                 f"{', '.join(slow_tables)}: weight decay through the gradient, in a run of {run.total_steps} steps: servers compute every step that a row missed "
-                "when it is read, which takes ever longer; use AdamW, or no weight decay for tables"
+                "when it is read, which takes longer and longer; use AdamW, or no weight decay for tables"
             )
 
     def weight(self, path: str) -> Tensor:

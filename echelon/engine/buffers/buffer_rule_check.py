@@ -33,7 +33,7 @@ class BufferRuleCheck:
         """Before a step: learn how calls change the model's state, by calling it."""
         if not self._applies or not self._run.is_split(batch):
             return
-        if self._tracker.newly_changed:  # on an accelerator, where ranks hear of it a step later
+        if self._tracker.newly_changed:  # on an accelerator, whose host reads changes a step later
             self._check_new_changes(batch)
         elif self._has_new_state and batch.step != self._last_learned_step:
             self._has_new_state, self._last_learned_step = False, batch.step
@@ -75,7 +75,7 @@ class BufferRuleCheck:
                 reason = "ranks left different values in it, or a hook on gradients changes it"
             elif run.plan.micro is not None and (rule is not None or self._step_count > _INITIALIZATION_STEPS):
                 declared_rule = rule or "same"
-                reason = "micro-batches find it changed by those before them, where one device calls the model once"
+                reason = "each micro-batch reads what earlier ones left in it, where one device calls the model once"
             elif rule not in (None, "mean", "same"):
                 declared_rule, reason = rule, "ranks took its mean"
             else:

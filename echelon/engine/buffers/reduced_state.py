@@ -1,12 +1,11 @@
-"""State that forward changes by a known rule, kept as one device would keep it that calls the model once a step.
+"""State that forward changes by a known rule, with the values that it has on one device, which calls the model once a step.
 
-Every part of the batch finds the state as it was before the step. What the parts leave is reduced by the rule, over micro-batches here and
-over ranks in the step's message:
+Each part of the batch starts from the state before the step. The results are reduced over micro-batches here and over ranks in the step's message:
 
-    same    calls leave the same, whatever the samples are        a counter of calls, spectral norm, a teacher's weights
-    mean    the mean over samples of what the parts leave         a running mean, a centre
-    sum     the parts' changes add up                             a counter of samples, a histogram
-    max     the largest of what the parts leave, `min` alike      an observer of ranges
+    same       equal, whatever the samples are         a counter of calls, spectral norm, a teacher's weights
+    mean       averaged over samples                   a running mean, a center
+    sum        changes are summed                      a counter of samples, a histogram
+    max, min   the largest or smallest                 an observer of ranges
 """
 
 from __future__ import annotations
@@ -98,4 +97,4 @@ class ReducedState:
             tensor.copy_(value.view_as(tensor))
 
     def resync(self) -> None:
-        """Nothing comes late here."""
+        """Nothing is deferred here."""

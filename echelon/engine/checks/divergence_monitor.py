@@ -274,7 +274,7 @@ def strided_digest(value: Any, step: int) -> int:
 
 
 def _flat_array(value: Tensor) -> np.ndarray | None:
-    """Its numbers, None where the host has none. In NumPy, because one torch call costs as much as the whole digest."""
+    """A tensor's values on the host, if it has any there. In NumPy, because one torch call costs as much as the whole digest."""
     try:
         return value.numpy().reshape(-1)
     except (TypeError, RuntimeError):  # on a device, sparse, of a type that NumPy lacks, or part of a graph

@@ -69,8 +69,8 @@ def _require_equal_rows(source: Source, ranks: WorldCommunicator) -> None:
 
 def _different_data_error(sample_index: int, rank: int, other_rank: int) -> DataError:
     return DataError(
-        f"the ranks have different data: sample {sample_index} differs on rank {rank} from rank {other_rank}'s; make it the same way "
-        "everywhere (torch.manual_seed(0) before random data is made, files in sorted order, one seed for generators of its own)"
+        f"the ranks have different data: sample {sample_index} differs on rank {rank} from rank {other_rank}'s; create it the same way "
+        "everywhere (torch.manual_seed(0) before random data, files in sorted order, one seed for its own generators)"
     )
 
 

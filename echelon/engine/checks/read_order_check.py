@@ -1,4 +1,4 @@
-"""Refuse samples that depend on what a process has read before: data ranks, which share the samples, would read others than one process."""
+"""Refuse samples that depend on earlier reads: each data rank reads only some of the samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ _TRIED_SAMPLES, _EXTRA_READS, _EXTRA_SECONDS = 16, 4096, 1.0
 
 
 def require_independent_samples(job: Job) -> None:
-    """Raise where reads change the data set, and with it later samples, as far as other orders and a second of further reads show.
-
-    Where reads change nothing, the first step's samples are read once.
-    """
+    """Raise where reads change the data set, and with it later samples, as far as other orders and a second of further reads show."""
     dependence = find_history_dependence(job)
     if dependence is not None:
         raise VerificationError(
-            f"{type_name(job.data)}: {dependence}; data ranks read fewer samples than one process, and so others; make a sample depend on its number "
-            "only, or train in one process"
+            f"{type_name(job.data)}: {dependence}; each data rank reads only some of the samples, and would read different ones than one process; make a "
+            "sample depend on its number only, or train in one process"
         )
 
 
@@ -67,10 +64,10 @@ def _find_dependent_sample(
     if differing(first_samples) is not None and not dataset_state.has_unrestorable_changes():
         return None  # it is random
     if (sample_index := differing(first_samples)) is not None:
-        return f"sample {sample_index} is another when it is read again"
+        return f"sample {sample_index} differs when it is read again"
     dataset_state.restore(with_generators=False)
     if (sample_index := differing(first_samples[::-1])) is not None:
-        return f"sample {sample_index} is another when it is read after others"
+        return f"sample {sample_index} differs when it is read after others"
     count, deadline = 0, time.monotonic() + _EXTRA_SECONDS
     for ids in steps:
         for index in map(int, ids):
@@ -79,7 +76,7 @@ def _find_dependent_sample(
         if count > _EXTRA_READS or time.monotonic() > deadline:
             break
     sample_index = differing(first_samples[:1])
-    return None if sample_index is None else f"sample {sample_index} is another when {count} others were read before"
+    return None if sample_index is None else f"sample {sample_index} differs after {count} other reads"
 
 
 def _read_digest(source: Source, sample_index: int) -> str:

@@ -21,7 +21,6 @@ class ReplacedParameterCheck:
     """Watches the parameters of one model during steps."""
 
     def __init__(self, plan: Plan, model: nn.Module, tp_shards: Mapping[str, TPShard]) -> None:
-        """`tp_shards`: the parameters that tp cuts."""
         self._is_sharded = plan.is_sharded
         self._all_distributed = plan.is_sharded or plan.mesh.pp > 1 or plan.uses_servers
         self._tp_parameters = {name: parameter for name, parameter in model.named_parameters() if name in tp_shards}
@@ -44,8 +43,8 @@ class ReplacedParameterCheck:
         self._is_in_step = False
         for name, _ in self._replaced.values():
             raise DivergenceError(
-                f"step {step + 1}: forward replaces parameter {name}, of which ranks made their parts at the start: they would train on with the old one; "
-                "replace or tie it before training, or use a plan without zero, tp and pp, which follows",
+                f"step {step + 1}: forward replaces parameter {name}, which ranks sharded or assigned to stages at the start: they would keep training the old one; "
+                "replace or tie it before training, or use a plan without zero, tp and pp, which supports it",
                 tensor=name,
                 cause="a parameter that is replaced while it trains",
             )

@@ -43,7 +43,7 @@ class _ReplicaKind:
     cause: str
 
 
-_OPTIMIZER_CAUSE = "the optimizer draws random numbers of its own, or depends on the rank"
+_OPTIMIZER_CAUSE = "the optimizer draws random numbers of its own or depends on the rank"
 _INITIAL_PARAMETER = _ReplicaKind(
     "parameter",
     "forward writes to it or makes it from this rank's samples: an initialization by the first batch, a layer made in forward, a Python flag",

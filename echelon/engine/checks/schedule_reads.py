@@ -75,8 +75,8 @@ class ScheduleReadCheck:
             if id(tensor) in self._partial_tensors:
                 name = self._partial_tensors[id(tensor)][0]
                 raise DivergenceError(
-                    f"{self._step_prefix}{self._reader} reads {name}, of which a rank has its own part only under this plan, so that ranks would train at "
-                    f"rates that one device does not have; use a plan without {self._excluded_settings}, or a schedule that follows from the step alone",
+                    f"{self._step_prefix}{self._reader} reads {name}, of which each rank has only a part under this plan, so ranks would train at other "
+                    f"rates than one device; use a plan without {self._excluded_settings}, or a schedule that depends on the step alone",
                     tensor=name.rpartition(" ")[2],
                     cause="a schedule that reads parameters, gradients or optimizer state",
                 )

@@ -57,7 +57,7 @@ class SharedStateCheck:
                 path = name.removeprefix(changer).replace(":", ".").lstrip(".") or changer
                 raise DivergenceError(
                     f"step {step + 1}: {reader}= reads {path}, which {changer}= changes: under this plan {changer}= is called with parts of a batch or on some ranks "
-                    f"only, so that {path} is not what it is on one device; use a plan that calls it once with the whole batch (dp=1 without micro), or "
+                    f"only, so {path} differs from its value on one device; use a plan that calls it once with the whole batch (dp=1 without micro), or "
                     f"let {reader}= follow from the step alone",
                     cause="state that the loss shares with a schedule or an optimizer",
                 )

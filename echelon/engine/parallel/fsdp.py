@@ -87,9 +87,7 @@ class ZeroSharding:
         #: The model's original parameters, which sharded ones replace: nothing should hold them afterwards.
         self._replaced_parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
         for module in model.modules():
-            if isinstance(
-                module, nn.RNNBase
-            ):  # on a GPU it packs the weights into a buffer that later gathers would not reach
+            if isinstance(module, nn.RNNBase):  # on a GPU it packs weights into a buffer that gathers do not reach
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
         self._shard_units(model, ranks, tp_shards, pipeline)
         # It warns of a gather that a unit's output, changed in place, would skip; the root stays gathered until its backward.
@@ -210,7 +208,7 @@ class ZeroSharding:
     def _require_no_parameter_writes(self) -> None:
         """Refuse a forward that starts to write to gathered parameters after the steps that a proof compares: its writes are lost."""
         full_parameters = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in self._fsdp_params]
-        versions = [0 if parameter is None else parameter._version for parameter in full_parameters]
+        versions = [getattr(parameter, "_version", 0) for parameter in full_parameters]
         self._checked_steps += 1
         if versions == self._write_counts:
             return
@@ -229,8 +227,7 @@ class ZeroSharding:
     def _require_no_stray_gradients(self) -> None:
         """Refuse a model in which, after the first backward, an original parameter has the gradient of its sharded replacement."""
         for name, reference in self._replaced_parameters:
-            original = reference()
-            if original is not None and original.grad is not None:
+            if getattr(reference(), "grad", None) is not None:
                 raise PlanError(
                     f"zero={self._plan.zero}: {name} would not learn: a layer computes with its own reference to the parameter (Keras models do), "
                     "and only the module's is sharded; use zero=0"
@@ -251,7 +248,5 @@ class ZeroSharding:
 
 def clear_sharding_caches() -> None:
     """Release the process groups that torch's caches of sharded operators hold. Private name: torch has no public one."""
-    clear_cache = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear_cache is not None:
-        clear_cache()
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     gc.collect()

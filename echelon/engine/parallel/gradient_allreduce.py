@@ -88,9 +88,7 @@ def _gradient_view(flat: Tensor, parameter: Tensor) -> Tensor:
 class GradientAllReduce:
     """Sums gradients over a group: `sync_next_backward` before the backward that completes them, `wait` after it."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None) -> None:
         buckets = assign_buckets([(p.nbytes, (p.dtype, p.device)) for p in parameters], megabytes)
         self._buckets = [_GradientBucket([parameters[index] for index in bucket], group) for bucket in buckets]
         self._sync_enabled = False

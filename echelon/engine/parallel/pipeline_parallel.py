@@ -77,7 +77,6 @@ class Pipeline:
         self._stages = {index: stages[index] for index in range(pp.rank, self._stage_count, pp.size)}
         #: The units that this rank computes.
         self.unit_paths = list(dict.fromkeys(chain(*(stage.unit_paths for stage in self._stages.values()))))
-        #: Whether this rank computes the loss.
         self.computes_loss = any(stage.is_last for stage in self._stages.values())
         self._micro_batches: Sequence[Any] = ()
         self._loss_function: LossFunction | None = None
@@ -90,7 +89,7 @@ class Pipeline:
         paths = list_called_units(calls)
         try:
             outputs = self._fake_model.compute_outputs(forward, example, paths, training=False, unit_calls=calls)
-        except Exception:  # a metric reads values, which fake tensors lack: the first evaluation will tell
+        except Exception:  # a metric reads values, which fake tensors lack: the first evaluation will show
             return
         if len(outputs) != len(calls):
             raise PlanError(
@@ -255,7 +254,7 @@ def _find_holding_ranks(
         for path in list_called_units(unit_calls[first:last]):
             for _, tensor in named_tensors(model.get_submodule(path)):
                 ranks_by_id.setdefault(id(tensor), set()).add(stage % pp_size)
-    # Between units every stage that comes this far computes, also with weights of units.
+    # Between units all stages up to this point compute, also with weights of units.
     for call_index, call in enumerate(unit_calls):
         reached = {stage % pp_size for stage, last in enumerate(stage_bounds[1:]) if last > call_index}
         for name in call.glue_parameters:

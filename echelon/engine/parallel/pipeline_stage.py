@@ -42,18 +42,14 @@ def list_called_units(unit_calls: Iterable[UnitCall]) -> list[str]:
 class Stage:
     """Unit calls `first_call` to `end_call` (exclusive) of a model."""
 
-    def __init__(
-        self, model: nn.Module, fake_model: FakeModel, unit_calls: list[UnitCall], first_call: int, end_call: int
-    ) -> None:
-        self.model, self._fake_model, self.unit_calls = model, fake_model, unit_calls
-        self.first_call, self.end_call = first_call, end_call
+    def __init__(self, model: nn.Module, fake_model: FakeModel, calls: list[UnitCall], first: int, end: int) -> None:
+        self.model, self._fake_model, self.unit_calls = model, fake_model, calls
+        self.first_call, self.end_call, self.is_last = first, end, end == len(calls)
         #: The units that it computes.
-        self.unit_paths = list_called_units(unit_calls[first_call:end_call])
-        self.incoming = find_crossing_values(unit_calls, first_call)
-        #: Whether it returns the loss.
-        self.is_last = end_call == len(unit_calls)
-        #: What later stages read.
-        self.outgoing = [] if self.is_last else find_crossing_values(unit_calls, end_call)
+        self.unit_paths = list_called_units(calls[first:end])
+        #: The values that it reads from earlier stages, and those that later stages read.
+        self.incoming = find_crossing_values(calls, first)
+        self.outgoing = [] if self.is_last else find_crossing_values(calls, end)
 
     def run(self, *received: Tensor, batch: Any, forward: ForwardFunction, seed: SeedFunction) -> Any:
         """The outgoing values, in order; on the last stage the result of `forward`. `seed(*place)` seeds a place in forward."""

@@ -89,11 +89,11 @@ def local_regions(tensor: Tensor, tp_shard: TPShard | None) -> list[ShardRegion]
         return []
     if tp_shard is None:
         return [ShardRegion(tuple(offsets), local_values)]
-    result, dim = [], tp_shard.dim
+    regions, dim = [], tp_shard.dim
     first_row, end_row = offsets[dim], offsets[dim] + local_values.shape[dim]  # in the shard
     for local_start, full_start, length in tp_shard.spans():
         begin, end = max(local_start, first_row), min(local_start + length, end_row)
         if begin < end:
             region_offsets = (*offsets[:dim], full_start + begin - local_start, *offsets[dim + 1 :])
-            result.append(ShardRegion(region_offsets, local_values.narrow(dim, begin - first_row, end - begin)))
-    return result
+            regions.append(ShardRegion(region_offsets, local_values.narrow(dim, begin - first_row, end - begin)))
+    return regions
