@@ -260,16 +260,12 @@ class ServerProcess:
 
     def _write_checkpoint(self, meta: dict[str, Any]) -> None:
         if self._checkpoint_writer is None:
-            self._checkpoint_writer = CheckpointWriter(self.loop)
-        replica = self.replica
-        assert replica is not None
-        self._checkpoint_writer.write(
-            int(meta["id"]),
-            Path(meta["path"]),
-            [int(shard) for shard in meta["shards"]],
-            lambda shard: snapshot_if_ready(replica, shard) if replica is self.replica else None,
-            lambda details: self._send_to_controller(wire.CHECKPOINT_WRITTEN, details),
-        )
+            self._checkpoint_writer = CheckpointWriter(
+                self.loop,
+                lambda shard: snapshot_if_ready(self.replica, shard) if self.replica is not None else None,
+                lambda details: self._send_to_controller(wire.CHECKPOINT_WRITTEN, details),
+            )
+        self._checkpoint_writer.write(int(meta["id"]), Path(meta["path"]), [int(shard) for shard in meta["shards"]])
 
     # Actions
 

@@ -300,9 +300,8 @@ def test_a_shard_that_cannot_be_written_is_told_of_and_the_next_one_is_written(t
         loop.running = len(told) < 2
 
     arrays = {0: np.array([object()]), 1: np.arange(3)}
-    shard_checkpoint.CheckpointWriter(loop).write(
-        7, tmp_path / "kept", [0, 1], lambda shard: [({"lsn": 4}, [arrays[shard]])], tell
-    )
+    writer = shard_checkpoint.CheckpointWriter(loop, lambda shard: [({"lsn": 4}, [arrays[shard]])], tell)
+    writer.write(7, tmp_path / "kept", [0, 1])
     deadline = threading.Timer(20.0, lambda: setattr(loop, "running", False))
     deadline.start()
     loop.run()

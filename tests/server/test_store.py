@@ -446,7 +446,7 @@ def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
 def test_the_slots_that_are_counted_are_those_that_there_are():
     store = ParameterStore(num_shards=SHARDS, memory=1 << 26)
     store.declare(Table(name="t", dim=1))
-    table = store._table("t")
+    table = store._tables["t"]
     for lsn, ids in enumerate((np.arange(3000), np.arange(50_000), np.arange(7))):
         store.apply("t", ids, np.ones((len(ids), 1)), lsn=stamps(lsn + 1))
         assert table.index.bytes == 8 * int((table.index.arrays[2] + 1).sum())

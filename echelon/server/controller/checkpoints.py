@@ -8,11 +8,11 @@ from typing import Any
 from echelon.errors import ServerError
 from echelon.server.controller.state import (
     ControllerState,
-    MemberSession,
     PendingExpiry,
     Refusal,
     Requester,
     RunningCheckpoint,
+    Session,
 )
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import WriteManifest
@@ -49,7 +49,7 @@ def request_shard_files(controller: ControllerState, now: float) -> None:
         controller.send_to_server(head, wire.CHECKPOINT, meta)
 
 
-def on_checkpoint_written(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def on_checkpoint_written(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """CHECKPOINT_WRITTEN: a head wrote a shard, or could not."""
     meta, checkpoint = frame.meta, controller.running_checkpoint
     if checkpoint is None or meta["id"] != checkpoint.checkpoint_id:
@@ -143,7 +143,7 @@ def send_expiry_requests(controller: ControllerState) -> None:
         send_expiry_requests(controller)
 
 
-def on_expired(controller: ControllerState, session: MemberSession, number: int) -> None:
+def on_expired(controller: ControllerState, session: Session, number: int) -> None:
     """DONE: a server expired its rows."""
     if expiry := controller.expiries.get(number):
         expiry.unanswered.pop((session.name, session.incarnation), None)

@@ -11,7 +11,7 @@ from echelon.server.protocol.specs import StoreError
 
 
 def on_declare(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    """DECLARE. Every server checks first that it can hold the spec: one in the document that a server cannot hold would end the server."""
+    """DECLARE. Every server first checks that it has room: a spec in the document that a server cannot hold would end the server."""
     spec = frame.meta["spec"]
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
         raise wire.WireError("DECLARE: expected a spec with a name")

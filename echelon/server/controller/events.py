@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.errors import EchelonError
 from echelon.server.controller import checkpoints, declarations, lost_shards, members, rebalance
-from echelon.server.controller.state import ControllerState, MemberSession, Refusal
+from echelon.server.controller.state import ControllerState, Refusal, Session
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action
 from echelon.server.replica.state import MALFORMED_ERRORS
@@ -15,8 +15,7 @@ from echelon.server.replica.state import MALFORMED_ERRORS
 #: A connection that ended may be opened again; a process that was killed does not come back.
 SERVER_RECONNECT_GRACE, WORKER_RECONNECT_GRACE = 0.2, 1.0
 WORKER_LEASE = 2.0
-#: A controller whose ticks were late by so much does not count the silence of others.
-TICK_GAP_LIMIT = 0.3
+TICK_GAP_LIMIT = 0.3  # after a longer gap between its ticks the controller does not count the silence of others
 
 
 def on_frame(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> list[Action]:
@@ -44,8 +43,7 @@ def on_frame(controller: ControllerState, now: float, peer: Hashable, frame: wir
 
 
 def _on_watch(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    after = int(frame.meta["after"])
-    if controller.map.version > after:
+    if controller.map.version > int(frame.meta["after"]):
         controller.send(peer, wire.MAP, frame.request_id, controller.map_answer())
     else:
         controller.watchers.append((peer, frame.request_id))
@@ -59,7 +57,7 @@ def _on_heartbeat(controller: ControllerState, now: float, peer: Hashable, frame
     """From a server's loop, over its session; or from its thread, which names the server."""
     meta, session = frame.meta, controller.sessions.get(peer)
     if session is None:  # without a name: of a worker that has just left
-        server = controller.sessions.get(controller.find_peer("server", str(meta.get("server"))))
+        server = controller.sessions.get(controller.find_peer("server", str(meta.get("server", ""))))
         if server is not None and server.incarnation == meta["incarnation"]:
             server.last_heard = now
     elif session.role == "server":
@@ -73,12 +71,12 @@ def _on_heartbeat(controller: ControllerState, now: float, peer: Hashable, frame
         _on_map_installed(controller, now, session, frame)
 
 
-def _on_map_installed(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def _on_map_installed(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     session.map_version = max(session.map_version, int(frame.meta["version"]))
     controller.send_due_answers()
 
 
-def _on_done(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def _on_done(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """A server's answer to DECLARE or EXPIRE."""
     number = int(frame.meta["of"])
     if number in controller.declarations:
@@ -99,7 +97,7 @@ HANDLERS: dict[int, Callable[[ControllerState, float, Hashable, wire.Frame], Non
     wire.HEARTBEAT: _on_heartbeat,
 }
 #: From members only.
-MEMBER_HANDLERS: dict[int, Callable[[ControllerState, float, MemberSession, wire.Frame], None]] = {
+MEMBER_HANDLERS: dict[int, Callable[[ControllerState, float, Session, wire.Frame], None]] = {
     wire.MAP_INSTALLED: _on_map_installed,
     wire.CAUGHT_UP: rebalance.on_caught_up,
     wire.DRAINED: rebalance.on_drained,
@@ -129,7 +127,7 @@ def on_manifest(controller: ControllerState, error: str | None) -> list[Action]:
 def on_tick(controller: ControllerState, now: float) -> list[Action]:
     """Time passes; call this about every 50 ms."""
     if now - controller.last_tick > TICK_GAP_LIMIT:
-        # We were stopped, or starved of CPU: what others sent meanwhile is still to be read.
+        # We were stopped, or starved of CPU: what others sent since is still to be read.
         for session in controller.sessions.values():
             session.last_heard = now
         for key, deadline in controller.disconnect_deadlines.items():
@@ -142,8 +140,7 @@ def on_tick(controller: ControllerState, now: float) -> list[Action]:
             controller.close(peer)
             controller.disconnect_deadlines[session.role, session.name] = now
     dead = [key for key, deadline in controller.disconnect_deadlines.items() if deadline <= now]
-    if dead:
-        members.remove_dead(controller, now, dead)
+    members.remove_dead(controller, now, dead)
     lost_shards.roll_back_lost_shards(controller, now)
     if controller.oldest_version() >= controller.map.version:
         rebalance.rebalance(controller, now)

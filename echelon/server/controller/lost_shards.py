@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.server.controller import checkpoints
 from echelon.server.controller.shard_placement import build_chain, interleave_hosts, without
-from echelon.server.controller.state import REJOIN_GRACE, ControllerState, MemberSession
+from echelon.server.controller.state import REJOIN_GRACE, ControllerState, Session
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_map import ServerEntry
 
@@ -62,7 +62,7 @@ def readmit_server(controller: ControllerState, name: str, entry: ServerEntry) -
     )
 
 
-def on_restore_failed(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def on_restore_failed(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """RESTORE_FAILED: a shard cannot be read from its checkpoint. It is lost, and that checkpoint is not tried again."""
     shard, reason, version = int(frame.meta["shard"]), str(frame.meta["why"]), int(frame.meta["version"])
     shard_map = controller.map

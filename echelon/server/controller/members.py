@@ -7,18 +7,16 @@ from typing import Any
 
 from echelon.server.controller import checkpoints, lost_shards, rebalance
 from echelon.server.controller.shard_placement import without
-from echelon.server.controller.state import Chain, ControllerState, MemberSession, Refusal
+from echelon.server.controller.state import Chain, ControllerState, Refusal, Session
 from echelon.server.protocol import wire
 from echelon.server.protocol.shard_map import ServerEntry
 
-#: How long membership settles before shards move for it.
-REBALANCE_DELAY = 0.3
-#: A head and a replica that cannot reach each other are not paired again for so long.
-AVOID_PAIR_TIME = 10.0
+REBALANCE_DELAY = 0.3  # how long membership settles before shards move for it
+AVOID_PAIR_TIME = 10.0  # how long a head and a replica that cannot reach each other are not paired again
 
 
 def on_join(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    """JOIN: a member, new or with the incarnation that it was given before."""
+    """JOIN: a member, new or with its incarnation."""
     meta = frame.meta
     role, name, incarnation = meta["role"], meta.get("id"), meta.get("incarnation")
     if role not in ("server", "worker") or not isinstance(name, str | None) or not isinstance(incarnation, int | None):
@@ -31,7 +29,7 @@ def on_join(controller: ControllerState, now: float, peer: Hashable, frame: wire
         _rejoin_server(controller, now, peer, frame)
 
 
-def _open_session(controller: ControllerState, session: MemberSession) -> None:
+def _open_session(controller: ControllerState, session: Session) -> None:
     old_peer = controller.find_peer(session.role, session.name)
     if old_peer is not None:
         del controller.sessions[old_peer]
@@ -45,19 +43,19 @@ def _server_entry(meta: dict[str, Any], incarnation: int) -> ServerEntry:
 
 
 def _rejoin_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    name, incarnation = frame.meta.get("id"), frame.meta["incarnation"]
-    if name is not None and name not in controller.map.servers and controller.dead_servers.get(name) == incarnation:
+    name, incarnation = frame.meta.get("id", ""), frame.meta["incarnation"]
+    if name not in controller.map.servers and controller.dead_servers.get(name) == incarnation:
         lost_shards.readmit_server(controller, name, _server_entry(frame.meta, incarnation))
         controller.rebalance_after = now + REBALANCE_DELAY
-    if name is None or (name, incarnation) not in controller.live_servers():
+    if (name, incarnation) not in controller.live_servers():
         raise Refusal("Out", f"{name}, incarnation {incarnation}, is not in the map any more; join as a new server")
-    _open_session(controller, MemberSession(peer, "server", name, incarnation, now))
+    _open_session(controller, Session(peer, "server", name, incarnation, now))
     controller.send(peer, wire.MAP, frame.request_id, controller.map_answer(id=name, incarnation=incarnation))
 
 
 def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: wire.Frame) -> None:
-    name = frame.meta.get("id")
-    if name is not None and name in controller.map.servers:
+    name = frame.meta.get("id", "")
+    if name in controller.map.servers:
         if controller.find_peer("server", name) is not None:
             raise Refusal("Taken", f"another server is called {name}; choose another name")
         remove_dead(controller, now, [("server", name)])
@@ -65,7 +63,7 @@ def _add_server(controller: ControllerState, now: float, peer: Hashable, frame: 
     incarnation = controller.last_incarnation
     name = name or f"s{incarnation}"
     controller.dead_servers.pop(name, None)
-    _open_session(controller, MemberSession(peer, "server", name, incarnation, now))
+    _open_session(controller, Session(peer, "server", name, incarnation, now))
     controller.rebalance_after = now + REBALANCE_DELAY
     controller.publish_map(servers={**controller.map.servers, name: _server_entry(frame.meta, incarnation)})
     lost_shards.place_unassigned_shards(controller)
@@ -86,7 +84,7 @@ def _join_worker(controller: ControllerState, now: float, peer: Hashable, frame:
         raise Refusal("Superseded", f"worker {name}, incarnation {incarnation}: {counted}; restart the worker")
     if (superseded := controller.map.why_superseded(name, incarnation)) is not None:
         raise Refusal("Superseded", superseded)
-    _open_session(controller, MemberSession(peer, "worker", name, incarnation, now))
+    _open_session(controller, Session(peer, "worker", name, incarnation, now))
     controller.departed_at.pop(incarnation, None)
     if known_incarnation < incarnation:
         if known_incarnation:
@@ -95,7 +93,7 @@ def _join_worker(controller: ControllerState, now: float, peer: Hashable, frame:
     controller.answer_once_installed((peer, frame.request_id), wire.MAP, {"id": name, "incarnation": incarnation})
 
 
-def on_leave(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def on_leave(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """LEAVE: a worker ends; a server is drained first."""
     if session.role == "server":
         rebalance.begin_drain(controller, (session.peer, frame.request_id), session.name)

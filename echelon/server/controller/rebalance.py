@@ -9,10 +9,10 @@ from collections.abc import Hashable
 
 from echelon.errors import ServerError
 from echelon.server.controller.shard_placement import compute_target_chains
-from echelon.server.controller.state import ControllerState, MemberSession, Requester
+from echelon.server.controller.state import Chain, ControllerState, Requester, Session
 from echelon.server.protocol import wire
 
-#: A worker that has been away for so long has expired; expired incarnations are dropped from the map in batches.
+#: A worker expires after this absence; expired incarnations are dropped from the map in batches.
 WORKER_RETENTION = 600.0
 FORGET_BATCH_SIZE = 64
 #: How long learners that caught up wait for the others: each new map, and each new kind of chain, costs everyone.
@@ -29,23 +29,20 @@ def rebalance(controller: ControllerState, now: float) -> None:
     chains, learners = list(controller.map.chains), list(controller.map.learners)
     shards_to_hand_over: dict[str, list[int]] = {}
     heads_with_learners: set[str] = set()
+    avoided = {pair for pair, until in controller.avoided_until.items() if until > now}
     for shard, target in enumerate(_target_chains(controller)):
         chain = chains[shard]
         if not chain or chain == target:
             learners[shard] = ()
-            continue
-        new = (name for name in target if name not in chain)
-        missing = tuple(name for name in new if controller.avoided_until.get((chain[0], name), now) <= now)
-        if missing:
+        elif missing := tuple(name for name in target if name not in chain and (chain[0], name) not in avoided):
             heads_with_learners.add(chain[0])
             learners[shard] = missing
-        elif not set(target) <= set(chain):
-            continue
-        elif target[0] == chain[0]:
-            chains[shard], learners[shard] = target, ()
-        else:
+        elif set(target) <= set(chain):
             learners[shard] = ()
-            shards_to_hand_over.setdefault(chain[0], []).append(shard)
+            if target[0] == chain[0]:
+                chains[shard] = target
+            else:
+                shards_to_hand_over.setdefault(chain[0], []).append(shard)
     if controller.publish_chains(chains, learners):
         return
     for head, shards in shards_to_hand_over.items():
@@ -60,7 +57,7 @@ def rebalance(controller: ControllerState, now: float) -> None:
     controller.drain_requests = [request for request in controller.drain_requests if request[0] in used_servers]
 
 
-def _target_chains(controller: ControllerState) -> list[tuple[str, ...]]:
+def _target_chains(controller: ControllerState) -> list[Chain]:
     max_heads = controller.settings.get("heads")
     return compute_target_chains(controller.map, controller.replicas, leaving=controller.leaving, max_heads=max_heads)
 
@@ -72,12 +69,12 @@ def promote_learners(controller: ControllerState, now: float) -> bool:
         return False
     chains, learners = list(controller.map.chains), list(controller.map.learners)
     for shard, learner in sorted(caught_up):
-        chains[shard] = (*chains[shard], learner)
+        chains[shard] += (learner,)
         learners[shard] = tuple(name for name in learners[shard] if name != learner)
     return controller.publish_chains(chains, learners)
 
 
-def on_caught_up(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def on_caught_up(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """CAUGHT_UP: a learner's acknowledgement is required from now on, and it lacks nothing."""
     meta, shard_map = frame.meta, controller.map
     shard, learner, incarnation = int(meta["shard"]), str(meta["learner"]), int(meta["incarnation"])
@@ -86,7 +83,7 @@ def on_caught_up(controller: ControllerState, now: float, session: MemberSession
         controller.caught_up.setdefault((shard, learner), now)
 
 
-def on_drained(controller: ControllerState, now: float, session: MemberSession, frame: wire.Frame) -> None:
+def on_drained(controller: ControllerState, now: float, session: Session, frame: wire.Frame) -> None:
     """DRAINED: a head that hands over has answered everything on these shards."""
     if session.name in controller.handovers and int(frame.meta["version"]) == controller.map.version:
         shards = frame.meta["shards"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from echelon.server.protocol.shard_map import ServerEntry, ShardMap
@@ -18,13 +19,8 @@ def interleave_hosts(servers: Mapping[str, ServerEntry]) -> list[str]:
     hosts: dict[str, list[str]] = {}
     for name in sorted(servers, key=lambda server: (servers[server].incarnation, server)):
         hosts.setdefault(servers[name].host, []).append(name)
-    order: list[str] = []
-    queues = sorted(hosts.values(), key=len, reverse=True)
-    while any(queues):
-        for queue in queues:
-            if queue:
-                order.append(queue.pop(0))
-    return order
+    turns = zip_longest(*sorted(hosts.values(), key=len, reverse=True))
+    return [name for turn in turns for name in turn if name is not None]
 
 
 def build_chain(head: str, order: Sequence[str], servers: Mapping[str, ServerEntry], replicas: int) -> tuple[str, ...]:
@@ -34,8 +30,7 @@ def build_chain(head: str, order: Sequence[str], servers: Mapping[str, ServerEnt
     chain = [head]
     while len(chain) < replicas and others:
         hosts = {servers[name].host for name in chain}
-        on_other_hosts = [name for name in others if servers[name].host not in hosts]
-        chain.append((on_other_hosts or others)[0])
+        chain.append(min(others, key=lambda name: servers[name].host in hosts))
         others.remove(chain[-1])
     return tuple(chain)
 

@@ -31,10 +31,8 @@ DURABLE_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-#: The servers of a shard, head first.
-Chain = tuple[str, ...]
-#: Who waits for an answer: the connection and the request.
-Requester = tuple[Hashable, int]
+Chain = tuple[str, ...]  # the servers of a shard, head first
+Requester = tuple[Hashable, int]  # who waits for an answer: the connection and the request
 
 
 class Refusal(ServerError):  # noqa: N818 (an answer, not a fault)
@@ -46,7 +44,7 @@ class Refusal(ServerError):  # noqa: N818 (an answer, not a fault)
 
 
 @dataclass(slots=True)
-class MemberSession:
+class Session:
     """The connection of a member that joined."""
 
     peer: Hashable
@@ -102,8 +100,7 @@ class ControllerState:
     last_incarnation: int = 0
     leaving: set[str] = field(default_factory=set)
     last_checkpoint: str | None = None
-    #: Why the last checkpoint could not be read when lost shards needed it.
-    checkpoint_error: str | None = None
+    checkpoint_error: str | None = None  # why the last checkpoint could not be read when lost shards needed it
     #: Servers declared dead whose shards are lost, and their incarnations: they may return.
     dead_servers: dict[str, int] = field(default_factory=dict)
     restore_folder: str | None = None
@@ -111,7 +108,7 @@ class ControllerState:
     # Learned again after a restart.
     started_at: float = 0.0
     lease: float = SERVER_LEASE
-    sessions: dict[Hashable, MemberSession] = field(default_factory=dict)
+    sessions: dict[Hashable, Session] = field(default_factory=dict)
     #: Members of the map without a connection: when they are declared dead.
     disconnect_deadlines: dict[tuple[str, str], float] = field(init=False)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -190,7 +187,7 @@ class ControllerState:
         """Names and incarnations."""
         return {(name, entry.incarnation) for name, entry in self.map.servers.items()}
 
-    def is_head(self, session: MemberSession, shard: int) -> bool:
+    def is_head(self, session: Session, shard: int) -> bool:
         return session.role == "server" and self.map.heads[shard] == session.name
 
     # Maps
@@ -208,17 +205,12 @@ class ControllerState:
         changes |= {name: tuple(changes[name]) for name in ("chains", "learners") if name in changes}
         version = self.map.version + 1
         chains = changes.get("chains", self.map.chains)
-        epochs = tuple(
-            version if new_chain[:1] != old_chain[:1] else epoch
-            for new_chain, old_chain, epoch in zip(chains, self.map.chains, self.map.epochs, strict=True)
-        )
+        triples = zip(chains, self.map.chains, self.map.epochs, strict=True)
+        epochs = tuple(version if new[:1] != old[:1] else epoch for new, old, epoch in triples)
         self.map = replace(self.map, version=version, epochs=epochs, **changes)
         # A head's report on a learner holds under that head only: the next one may acknowledge without the learner.
-        self.caught_up = {
-            (shard, name): since
-            for (shard, name), since in self.caught_up.items()
-            if epochs[shard] < version and name in self.map.learners[shard]
-        }
+        stale = {key for key in self.caught_up if epochs[key[0]] == version or key[1] not in self.map.learners[key[0]]}
+        self.caught_up = {key: since for key, since in self.caught_up.items() if key not in stale}
         self.persist()
         for peer, session in self.sessions.items():
             if session.role == "server":

@@ -22,10 +22,9 @@ What makes it safe:
 - A replica refuses entries from any server but the head in its own map, and entries that the head sent under a map older than its
   headship. A head that was replaced, and does not know it yet, never gets the answers that it needs to acknowledge anything.
 - (entry_version, lsn) names a shard's state: the map version under which the last entry was ordered, and the number of entries. A new head
-  compares it with each replica's before it takes pushes; where they differ, the replica gets a snapshot. lsn alone is not enough: after a
-  failover two replicas may have equally many entries, but not the same.
-- Frames sent under a newer map wait until that map is here (it is requested from the sender).
-- Every push of a worker covers every shard, so a shard takes push n + 1 only after n; a push that is ahead waits.
+  compares it with each replica's before it takes pushes; a replica that differs gets a snapshot. lsn alone is not enough: after a failover
+  two replicas may have equally many entries, but not the same.
+- Frames sent under a newer map wait until that map is here. A push waits for the worker's earlier ones: each push covers every shard.
 - Reads are answered while every backup (and required learner) has answered something sent within the last LEASE under a map that is not
   newer than this head's. A new head waits until LEASE after its own last answer to the old one.
 

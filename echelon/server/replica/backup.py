@@ -53,7 +53,12 @@ def on_head_frame(replica: ReplicaState, now: float, peer: Hashable, frame: wire
     if kind == wire.HEARTBEAT:
         replica.send_to_peer(peer, wire.HEARTBEAT, 0, {"n": meta["n"], "v": replica.map.version})
     elif kind == wire.LOG_STATE:
-        _answer_log_state(replica, peer, head_id, frame)
+        shards = frame.arrays[0]
+        shards = shards[accepts(replica, head, meta["v"], replica.shard_sets.get(shards))]
+        if head_id in replica.refused_shards:
+            replica.refused_shards[head_id] -= set(shards.tolist())
+        state = [shards, replica.shards.entry_version[shards], replica.shards.lsn[shards]]
+        replica.send_to_peer(peer, wire.LOG_STATE_REPLY, 0, {"v": replica.map.version, "of": meta["of"]}, state)
     else:
         link_id, last_number = replica.last_received[head_id]
         if meta["n"] == last_number + 1:
@@ -87,16 +92,6 @@ def accepts(replica: ReplicaState, head: str, version: int, shard_set: ShardSet)
             replica.acceptance_cache.clear()
         cached = replica.acceptance_cache[key] = is_accepted[shard_set.index]
     return cached
-
-
-def _answer_log_state(replica: ReplicaState, peer: Hashable, head_id: tuple[str, int], frame: wire.Frame) -> None:
-    shards = frame.arrays[0]
-    shards = shards[accepts(replica, head_id[0], frame.meta["v"], replica.shard_sets.get(shards))]
-    if head_id in replica.refused_shards:
-        replica.refused_shards[head_id] -= set(shards.tolist())
-    meta = {"v": replica.map.version, "of": frame.meta["of"]}
-    state = [shards, replica.shards.entry_version[shards], replica.shards.lsn[shards]]
-    replica.send_to_peer(peer, wire.LOG_STATE_REPLY, 0, meta, state)
 
 
 def _take_entry(replica: ReplicaState, head: str, outer: wire.Frame) -> np.ndarray:
@@ -146,7 +141,7 @@ def _take_snapshot_part(replica: ReplicaState, head: str, frame: wire.Frame) -> 
     try:
         replica.shards.install(shard, parts)
     except EchelonError as error:
-        # No room: the shard goes without this replica; the others here are not affected.
+        # No room: the shard has to do without this replica; other shards are not affected.
         replica.shards.drop(shard)
         replica.actions.append(LogEvent("refused", {"shard": shard, "why": str(error)}))
         return shard_array

@@ -17,8 +17,7 @@ from echelon.server.replica.replica_link import Meta, ReplicaLink, SnapshotTrans
 from echelon.server.replica.shard_state import ReplicaDiverged
 from echelon.server.replica.state import ReplicaState
 
-#: A drained shard whose new head does not come (the controller died) is served again after this.
-DRAIN_TIMEOUT = 1.0
+DRAIN_TIMEOUT = 1.0  # a drained shard whose new head does not come (the controller died) is served again after this
 
 
 def on_link_frame(replica: ReplicaState, now: float, link: ReplicaLink, frame: wire.Frame) -> None:
@@ -43,8 +42,7 @@ def on_link_frame(replica: ReplicaState, now: float, link: ReplicaLink, frame: w
     if kind == wire.HELLO_REPLY:
         # Only now: messages that resulted from the acknowledgement are numbered, and sent, after those that are sent again.
         link.is_up, link.down_since = True, float("inf")
-        for message in link.unacked:
-            replica.send_to_replica(link.server, message.kind, message.meta, message.arrays)
+        replica.actions += [message for _, _, message in link.unacked]
         request_log_state(replica, link)
     elif kind == wire.LOG_STATE_REPLY:
         _on_log_state_reply(replica, now, link, frame)
@@ -63,10 +61,10 @@ def on_acked(replica: ReplicaState, now: float, link: ReplicaLink, number: int, 
     if number > link.last_number:
         raise ReplicaDiverged(f"{link.server} has message {number} of {link.last_number}")
     link.last_acked = max(link.last_acked, number)
-    while link.unacked and link.unacked[0].number <= number:
-        message = link.unacked.popleft()
+    while link.unacked and link.unacked[0][0] <= number:
+        _, sent_at, _ = link.unacked.popleft()
         if is_current:
-            link.lease_start = max(link.lease_start, message.sent_at)
+            link.lease_start = max(link.lease_start, sent_at)
     while link.pending_acks and link.pending_acks[0][0] <= number:
         _, ack = link.pending_acks.popleft()
         if ack.awaited_numbers.pop(link.server, None) is not None and not ack.awaited_numbers:
@@ -121,7 +119,9 @@ def mark_synced(replica: ReplicaState, now: float, link: ReplicaLink, shard: int
         if link.last_acked >= link.last_number:
             on_acked(replica, now, link, link.last_acked, False)
     else:
-        replication.retry_blocked_acks(replica)
+        blocked, replica.blocked_acks = replica.blocked_acks, []
+        for ack in blocked:
+            replication.send_ack(replica, ack)
         push.resume_waiting(replica, now)
 
 
@@ -137,7 +137,7 @@ def start_transfer(replica: ReplicaState, now: float, link: ReplicaLink) -> None
 
 
 def _send_parts(replica: ReplicaState, now: float, link: ReplicaLink, transfer: SnapshotTransfer) -> None:
-    """Send the next parts of a snapshot; after the last one, the entries that came meanwhile."""
+    """Send the next parts of a snapshot; after the last one, the entries since."""
     parts = transfer.parts
     while transfer.parts_sent < len(parts) and len(transfer.unacked_parts) < replica.max_parts_in_flight:
         meta, arrays = parts[transfer.parts_sent]

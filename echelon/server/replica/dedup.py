@@ -20,12 +20,10 @@ class DedupTable:
     def __init__(self, num_shards: int) -> None:
         self.slots: dict[tuple[str, int], int] = {}
         self._free_slots: list[int] = []
-        #: The furthest clock of forgotten workers.
-        self.departed_max_clock = np.zeros(num_shards, np.int64)
+        self.departed_max_clock = np.zeros(num_shards, np.int64)  # the furthest clock of forgotten workers
         self.last_seq = np.zeros((4, num_shards), np.int64)
         self.clocks = np.full((4, num_shards), NOT_COUNTED, np.int64)
-        #: The last push that was counted but not applied.
-        self.last_noop_seq = np.zeros((4, num_shards), np.int64)
+        self.last_noop_seq = np.zeros((4, num_shards), np.int64)  # the last push that was counted but not applied
         #: Shards that went back to a checkpoint while workers went on: a worker's first push there (until `pushed_since_rollback`) may
         #: leave a gap, and its clock does not count before.
         self.is_rolled_back = np.zeros(num_shards, bool)
@@ -88,11 +86,6 @@ class DedupTable:
             slot = self.get_slot(str(worker), int(incarnation))
             self.last_seq[slot, shard], self.clocks[slot, shard] = last_seq, clock
             self.last_noop_seq[slot, shard], self.pushed_since_rollback[slot, shard] = last_noop_seq, has_pushed
-
-    def mark_rolled_back(self, shard: int) -> None:
-        """A shard went back to a checkpoint while workers went on."""
-        self.is_rolled_back[shard] = True
-        self.pushed_since_rollback[:, shard] = False
 
     def clear_shard(self, shard: int) -> None:
         self._clear(slice(None), shard)

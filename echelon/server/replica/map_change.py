@@ -24,8 +24,8 @@ def adopt_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Seque
         return False
     entry = new_map.servers.get(replica.name)
     if entry is None or entry.incarnation != replica.incarnation:
-        # Declared dead. Only the controller decides whether our data is still of use, not whoever forwards its map: a later
-        # version may readmit us with shards that no other server has.
+        # Declared dead. Only a map from the controller itself decides whether our data is still of use: a later version may
+        # readmit us with shards that no other server has.
         return False
     if new_map.num_shards != old_map.num_shards:
         raise wire.WireError(f"a map of {new_map.num_shards} shards, but this job has {old_map.num_shards}")
@@ -46,7 +46,7 @@ def adopt_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Seque
     replica.acceptance_cache.clear()
     replica.is_unloaded[:] = False
     replica.is_unloaded[list(replica.shards_to_load)] = True
-    head_changed = np.fromiter((epoch > old_map.version for epoch in new_map.epochs), bool, new_map.num_shards)
+    head_changed = np.array(new_map.epochs) > old_map.version
     _change_heads(replica, old_map, head_changed)
     _update_links(replica, now, head_changed)
     replica.live_slots = [replica.shards.dedup.get_slot(*worker) for worker in new_map.workers.items()]
@@ -60,11 +60,9 @@ def adopt_map(replica: ReplicaState, now: float, new_map: ShardMap, specs: Seque
 
 
 def _change_heads(replica: ReplicaState, old_map: ShardMap, head_changed: np.ndarray) -> None:
-    new_map, num_shards = replica.map, replica.map.num_shards
+    new_map = replica.map
     replica.is_head = new_map.head_mask(replica.name)
-    has_other_servers = len(new_map.servers) > 1
-    is_sole = (has_other_servers and len(chain) == 1 for chain in new_map.chains)
-    replica.is_sole_replica = np.fromiter(is_sole, bool, num_shards)
+    replica.is_sole_replica = np.array([len(chain) == 1 < len(new_map.servers) for chain in new_map.chains])
     for shard in np.flatnonzero(head_changed & replica.is_head).tolist():
         # The former head may serve reads for as long as our last answer leases them.
         last_answered = replica.last_answered.get(old_map.heads[shard] or "", -np.inf)
@@ -113,7 +111,7 @@ def _remove_link(replica: ReplicaState, server: str) -> None:
 
 
 def reset_absent_learners(replica: ReplicaState, now: float) -> None:
-    """Drop what is kept for learners that are away, which would grow without bound; they start over when they are back."""
+    """Drop what is kept for disconnected learners, which would grow without bound; they start over when they return."""
     for link in list(replica.links.values()):
         if now - link.down_since > 1.0 and link.unacked and not link.is_needed():
             _remove_link(replica, link.server)
@@ -153,7 +151,8 @@ def load_next_shard(replica: ReplicaState, now: float) -> None:
         replica.shards.install(shard, replica.load_shard(folder, shard))
         replica.shards.entry_version[shard] = version
         if shard in replica.map.rolled_back_shards:
-            replica.shards.dedup.mark_rolled_back(shard)
+            replica.shards.dedup.is_rolled_back[shard] = True
+            replica.shards.dedup.pushed_since_rollback[:, shard] = False
     except (EchelonError, OSError, *MALFORMED_ERRORS) as error:
         # A backup gets the shard from its head; if the head cannot read it, the shard stays lost. The others are not affected.
         replica.shards.drop(shard)

@@ -106,7 +106,7 @@ def retry_waiting(replica: ReplicaState, now: float) -> None:
 
 
 def resume_waiting(replica: ReplicaState, now: float) -> None:
-    """After a change of the map, of replicas or of loaded shards: what may be counted, committed or answered by now."""
+    """Count, commit and answer what a change of the map, of replicas or of loaded shards allows."""
     replica.update_ready()
     clocks.add_workers(replica, now)
     clocks.commit_steps(replica, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -11,9 +11,10 @@ from echelon.server.protocol import wire
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 from echelon.server.replica import clocks
 from echelon.server.replica.dedup import INFINITE_CLOCK, NOT_COUNTED
+from echelon.server.replica.replica_link import Arrays
 from echelon.server.replica.state import MALFORMED_ERRORS, ReplicaState
 
-#: A sole replica that has not heard the controller for so long stops answering; well below the grace after which its shards are rolled back.
+#: A sole replica stops answering after this silence of the controller, well below the grace before its shards are rolled back.
 CONTROLLER_SILENCE_LIMIT = 1.0
 
 
@@ -25,22 +26,18 @@ def on_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Frame
 
 
 def retry_waiting_reads(replica: ReplicaState, now: float) -> None:
-    """Answer the waiting reads that can be answered by now."""
+    """Answer the waiting reads that no longer have to wait."""
     if waiting := replica.waiting_reads:
         replica.waiting_reads = [request for request in waiting if not try_read(replica, now, *request)]
 
 
 def may_be_superseded(replica: ReplicaState, now: float, shard_set: ShardSet) -> bool:
-    """Whether shards that have no other replica here may have been given to another server.
+    """Whether shards that have no other replica may have moved to another server.
 
-    When a sole replica is lost, the controller rolls its shards back to a checkpoint; nothing may be acknowledged after that. It has not
-    happened while the controller is heard.
+    When a sole replica is lost, the controller rolls its shards back to a checkpoint; nothing may be acknowledged after that.
     """
-    return (
-        replica.target_replicas > 1
-        and now - replica.controller_heard_at > CONTROLLER_SILENCE_LIMIT
-        and any_set(replica.is_sole_replica[shard_set.index])
-    )
+    is_silent = replica.target_replicas > 1 and now - replica.controller_heard_at > CONTROLLER_SILENCE_LIMIT
+    return is_silent and any_set(replica.is_sole_replica[shard_set.index])
 
 
 def holds_lease(replica: ReplicaState, now: float, shard_set: ShardSet) -> bool:
@@ -60,11 +57,8 @@ def try_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
         else:
             replica.send_stale(peer, frame.request_id)
         return True
-    if (
-        not holds_lease(replica, now, shard_set)
-        or may_be_superseded(replica, now, shard_set)
-        or (replica.shards_to_load and any_set(replica.is_unloaded[shard_set.index]))
-    ):
+    is_unloaded = replica.shards_to_load and any_set(replica.is_unloaded[shard_set.index])
+    if is_unloaded or not holds_lease(replica, now, shard_set) or may_be_superseded(replica, now, shard_set):
         return False
     try:
         if frame.kind == wire.PULL:
@@ -90,21 +84,18 @@ def try_read(replica: ReplicaState, now: float, peer: Hashable, frame: wire.Fram
 
 
 def _send_rows(replica: ReplicaState, peer: Hashable, frame: wire.Frame) -> None:
-    store, counts, byte_count = replica.shards.store, [], 0
+    store, counts = replica.shards.store, []
     arrays: list[np.ndarray | wire.ChunkedArray] = []
     for op, ids in zip(frame.meta["ops"], frame.arrays[1:], strict=True):
-        op_arrays: Sequence[np.ndarray | wire.ChunkedArray]
         if "table" in op:
-            op_arrays = store.read(op["table"], ids, op["wire"])
+            op_arrays: Arrays = store.read(op["table"], ids, op["wire"])
         else:
             blocks = store.read_blocks(op["dense"], ids)
             op_arrays = [wire.ChunkedArray(blocks)] if blocks else []
-        for array in op_arrays:
-            byte_count += array.nbytes
         replica.counters["rows"] += len(ids)
         arrays += op_arrays
         counts.append(len(op_arrays))
-    if byte_count > wire.MAX_FRAME_BYTES - wire.MAX_META_BYTES:
+    if sum(array.nbytes for array in arrays) > wire.MAX_FRAME_BYTES - wire.MAX_META_BYTES:
         raise ServerError(f"the answer exceeds {wire.MAX_FRAME_BYTES >> 20} MiB; read fewer rows at once")
     replica.counters["pulls"] += 1
     replica.send_to_peer(peer, wire.ROWS, frame.request_id, {"counts": counts}, arrays)

@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Send
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
 from echelon.server.store import SnapshotPart
 
 Meta = dict[str, Any]
 Arrays = Sequence[np.ndarray | wire.ChunkedArray]
-
-
-class UnackedMessage(NamedTuple):
-    """A numbered message, kept until it is acknowledged."""
-
-    number: int
-    kind: int
-    meta: Meta
-    arrays: Arrays
-    sent_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +38,10 @@ class SnapshotTransfer:
     parts: Sequence[SnapshotPart]
     started_at: float
     parts_sent: int = 0
-    #: Message numbers of the parts in flight.
-    unacked_parts: deque[int] = field(default_factory=deque)
+    unacked_parts: deque[int] = field(default_factory=deque)  # message numbers of the parts in flight
     #: Entries of the shard since the snapshot was taken: they follow its last part.
     deferred_entries: list[SnapshotPart] = field(default_factory=list)
-    #: Message number of the last part; None while parts are left to send.
-    last_part_number: int | None = None
+    last_part_number: int | None = None  # message number of the last part; None while parts are left to send
 
 
 class ReplicaLink:
@@ -62,13 +51,12 @@ class ReplicaLink:
         self.server, self.incarnation = server, incarnation
         #: Distinguishes this link from earlier ones to the same replica: each numbers its messages from 1.
         self.link_id = link_id
-        self.is_up = False
-        self.down_since = float("inf")
+        self.is_up, self.down_since = False, float("inf")
         #: The newest map that the replica is known to have. While ours is older, its answers acknowledge nothing.
         self.peer_map_version = 0
-        #: Numbers of the last message created and of the last one acknowledged.
-        self.last_number = self.last_acked = 0
-        self.unacked: deque[UnackedMessage] = deque()
+        self.last_number = self.last_acked = 0  # numbers of the last message created and of the last one acknowledged
+        #: Messages to send again on the next connection, with their numbers and when they were sent.
+        self.unacked: deque[tuple[int, float, Send]] = deque()
         self.pending_acks: deque[tuple[int, PendingAck]] = deque()
         #: When the newest acknowledged message was sent: the start of the lease for reads.
         self.lease_start = self.last_heartbeat = float("-inf")
@@ -78,8 +66,7 @@ class ReplicaLink:
         #: Equal there except for messages in flight; entries are sent for `is_forwarding` shards, which include one whose snapshot is in flight.
         self.is_synced, self.is_forwarding = np.zeros(num_shards, bool), np.zeros(num_shards, bool)
         self.log_state_requested = np.zeros(num_shards, bool)
-        #: The replica knows a newer map and did not take an entry.
-        self.has_refused = np.zeros(num_shards, bool)
+        self.has_refused = np.zeros(num_shards, bool)  # the replica knows a newer map and did not take an entry
         self.snapshot_queue: deque[int] = deque()
         self.transfer: SnapshotTransfer | None = None
         self.next_transfer_at = float("-inf")

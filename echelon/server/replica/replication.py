@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from echelon.server.protocol import wire
+from echelon.server.protocol.actions import LINK, Send
 from echelon.server.protocol.shard_sets import ShardSet, all_set, any_set
-from echelon.server.replica.replica_link import Arrays, Meta, PendingAck, ReplicaLink, SnapshotTransfer, UnackedMessage
+from echelon.server.replica.replica_link import Arrays, Meta, PendingAck, ReplicaLink, SnapshotTransfer
 from echelon.server.replica.shard_state import covers_frame
 from echelon.server.replica.state import ReplicaState
 
@@ -38,9 +39,10 @@ def send_numbered(replica: ReplicaState, now: float, link: ReplicaLink, kind: in
     """Send a message that the replica acknowledges by its number; keep it until then."""
     link.last_number += 1
     meta["n"] = link.last_number
-    link.unacked.append(UnackedMessage(link.last_number, kind, meta, arrays, now))
+    message = Send(LINK, link.server, kind, 0, meta, arrays)
+    link.unacked.append((link.last_number, now, message))
     if link.is_up:
-        replica.send_to_replica(link.server, kind, meta, arrays)
+        replica.actions.append(message)
     return link.last_number
 
 
@@ -63,14 +65,6 @@ def send_ack(replica: ReplicaState, ack: PendingAck) -> None:
             return
     kind, meta = ack.answer
     replica.send_to_peer(ack.peer, kind, ack.request_id, meta)
-
-
-def retry_blocked_acks(replica: ReplicaState) -> None:
-    """Send the blocked answers that may go out by now."""
-    blocked, replica.blocked_acks = replica.blocked_acks, []
-    for ack in blocked:
-        if not ack.awaited_numbers:
-            send_ack(replica, ack)
 
 
 def append_entry(replica: ReplicaState, now: float, kind: int, meta: Meta, *arrays: np.ndarray) -> None:

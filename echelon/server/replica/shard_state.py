@@ -24,10 +24,8 @@ from echelon.server.store import SnapshotPart
 if TYPE_CHECKING:  # without numba there is none
     from echelon.server.store.store import ParameterStore
 
-#: Gradients or rows of a table (n, dim), or one array for each dense block.
-Values = Any
-#: One operation of a push, its ids or blocks, and its values.
-Operation = tuple[dict[str, Any], np.ndarray, Values]
+Values = Any  # gradients or rows of a table (n, dim), or one array for each dense block
+Operation = tuple[dict[str, Any], np.ndarray, Values]  # one operation of a push, its ids or blocks, and its values
 _INT64 = np.dtype(np.int64)
 
 

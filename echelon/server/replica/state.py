@@ -16,8 +16,7 @@ from echelon.server.replica.replica_link import Arrays, Meta, PendingAck, Replic
 from echelon.server.replica.shard_state import ReplicaDiverged, ShardState
 from echelon.server.store import SnapshotPart
 
-#: Seconds for which a backup's answer lets its head serve reads.
-LEASE = 0.3
+LEASE = 0.3  # seconds for which a backup's answer lets its head serve reads
 #: Raised by a handler when a frame's contents are not those of its kind.
 MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, MemoryError)
 
@@ -41,8 +40,7 @@ class ReplicaState:
     shard_sets: ShardSetCache = field(init=False)
     actions: list[Action] = field(default_factory=list)
     counters: dict[str, int] = field(init=False)
-    #: The job's replication factor, and when the controller was last heard.
-    target_replicas: int = 1
+    target_replicas: int = 1  # the job's replication factor
     controller_heard_at: float = 0.0
 
     # As head.
@@ -51,15 +49,13 @@ class ReplicaState:
     is_head: np.ndarray = field(init=False)
     is_ready: np.ndarray = field(init=False)
     is_draining: np.ndarray = field(init=False)
-    #: The map gives the shard this server alone.
     is_sole_replica: np.ndarray = field(init=False)
     #: Shards to read from a checkpoint: folder, and the map version that ordered it.
     shards_to_load: dict[int, tuple[str, int]] = field(default_factory=dict)
     is_unloaded: np.ndarray = field(init=False)
     #: Drained shards: deadline, shards, whether the controller knows.
     handovers: list[tuple[float, np.ndarray, bool]] = field(default_factory=list)
-    #: Snapshot parts in flight per link.
-    max_parts_in_flight: int = 4
+    max_parts_in_flight: int = 4  # per link
     log_state_requested_at: float = 0.0
     #: When reads of each shard may begin, and the latest of these times.
     reads_allowed_from: np.ndarray = field(init=False)

@@ -4,5 +4,4 @@ from typing import Any
 
 import numpy as np
 
-#: What a part of a shard's snapshot holds, and its arrays.
-SnapshotPart = tuple[dict[str, Any], list[np.ndarray]]
+SnapshotPart = tuple[dict[str, Any], list[np.ndarray]]  # what a part of a shard's snapshot holds, and its arrays

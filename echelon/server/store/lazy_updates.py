@@ -4,11 +4,9 @@ A row stores the number of updates that it has had. In the updates that it misse
 the learning rates alone, which are kept per update (`UpdateHistory`). A read computes the present row and writes nothing; a push brings its
 rows up to date and updates them. A row that was never pushed to is brought up to date from its first value.
 
-- Weights and momentum are linear in a missed update: the product of all of them is a 2 x 2 matrix, found in a tree of products.
+- Weights and momentum are linear in a missed update: the product of all of them is a 2 x 2 matrix, computed from a tree of products.
 - Adam's averages shrink by constants: a missed update is one division per number, and they end where the rest is below rounding.
 - Weight decay through Adam's or Adagrad's gradient has no closed form: every missed update is computed.
-
-The compiled loops are in `kernels.missed_updates`.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from echelon.server.store.sparse_table import SparseTable
 
 #: Numbers times updates per kernel call, about 50 ms; between two calls the server shows that it is alive.
 _MAX_WORK_PER_CALL = 10_000_000
-#: Updates after which Adam's averages have mostly decayed.
-_ADAM_TAIL_UPDATES = 1000
+_ADAM_TAIL_UPDATES = 1000  # updates after which Adam's averages have mostly decayed
 
 
 def encode_lazy_params(rule: Rule) -> np.ndarray:
@@ -171,19 +168,16 @@ class LazySparseTable(SparseTable):
 
     def set_history(self, shard: int, history: UpdateHistory) -> None:
         """A shard was installed, with the updates that it has had."""
-        rates = history.rates[: history.count]
-        others = self._histories.values()
+        rates, others = history.rates[: history.count], self._histories.values()
         same = (other for other in others if np.array_equal(other.rates[: other.count], rates))
         self._assign_history(np.array([shard]), next(same, history))
 
     def _assign_history(self, shards: np.ndarray, history: UpdateHistory) -> None:
-        number = next((number for number, other in self._histories.items() if other is history), None)
-        if number is None:
-            number = max(self._histories) + 1
-            self._histories[number] = history
-        self._history_of_shard[shards] = number
-        used_numbers = set(self._history_of_shard.tolist())
-        self._histories = {number: other for number, other in self._histories.items() if number in used_numbers}
+        new_number = max(self._histories) + 1
+        number = next((number for number, other in self._histories.items() if other is history), new_number)
+        self._histories[number], self._history_of_shard[shards] = history, number
+        used = set(self._history_of_shard.tolist())
+        self._histories = {number: other for number, other in self._histories.items() if number in used}
 
     def rows_of_shard(self, shard: int, *, clear: bool = False) -> np.ndarray:
         """The row numbers of a shard; `clear` frees the rows, and the shard has had no update."""
@@ -227,24 +221,22 @@ class LazySparseTable(SparseTable):
             for history, selected in self._group_by_history(ids):
                 self._set_update_counts(ids[selected], history.count)
             return
-        is_new = row_numbers == 0
-        if is_new.any():
+        if (is_new := row_numbers == 0).any():
             new_ids = ids[is_new]
             super().write(new_ids, row_numbers[is_new], super().read(new_ids), lsn, is_assignment=True)
             self._set_update_counts(new_ids, 0)
             row_numbers = self.find(ids)[0]
         for history, selected in self._group_by_history(ids):
-            self._catch_up(history, row_numbers[selected], self._kernel_views, update_count=history.count + 1)
-            row_args = (ids[selected], row_numbers[selected], values[selected])
-            super().write(*row_args, lsn, lr=lr, step=history.count + 1)
+            some_ids, some_rows, next_update = ids[selected], row_numbers[selected], history.count + 1
+            self._catch_up(history, some_rows, self._kernel_views, update_count=next_update)
+            super().write(some_ids, some_rows, values[selected], lsn, lr=lr, step=next_update)
 
     def _set_update_counts(self, ids: np.ndarray, update_count: int) -> None:
         self.int64_view[self.find(ids)[0] * self.words + self.words - 1] = update_count
 
     def encode_rule(self, lr: float | None, step: int | None, *, is_assignment: bool) -> tuple[np.ndarray, np.ndarray]:
         """One update: the bias correction goes by the table's update count, and epsilon is Adam's, not SparseAdam's."""
-        rule = self.spec.rule
-        count = 1 if step is None else step
+        rule, count = self.spec.rule, 1 if step is None else step
         params = encode_rule_params(rule, lr, self.spec.dim)
         if count == 1:
             params[4] = 1.0  # torch's first momentum is the gradient itself, not dampened

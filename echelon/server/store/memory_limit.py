@@ -12,8 +12,7 @@ import numpy as np
 from echelon.server.protocol.specs import StoreFull
 from echelon.server.store.sparse_table import SparseTable
 
-#: New rows per shard, of each table.
-MissingRows = Sequence[tuple[SparseTable, np.ndarray]]
+MissingRows = Sequence[tuple[SparseTable, np.ndarray]]  # new rows per shard, of each table
 
 
 class MemoryLimit:
@@ -43,7 +42,7 @@ class MemoryLimit:
         self._guaranteed_rows.clear()
 
     def guarantees(self, table: SparseTable, new_rows: int) -> bool:
-        """Whether so many new rows certainly fit. Asked for every push, so it is computed for many at once."""
+        """Whether this many new rows certainly fit. Asked for every push, so it is computed for many rows at once."""
         if self._guaranteed_rows.get(table.spec.name, 0) >= new_rows:
             return True
         for rows in (new_rows + (1 << 20), new_rows):
@@ -64,15 +63,12 @@ class MemoryLimit:
 
     def check(self, missing_rows: MissingRows, block_bytes: int = 0) -> None:
         """StoreFull if new rows and blocks do not fit."""
-        needed = block_bytes + sum(table.bytes_needed(missing) for table, missing in missing_rows)
-        used = self._used_bytes()
+        rooms, used = [table.room_needed(missing) for table, missing in missing_rows], self._used_bytes()
+        needed = block_bytes + sum(table_bytes for table_bytes, _ in rooms)
         exceeds_limit = not self._is_suspended and needed > 0 and used + needed > self.bytes
-        if exceeds_limit or not all(table.has_room_for(missing) for table, missing in missing_rows):
-            needs = ", ".join(
-                f"table {table.spec.name}: {int(missing.sum())} new rows of {table.layout.stride} bytes"
-                for table, missing in missing_rows
-                if missing.any()
-            )
+        if exceeds_limit or not all(fits for _, fits in rooms):
+            rows = ((f"{int(missing.sum())} new rows", table) for table, missing in missing_rows if missing.any())
+            needs = ", ".join(f"table {table.spec.name}: {new} of {table.layout.stride} bytes" for new, table in rows)
             spill = "" if self._spill else "give spill=, "
             raise StoreFull(
                 f"{needs or 'dense blocks'} need {needed} bytes, and this server holds {used} of at most {self.bytes}; nothing was applied; "

@@ -30,10 +30,6 @@ class RowLayout(NamedTuple):
     def stride(self) -> int:
         return 8 * self.words
 
-    def to_array(self) -> np.ndarray:
-        """As the kernels read it."""
-        return np.array(self[:7], np.int64)
-
 
 def as_kernel_array(values: Any, dtype: Any) -> np.ndarray:
     """Contiguous and writable: kernels are compiled for such arrays only."""

@@ -16,10 +16,8 @@ import numpy as np
 
 from echelon.errors import CheckpointError
 
-#: Dtype and shape by name.
-Tensors = Mapping[str, tuple[np.dtype, Sequence[int]]]
-#: What a damaged file raises.
-DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+Tensors = Mapping[str, tuple[np.dtype, Sequence[int]]]  # dtype and shape by name
+DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)  # what a damaged file raises
 
 
 def encode_header(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:

@@ -41,12 +41,12 @@ def partial_folder(folder: Path) -> Path:
 
 
 def _previous_folder(folder: Path) -> Path:
-    """Where a checkpoint that is being replaced lies meanwhile."""
+    """Where a checkpoint is moved while another replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def _finish_rename(folder: Path) -> None:
-    """Rename a complete checkpoint that is not renamed yet: also after a crash in the middle of `complete_checkpoint`."""
+    """Rename a complete checkpoint, also after a crash in the middle of `complete_checkpoint`."""
     if not folder.exists() and (partial_folder(folder) / MANIFEST_NAME).is_file():
         with contextlib.suppress(FileNotFoundError):  # a reader may do the same
             os.rename(partial_folder(folder), folder)
@@ -150,9 +150,7 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
 
     manifest = read_manifest(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as executor:
-        shards = range(int(manifest["shards"]))
-        for _ in executor.map(lambda shard: len(_read_verified(folder, manifest, shard)[1]), shards):
-            pass
+        list(executor.map(lambda shard: len(_read_verified(folder, manifest, shard)[1]), range(manifest["shards"])))
     return manifest
 
 
@@ -191,32 +189,30 @@ def load_shard(folder: Path, shard: int) -> list[SnapshotPart]:
 
 
 class CheckpointWriter:
-    """Writes shards in threads while the loop goes on: one shard is copied and written at a time, between other work."""
+    """Writes shards in threads while the loop goes on: one shard is copied and written at a time, between other work.
 
-    def __init__(self, loop: EventLoop) -> None:
+    `snapshot_shard` copies a shard, if this server still has it; `report_result` is called for each that is on disk, or failed.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None],
+        report_result: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._snapshot_shard, self._report_result = snapshot_shard, report_result
         #: Shards to copy, the one that is being written, and what came of it: checkpoint, folder, shard.
         self._queue: list[tuple[int, Path, int]] = []
         self._current: tuple[int, Path, int] | None = None
         self._result: dict[str, Any] = {}
-        self._snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None] = lambda shard: None
-        self._report_result: Callable[[dict[str, Any]], None] = lambda details: None
         read_fd, self._wakeup_fd = os.pipe()
         loop.watch(read_fd, lambda: self._on_written(read_fd))
 
-    def write(
-        self,
-        checkpoint_id: int,
-        folder: Path,
-        shards: Sequence[int],
-        snapshot_shard: Callable[[int], Sequence[SnapshotPart] | None],
-        report_result: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Write these shards: `snapshot_shard` copies one, `report_result` is called for each that is on disk, or failed."""
+    def write(self, checkpoint_id: int, folder: Path, shards: Sequence[int]) -> None:
         # The id alone is not enough: a restarted controller counts from 1.
         jobs = [(checkpoint_id, partial_folder(folder), shard) for shard in shards]
         known, queued = {*self._queue, self._current}, [job for job in self._queue if job[:2] == jobs[0][:2]]
         self._queue = queued + [job for job in jobs if job not in known]
-        self._snapshot_shard, self._report_result = snapshot_shard, report_result
         self._start_next()
 
     def _start_next(self) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 from echelon.server import kernels as k
 from echelon.server.protocol.specs import StoreError
 
-#: The share of a shard's slots that may be in use before it doubles.
-MAX_LOAD = 0.8
+MAX_LOAD = 0.8  # the share of a shard's slots that may be in use before it doubles
 _MIN_SLOTS = 16
 
 
@@ -53,20 +52,17 @@ class ShardIndex:
         slot_counts = np.exp2(np.ceil(np.log2(target_rows[growing] / MAX_LOAD + 1))).astype(np.int64)
         return growing, np.maximum(slot_counts, _MIN_SLOTS)
 
-    def bytes_needed(self, missing: np.ndarray) -> int:
-        """Memory that `missing` more rows per shard would take."""
+    def room_needed(self, missing: np.ndarray) -> tuple[int, bool]:
+        """Memory that `missing` more rows per shard would take, and whether the reserved addresses suffice."""
         growing, slot_counts = self._growth(missing)
-        return int((slot_counts - (self._masks[growing] + 1)).sum()) * 8
+        slots = int(slot_counts.sum())
+        return 8 * (slots - int((self._masks[growing] + 1).sum())), self._next_slot + slots <= self._max_slots
 
     def max_bytes_needed(self, new_rows: int) -> int | None:
-        """An upper bound for so many new rows, whatever their shards; None: the reserved addresses may not suffice."""
+        """An upper bound for this many new rows, whatever their shards; None: the reserved addresses may not suffice."""
         # A shard that grows has at most twice the slots that MAX_LOAD asks for, and one to round up.
         slots = int(2 * (int(self.rows_per_shard.sum()) + new_rows) / MAX_LOAD) + 2 * len(self._masks)
         return 8 * slots if self._next_slot + slots <= self._max_slots else None
-
-    def has_room_for(self, missing: np.ndarray) -> bool:
-        """Whether the reserved addresses take `missing` more rows per shard."""
-        return self._next_slot + int(self._growth(missing)[1].sum()) <= self._max_slots
 
     def grow(self, missing: np.ndarray) -> None:
         for shard, slot_count in zip(*(array.tolist() for array in self._growth(missing)), strict=True):

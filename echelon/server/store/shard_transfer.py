@@ -19,8 +19,7 @@ from echelon.server.store.lazy_updates import LazySparseTable, UpdateHistory, hi
 from echelon.server.store.row_layout import as_kernel_array, state_layout
 from echelon.server.store.sparse_table import SparseTable
 
-#: About how many bytes one part of a snapshot has.
-SNAPSHOT_PART_BYTES = 1 << 20
+SNAPSHOT_PART_BYTES = 1 << 20  # about how many bytes one part of a snapshot has
 #: Tables with their rows, dense parameters with a block, lazy tables with their history.
 ParsedParts = tuple[
     list[tuple[SparseTable, list[np.ndarray]]],

@@ -1,4 +1,4 @@
-"""A sparse table in memory: rows by id, created when first written, found by a compiled index per shard.
+"""A sparse table in memory: rows by id, created when first written, looked up in a compiled index per shard.
 
 Rows lie in one reserved range of addresses (memory is taken as they are created), or in a file that the page cache pages in and out
 (`spill`). One thread at a time.
@@ -24,7 +24,7 @@ from echelon.server.store.write_log import MAX_LOGGED_SHARDS, WriteLog
 
 #: From here on a table uses huge pages: lookups miss the TLB too. A small table would take two of them.
 _MIN_HUGE_PAGE_BYTES = 16 << 20
-#: A spill file grows by so much at a time, allocated, so that a full disk is an error and not a signal.
+#: A spill file grows in allocated chunks of this size, so that a full disk is an error and not a signal.
 _SPILL_CHUNK_BYTES = 64 << 20
 #: Reads whose row numbers are cached for the pushes that follow: of as many workers, and steps ahead.
 _MAX_CACHED_READS = 64
@@ -43,7 +43,7 @@ class SparseTable:
         self.spec, self.num_shards, self.layout = spec, num_shards, row_layout.make_row_layout(spec)
         #: Weights are stored as they are computed with, and rows move only when they are pushed to.
         self.is_native = self.layout.stored_kind == k.NATIVE and not spec.rule.every
-        self._kernel_layout = self.layout.to_array()
+        self._kernel_layout = np.array(self.layout[:7], np.int64)
         self._shard_shift = np.uint64(64 - shard_bits(num_shards))
         self.words = self.layout.words
         self.max_rows = min(max(address_space // self.layout.stride, 1024), 2**32 - 2)
@@ -100,22 +100,19 @@ class SparseTable:
         _, first_unused, free = self.row_allocator.tolist()
         return first_unused + max(0, int(missing.sum()) - free)
 
-    def bytes_needed(self, missing: np.ndarray) -> int:
-        """Memory that `missing` more rows would take."""
-        new_rows = 0 if self._spill_file is not None else self._last_row(missing) - int(self.row_allocator[1])
-        return self.index.bytes_needed(missing) + new_rows * self.layout.stride
+    def room_needed(self, missing: np.ndarray) -> tuple[int, bool]:
+        """Memory that `missing` more rows would take, and whether the reserved addresses suffice."""
+        last_row, (index_bytes, fits) = self._last_row(missing), self.index.room_needed(missing)
+        new_rows = 0 if self._spill_file is not None else last_row - int(self.row_allocator[1])
+        return index_bytes + new_rows * self.layout.stride, fits and last_row <= self.max_rows + 1
 
     def max_bytes_needed(self, new_rows: int) -> int | None:
-        """An upper bound for so many new rows, whatever their shards; None: there may be no room for them."""
+        """An upper bound for this many new rows, whatever their shards; None: there may be no room for them."""
         rows, index_bytes = int(self.row_allocator[1]) + new_rows, self.index.max_bytes_needed(new_rows)
         is_spill_reserved = self._spill_file is None or rows * self.layout.stride <= self._spill_bytes
         if index_bytes is None or rows > self.max_rows + 1 or not is_spill_reserved:
             return None
         return new_rows * self.layout.stride + index_bytes
-
-    def has_room_for(self, missing: np.ndarray) -> bool:
-        """Whether the reserved addresses suffice."""
-        return self._last_row(missing) <= self.max_rows + 1 and self.index.has_room_for(missing)
 
     def reserve_spill(self, missing: np.ndarray) -> None:
         """Grow the spill file, if there is one. Raises StoreFull before anything changes."""
@@ -133,7 +130,7 @@ class SparseTable:
         self._spill_bytes = nbytes
 
     def grow_index(self, missing: np.ndarray) -> None:
-        if not self._uses_huge_pages and self.bytes + self.bytes_needed(missing) > _MIN_HUGE_PAGE_BYTES:
+        if not self._uses_huge_pages and self.bytes + self.room_needed(missing)[0] > _MIN_HUGE_PAGE_BYTES:
             self._uses_huge_pages = True
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self.index.memory.madvise(mmap.MADV_HUGEPAGE)

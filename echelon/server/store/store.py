@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from echelon.server.store.memory_limit import MemoryLimit
 from echelon.server.store.row_layout import as_kernel_array, extract_weights, required_step
 from echelon.server.store.sparse_table import SparseTable
 
+T = TypeVar("T")
 _INT64 = np.dtype(np.int64)
 #: Of a push or read: a table's name, or a parameter's, with its ids or blocks, its values, and "apply", "assign" (rows) or "set" (blocks).
 Operation = tuple[str, np.ndarray, Any, str]
@@ -38,6 +39,16 @@ def _as_ids(ids: np.ndarray) -> np.ndarray:
     if array.size and array.dtype.kind not in "iu":
         raise StoreError(f"ids: {array.dtype}; expected 64-bit integers")
     return as_kernel_array(array, np.int64).reshape(-1)
+
+
+class _Declared(dict[str, T]):
+    """Tables or dense parameters by name."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __missing__(self, name: str) -> T:
+        raise StoreError(f"{name}: no {self._kind} of that name; declared: {', '.join(sorted(self)) or 'none'}")
 
 
 class ParameterStore:
@@ -55,11 +66,11 @@ class ParameterStore:
         shard_bits(num_shards)
         self.num_shards, self._spill, self._keep_alive = num_shards, spill, keep_alive
         self._limit = MemoryLimit(memory, spill, lambda: self.bytes)
-        self._tables: dict[str, SparseTable] = {}
+        self._tables = _Declared[SparseTable]("table")
         #: Those of the tables all of whose rows move with each push that gives their rate.
         self.lazy_tables: dict[str, LazySparseTable] = {}
         self._admission_counts: dict[str, AdmissionCounts] = {}
-        self._dense_parameters: dict[str, DenseParameter] = {}
+        self._dense_parameters = _Declared[DenseParameter]("dense parameter")
         self._contents = shard_transfer.Contents(self._tables, self._admission_counts, self._dense_parameters)
 
     def declare(self, spec: Table | Dense) -> None:
@@ -87,7 +98,7 @@ class ParameterStore:
 
     @property
     def specs(self) -> dict[str, Table | Dense]:
-        return {name: held.spec for name, held in (self._tables | self._dense_parameters).items()}
+        return {name: declared.spec for name, declared in (self._tables | self._dense_parameters).items()}
 
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The shard of each id, or of each block of a dense parameter."""
@@ -102,7 +113,7 @@ class ParameterStore:
 
     def read(self, name: str, ids: np.ndarray, wire_dtype: str = "f4") -> list[np.ndarray]:
         """Rows in the order of ids, and their scales for i2 and i1."""
-        table = self._table(name)
+        table = self._tables[name]
         ids = _as_ids(ids)
         if wire_dtype != table.spec.stored or wire_dtype[0] == "f":
             return quantize(table.read(ids), wire_dtype)
@@ -117,7 +128,7 @@ class ParameterStore:
 
     def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
         """The values of blocks: read-only views that do not change while a reader holds them."""
-        dense = self._dense_parameter(name)
+        dense = self._dense_parameters[name]
         return [dense.read(block) for block in _as_ids(blocks).tolist()]
 
     def changed_ids_until(
@@ -129,7 +140,7 @@ class ParameterStore:
         """
         id_arrays, until_lsns = [np.empty(0, np.int64)], np.array(since_lsns, np.int64)
         remaining = np.iinfo(np.int64).max if limit is None else limit
-        source = self._dense_parameters.get(name) or self._table(name)
+        source = self._dense_parameters.get(name) or self._tables[name]
         for index, (ids, lsns) in enumerate(source.written_since(np.array(shards, np.int64), until_lsns.copy())):
             if remaining <= 0:
                 break
@@ -170,7 +181,7 @@ class ParameterStore:
             self._limit.reserve([], dense.bytes_needed(ids))
             dense.apply(sums, lr=lr, lsn=lsn, step=step)
             return
-        table = self._table(name)
+        table = self._tables[name]
         required_step(table.spec.rule, step, name)
         values = table.as_values(ids, grads)
         lsn = np.ascontiguousarray(lsn, np.int64)
@@ -212,7 +223,7 @@ class ParameterStore:
 
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
         """Set rows, with fresh state and regardless of admission. Of duplicate ids the last counts."""
-        table = self._table(name)
+        table = self._tables[name]
         ids = _as_ids(ids)
         values = table.as_values(ids, values)
         if not k.all_unique(ids, make_hash_table(len(ids))):
@@ -227,7 +238,7 @@ class ParameterStore:
 
     def initialize_blocks(self, name: str, blocks: np.ndarray, values: Any, *, lsn: np.ndarray) -> None:
         """Set the first values of blocks; blocks that have values keep them."""
-        dense, blocks = self._dense_parameter(name), _as_ids(blocks)
+        dense, blocks = self._dense_parameters[name], _as_ids(blocks)
         block_values = dense.as_values(blocks, values)
         self._limit.reserve([], dense.bytes_needed(blocks))
         for block, value in zip(blocks.tolist(), block_values, strict=True):
@@ -243,13 +254,13 @@ class ParameterStore:
             ids = _as_ids(keys)
             check_learning_rate(name, (rates or {}).get(name))
             if kind == "set" or (kind == "apply" and name in self._dense_parameters):
-                dense = self._dense_parameter(name)
+                dense = self._dense_parameters[name]
                 dense.as_values(ids, values)
                 if kind == "apply":
                     dense.check_push(sorted(set(ids.tolist())), step)
                 id_arrays.setdefault((name, "set"), []).append(ids)
                 continue
-            table = self._table(name)
+            table = self._tables[name]
             table.as_values(ids, values)
             if kind == "apply":
                 required_step(table.spec.rule, step, name)
@@ -274,12 +285,12 @@ class ParameterStore:
     def expire(self, name: str, shards: Sequence[int] | np.ndarray, before_lsn: int | np.ndarray) -> int:
         """Remove rows last written before a log number (one for all, or one per shard); how many."""
         limits = np.broadcast_to(np.asarray(before_lsn, np.int64), (len(shards),))
-        counts, table = self._admission_counts.get(name), self._table(name)
+        counts, table = self._admission_counts.get(name), self._tables[name]
         rows_before = table.count
-        for some in (table,) if counts is None else (counts, table):
+        for target in (table,) if counts is None else (counts, table):
             for shard, limit in zip(shards, limits, strict=True):
-                rows = some.rows_of_shard(int(shard))
-                some.remove(some.read_column(rows, 0)[some.read_column(rows, 1) < limit])
+                rows = target.rows_of_shard(int(shard))
+                target.remove(target.read_column(rows, 0)[target.read_column(rows, 1) < limit])
         return rows_before - table.count
 
     # Shards
@@ -330,12 +341,9 @@ class ParameterStore:
         tables = {}
         for name, table in self._tables.items():
             counts = self._admission_counts.get(name)
-            tables[name] = {
-                "rows": table.count,
-                "bytes": table.bytes + (counts.bytes if counts else 0),
-                "waiting": counts.count if counts else 0,
-                "spilled": table.spilled_bytes,
-            }
+            waiting, count_bytes = (counts.count, counts.bytes) if counts else (0, 0)
+            sizes = {"bytes": table.bytes + count_bytes, "spilled": table.spilled_bytes}
+            tables[name] = {"rows": table.count, "waiting": waiting, **sizes}
         dense = {name: {"blocks": len(one.blocks), "bytes": one.bytes} for name, one in self._dense_parameters.items()}
         rows = sum((table.rows_per_shard for table in self._tables.values()), np.zeros(self.num_shards, np.int64))
         return {"tables": tables, "dense": dense, "rows": rows, "bytes": self.bytes, "memory": self._limit.bytes}
@@ -348,21 +356,6 @@ class ParameterStore:
     def close(self) -> None:
         for table in self._tables.values():
             table.close()
-
-    def _table(self, name: str) -> SparseTable:
-        table = self._tables.get(name)
-        if table is None:
-            raise self._unknown_name("table", name)
-        return table
-
-    def _dense_parameter(self, name: str) -> DenseParameter:
-        dense = self._dense_parameters.get(name)
-        if dense is None:
-            raise self._unknown_name("dense parameter", name)
-        return dense
-
-    def _unknown_name(self, what: str, name: str) -> StoreError:
-        return StoreError(f"{name}: no {what} of that name; declared: {', '.join(sorted(self.specs)) or 'none'}")
 
     def _sum_duplicates(self, ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if k.all_unique(ids, make_hash_table(len(ids))):

@@ -23,14 +23,11 @@ from echelon.server.store.lazy_updates import bring_rows_up_to_date, history_fro
 from echelon.server.store.row_layout import extract_weights, initial_values
 from echelon.server.store.safetensors_file import DAMAGE_ERRORS, SafetensorsFile, encode_header
 
-#: Ids, rows, and the scales of integers.
-RowBatch = tuple[np.ndarray, list[np.ndarray]]
+RowBatch = tuple[np.ndarray, list[np.ndarray]]  # ids, rows, and the scales of integers
 Batches = Iterable[RowBatch]
-#: Ids and rows.
-Rows = tuple[np.ndarray, np.ndarray]
+Rows = tuple[np.ndarray, np.ndarray]  # ids and rows
 Metadata = dict[str, str]
-#: Learning rates, run-length encoded: up to which update, and the rate.
-RateRuns = tuple[np.ndarray, np.ndarray]
+RateRuns = tuple[np.ndarray, np.ndarray]  # learning rates, run-length encoded: up to which update, and the rate
 
 
 def export_from_checkpoint(folder: Path, name: str, path: Path, wire_dtype: str = "f4") -> int:

@@ -1,7 +1,4 @@
-"""Which ids were written lately, so that "what changed since" need not walk a table: a bounded log of the last writes.
-
-It is never wrong, only short: where it does not reach back far enough it reports that, and the table is walked.
-"""
+"""A bounded log of the ids of the last writes, so that "what changed since" need not scan a table, unless the log is too short."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ from collections import deque
 
 import numpy as np
 
-#: Numbers (of 8 bytes) that are kept at least; beyond, as many as a quarter of the table's rows.
-MIN_CAPACITY = 65536
-#: With more shards than this a log number for each of them is more than the ids themselves.
-MAX_LOGGED_SHARDS = 4096
-#: What an array takes besides its numbers, in numbers.
-_ARRAY_OVERHEAD = 16
+MIN_CAPACITY = 65536  # numbers (of 8 bytes) that are kept at least; beyond, as many as a quarter of the table's rows
+MAX_LOGGED_SHARDS = 4096  # with more shards than this a log number for each of them is more than the ids themselves
+_ARRAY_OVERHEAD = 16  # what an array takes besides its numbers, in numbers
 
 
 class WriteLog:
@@ -23,8 +17,7 @@ class WriteLog:
     def __init__(self, num_shards: int) -> None:
         #: Ids of one write, or of several small ones; the log numbers of the last of them.
         self._entries: deque[tuple[list[np.ndarray], np.ndarray]] = deque()
-        #: Ids of the newest entry, and numbers in sum.
-        self._newest_id_count = self._size = 0
+        self._newest_id_count = self._size = 0  # ids of the newest entry, and numbers in sum
         #: Writes of each shard after this log number are all here.
         self._complete_since = np.full(num_shards, np.iinfo(np.int64).min, np.int64)
 

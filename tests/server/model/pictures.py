@@ -10,9 +10,9 @@ import numpy as np
 
 from echelon.server.client.outbox import Section
 from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Send
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.protocol.shard_sets import ShardSet, ShardSetCache
-from echelon.server.replica.replica_link import UnackedMessage
 from tests.server.model.nodes import EVENTS
 
 _SHARED = (
@@ -25,7 +25,7 @@ _SHARED = (
     wire.Frame,
     ShardMap,
     Section,
-    UnackedMessage,
+    Send,
     ShardSet,
     ShardSetCache,
 )
