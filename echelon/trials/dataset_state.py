@@ -18,18 +18,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from echelon.trials import snapshot
 from echelon.trials.iterator_replay import is_plain_iterator
 from echelon.trials.reachable import PLAIN_TYPES, is_container, is_user_defined, is_user_object
-from echelon.trials.snapshot import (
-    MAX_ITEMS,
-    SavedContents,
-    Snapshot,
-    get_file_position,
-    has_mutable_content,
-    is_equal,
-    list_file_positions,
-    restore_file_positions,
-)
 
 #: Bytes of tensors and arrays that are copied; for further tensors torch counts the changes.
 _MAX_COPIED_BYTES = 2**26
@@ -49,7 +40,7 @@ class DatasetState:
         self._tensor_versions: list[tuple[Tensor, int]] = []
         bytes_left = _MAX_COPIED_BYTES
         for value in reachable:
-            if not has_mutable_content(value) or (is_container(value) and len(value) > MAX_ITEMS):
+            if not snapshot.has_mutable_content(value) or (is_container(value) and len(value) > snapshot.MAX_ITEMS):
                 continue
             size = value.nbytes if isinstance(value, Tensor | np.ndarray) else 0
             if size <= bytes_left:
@@ -57,27 +48,27 @@ class DatasetState:
                 copied.append(value)
             elif isinstance(value, Tensor):
                 self._tensor_versions.append((value, value._version))
-        self._contents = SavedContents(copied)
+        self._contents = snapshot.SavedContents(copied)
         # What its functions, classes and objects hold: closures, globals, attributes of classes, iterators.
         holders = [v for v in reachable if any(map(is_plain_iterator, getattr(v, "__dict__", {}).values()))]
         holders += [value for value in reachable if _is_code(value) or isinstance(value, Dataset)]
         roots = {f"part {index}": value for index, value in enumerate(holders)}
         saved_ids = {id(value) for value in (*copied, *(tensor for tensor, _ in self._tensor_versions))}
-        code_state = Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
-        self._file_positions = [*list_file_positions(reachable), *code_state.file_positions]
+        code_state = snapshot.Snapshot(roots, excluded_ids=saved_ids, max_tensor_bytes=_MAX_SETTING_BYTES)
+        self._file_positions = [*snapshot.list_file_positions(reachable), *code_state.file_positions]
         classes = [base for owner in reachable if isinstance(owner, type) for base in owner.__mro__]
         attributes = [value for owner in classes for value in vars(owner).values()]
         candidates = {id(value): value for value in (*reachable, *attributes, *code_state.unfollowed_values)}.values()
         caches = [value for value in candidates if isinstance(value, _lru_cache_wrapper) and is_user_defined(value)]
         self._cache_infos = [(value, value.cache_info()) for value in caches]
         cached_functions = {f"cached {index}": value.__wrapped__ for index, value in enumerate(caches)}
-        self._snapshots = (code_state, Snapshot(cached_functions, max_tensor_bytes=_MAX_SETTING_BYTES))
+        self._snapshots = (code_state, snapshot.Snapshot(cached_functions, max_tensor_bytes=_MAX_SETTING_BYTES))
 
     def restore(self, *, with_generators: bool = True) -> None:
         """Restore it, with its random generators if asked for and its positions in files; files that it has closed since are opened again. A
         `functools.lru_cache` is cleared if it was empty: the content of others is not accessible."""
         reopened = {id(file): _reopen_file(file, position) for file, position in self._file_positions if file.closed}
-        restore_file_positions(self._file_positions)
+        snapshot.restore_file_positions(self._file_positions)
         # Python closes files that were opened since.
         with warnings.catch_warnings(action="ignore", category=ResourceWarning):
             for value, attributes in self._saved_attributes:
@@ -99,12 +90,13 @@ class DatasetState:
         if self.has_unrestorable_changes():
             return True
         if with_positions and (
-            any(get_file_position(file) != position for file, position in self._file_positions)
+            any(snapshot.get_file_position(file) != position for file, position in self._file_positions)
             or any(function.cache_info().misses != info.misses for function, info in self._cache_infos)
         ):
             return True
         for value, saved in self._saved_attributes:
-            if any(_is_state(item) and not is_equal(item, saved.get(name)) for name, item in vars(value).items()):
+            current = {name: item for name, item in vars(value).items() if _is_state(item)}
+            if not all(snapshot.is_equal(item, saved.get(name)) for name, item in current.items()):
                 return True
         return any(state.has_changed(with_generators=with_generators) for state in (self._contents, *self._snapshots))
 
@@ -146,7 +138,7 @@ def _find_reachable_state(data: Any) -> list[Any]:
     pending = [data]
     while pending:
         value = pending.pop()
-        is_code, is_mutable = _is_code(value), has_mutable_content(value)
+        is_code, is_mutable = _is_code(value), snapshot.has_mutable_content(value)
         is_file = isinstance(value, io.IOBase)
         is_stateful = is_code or is_mutable or is_file or isinstance(value, tuple) or _is_dataset_or_object(value)
         if id(value) in reachable or not is_stateful:

@@ -25,18 +25,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from echelon.job import Job
+from echelon.trials import reachable
 from echelon.trials.deep_copies import copy_module, deep_copy
 from echelon.trials.iterator_replay import ReplayableIterator
 from echelon.trials.module_tree import is_torchscript
-from echelon.trials.reachable import (
-    BYTE_BUFFER_TYPES,
-    GENERATOR_TYPES,
-    PLAIN_TYPES,
-    RECORD_TYPES,
-    Slot,
-    get_slots,
-    is_user_defined,
-)
 from echelon.trials.shape_model import register_copies
 from echelon.trials.snapshot import Snapshot, find_reachable_replayable
 from echelon.trials.torch_patches import TorchPatches
@@ -44,8 +36,8 @@ from echelon.trials.torch_patches import TorchPatches
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _MIN_SHARED_BYTES = 2**26
 _FUNCTION_FIELDS = ("loss", "inputs", "collate", "optimizer", "lr_schedule")
-_CONTAINER_TYPES = (list, dict, set, tuple, deque, *BYTE_BUFFER_TYPES, *RECORD_TYPES)
-_STATE_TYPES = (nn.Module, Tensor, np.ndarray, ReplayableIterator, *GENERATOR_TYPES, *_CONTAINER_TYPES)
+_CONTAINER_TYPES = (list, dict, set, tuple, deque, *reachable.BYTE_BUFFER_TYPES, *reachable.RECORD_TYPES)
+_STATE_TYPES = (nn.Module, Tensor, np.ndarray, ReplayableIterator, *reachable.GENERATOR_TYPES, *_CONTAINER_TYPES)
 
 
 class IsolatedJob:
@@ -172,7 +164,7 @@ def _copy_state(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own
     """A deep copy, or the value itself where it is not state or cannot be copied."""
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (*PLAIN_TYPES, FunctionType, type, ModuleType)):
+    if isinstance(value, (*reachable.PLAIN_TYPES, FunctionType, type, ModuleType)):
         return value
     if not isinstance(value, nn.Module):
         data = [t for t in _find_tensors(value) if not isinstance(t, nn.Parameter) and id(t) not in memo]
@@ -212,7 +204,7 @@ def _cast_floating(value: Any, dtype: torch.dtype, own_ids: Set[int]) -> Any:
     if isinstance(value, partial):
         args, kwargs = (_cast_floating(item, dtype, own_ids) for item in (value.args, value.keywords))
         return partial(value.func, *args, **kwargs)
-    if is_user_defined(type(value)) and hasattr(value, "__dict__"):
+    if reachable.is_user_defined(type(value)) and hasattr(value, "__dict__"):
         for name, item in vars(value).items():
             if isinstance(item, Tensor | nn.Module | list | tuple | dict):
                 with contextlib.suppress(Exception):
@@ -235,18 +227,19 @@ def _find_tensors(value: Any) -> list[Any]:
     return [item for item in leaves if isinstance(item, Tensor | np.ndarray)]
 
 
-def _find_job_slots(job: Job) -> list[tuple[Slot, bool]]:
+def _find_job_slots(job: Job) -> list[tuple[reachable.Slot, bool]]:
     """The slots in which the job's functions keep values between calls, and whether these are part of the step and cast with the model."""
-    slots: dict[tuple[int, str], tuple[Slot, bool]] = {}
+    slots: dict[tuple[int, str], tuple[reachable.Slot, bool]] = {}
     step_functions = {name: getattr(job, name) for name in _FUNCTION_FIELDS if name != "collate"}
     step_functions["metrics"] = dict(job.metrics)
     other_functions = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
     for is_cast, roots in ((True, step_functions), (False, other_functions)):
         for value in find_reachable_replayable(roots).values():
             if isinstance(value, FunctionType | type | Dataset):  # another object's slots are copied with it
-                own = list(get_slots(value).values())
+                own = list(reachable.get_slots(value).values())
                 if isinstance(value, FunctionType):
-                    own += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
+                    names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
+                    own += [reachable.Slot(value, name) for name in names]
                 for slot in own:
                     if _is_state(slot.value):
                         slots.setdefault((id(slot.owner), slot.key), (slot, is_cast))
@@ -257,4 +250,4 @@ def _is_state(value: Any) -> bool:
     """Whether a run may change or rebind a value: not code, not a library's object."""
     if isinstance(value, FunctionType | type | ModuleType | Dataset):
         return False
-    return isinstance(value, (*PLAIN_TYPES, *_STATE_TYPES)) or is_user_defined(type(value))
+    return isinstance(value, (*reachable.PLAIN_TYPES, *_STATE_TYPES)) or reachable.is_user_defined(type(value))

@@ -50,9 +50,6 @@ class VerificationContext:
         """The samples by which outputs are compared: one by one, because the two plans split the batch differently."""
         return single_sample_ranges(SampleRange(0, self.data.samples_in(step)))
 
-    def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
-        """Grant what rounding alone explains. Only a reference on one device can be rerun to find out."""
-
 
 class Comparator:
     """Compares a run with the reference and collects the differences."""

@@ -75,6 +75,7 @@ class SingleDeviceContext(VerificationContext):
         return warm_reference
 
     def widen_bounds_for_rounding(self, comparator: Comparator) -> None:
+        """Grant what rounding alone explains."""
         if comparator.first_divergence is None:
             return
         wider = self._widen_bounds(self.bounds.default)

@@ -126,9 +126,9 @@ def _prove(request: _Request, ranks: WorldCommunicator) -> Certificate:
     compare_random_draws(setup, comparator)
     nondeterminism = None
     with ranks.raise_on_all_ranks():
-        if context and comparator:
+        if isinstance(context, SingleDeviceContext) and comparator:
             context.widen_bounds_for_rounding(comparator)
-            nondeterminism = self_check(context, comparator) if isinstance(context, SingleDeviceContext) else None
+            nondeterminism = self_check(context, comparator)
     diagnosis = diagnose(dataclasses.replace(setup, context=None) if nondeterminism else setup, comparator)
     text = ""
     with ranks.raise_on_all_ranks():
