@@ -129,21 +129,20 @@ def _common_trait(evidence: Evidence, names: Sequence[str]) -> str:
 
 
 def _explain_gradient(evidence: Evidence, pair: TensorPair) -> str:
-    return (
-        _explain_untied_weight(evidence)
-        or _explain_constant_factor(evidence, pair)
-        or _match_known_bug(evidence, pair)
-        or _explain_uncleared_gradient(evidence, pair)
-        or _explain_wrong_shard(evidence, pair)
-        or _explain_missing_sequence_sum(evidence)
-        or _explain_wrong_backward(evidence)
-        or _explain_unmatched(evidence)
-    )
-
-
-def _explain_unmatched(evidence: Evidence) -> str:
-    if evidence.forward_agrees is False:  # described elsewhere
-        return ""
+    explanation = _explain_untied_weight(evidence) or _explain_constant_factor(evidence, pair)
+    if explanation := explanation or _match_known_bug(evidence, pair):
+        return explanation
+    previous = evidence.previous_gradients.get(evidence.divergence.name)
+    if previous is not None and scalar_multiple(pair.actual - pair.expected, previous) is not None:
+        return "the gradient of the step before is still in it: clear gradients after every step"
+    if shard := describe_wrong_shard(pair, evidence.plan):
+        return f"only {shard} is off"
+    partial_names = {name for segment in evidence.plan.tensor.segments for name in segment.partial_gradients}
+    if all(difference.name in partial_names for difference in evidence.out_of_bounds):
+        return "each rank of tp uses them on its part of the sequence: the sum of their gradients over tp is missing"
+    explanation = _explain_wrong_backward(evidence)
+    if explanation or evidence.forward_agrees is False:  # a wrong forward is described elsewhere
+        return explanation
     text = "by no common factor"
     if evidence.agrees("loss") and evidence.plan.mesh.tp > 1:
         return f"{text}, and the loss agrees: backward is wrong; looks like a sum over tp that is missing there"
@@ -154,10 +153,8 @@ def _explain_untied_weight(evidence: Evidence) -> str:
     name = next((item.name for item in evidence.differences if item.name in evidence.aliases), None)
     if name is None:
         return ""
-    return (
-        f"an untied weight: the model shares {evidence.aliases[name]} and {name}, the plan's run has two parameters; "
-        "tie them again after they are cut"
-    )
+    names = f"{evidence.aliases[name]} and {name}"
+    return f"an untied weight: the model shares {names}, the plan's run has two parameters; tie them again after they are cut"
 
 
 def _explain_constant_factor(evidence: Evidence, pair: TensorPair) -> str:
@@ -197,14 +194,6 @@ def _explain_state_per_call(evidence: Evidence) -> str:
     return f"{changer} changes {state_names} at each call, and {calls}"
 
 
-def _explain_uncleared_gradient(evidence: Evidence, pair: TensorPair) -> str:
-    previous = evidence.previous_gradients.get(evidence.divergence.name)
-    if previous is None or previous.shape != pair.expected.shape:
-        return ""
-    is_multiple = scalar_multiple(pair.actual - pair.expected, previous) is not None
-    return "the gradient of the step before is still in it: clear gradients after every step" if is_multiple else ""
-
-
 def _explain_wrong_backward(evidence: Evidence) -> str:
     """Where backward goes wrong, if the gradients of the last modules are right."""
     order, out_of_bounds = evidence.forward_order, evidence.out_of_bounds
@@ -219,18 +208,6 @@ def _explain_wrong_backward(evidence: Evidence) -> str:
         f"the loss agrees, and of the gradients those of all modules after {path}: backward is right until there; looks like a sum over "
         f"{' or '.join(axes)} that is missing where the gradient goes on"
     )
-
-
-def _explain_missing_sequence_sum(evidence: Evidence) -> str:
-    partial_names = {name for segment in evidence.plan.tensor.segments for name in segment.partial_gradients}
-    if not all(difference.name in partial_names for difference in evidence.out_of_bounds):
-        return ""
-    return "each rank of tp uses them on its part of the sequence: the sum of their gradients over tp is missing"
-
-
-def _explain_wrong_shard(evidence: Evidence, pair: TensorPair) -> str:
-    shard = describe_wrong_shard(pair, evidence.plan)
-    return "" if shard is None else f"only {shard} is off"
 
 
 def _explain_loss(evidence: Evidence, pair: TensorPair) -> str:
