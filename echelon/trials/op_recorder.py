@@ -56,14 +56,11 @@ class StepTrace:
     num_samples: int
     calls: list[OpCall] = field(default_factory=list)
     module_totals: dict[str, ModuleTotals] = field(default_factory=dict)
-    #: Whether the model or the loss differentiates a derivative.
-    has_double_backward: bool = False
+    has_double_backward: bool = False  #: the model or the loss differentiates a derivative
     #: A parameter that forward itself changes, apart from rows that `max_norm` shortens; "" where there is none.
     mutated_parameter: str = ""
-    #: A parameter of a block that is read while that block does not run; "" where there is none.
-    parameter_read_outside: str = ""
-    #: Whether Python's or NumPy's random numbers are drawn.
-    draws_host_random: bool = False
+    parameter_read_outside: str = ""  #: a parameter of a block that is read while that block does not run
+    draws_host_random: bool = False  #: from Python's or NumPy's generators
 
 
 def hash_graph(traces: Iterable[StepTrace]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -198,24 +199,15 @@ class CandidateRun:
         tensors = optimizer_tensors(self.run).items()
         return {name: value for name, value in tensors if not name.startswith(loss_prefixes)}
 
-    @contextlib.contextmanager
-    def _seeding_micro_batches(self, batch: StepBatch) -> Iterator[None]:
+    def _seeding_micro_batches(self, batch: StepBatch) -> AbstractContextManager[None]:
         """Start each of this rank's micro-batches from a seed of its own, where random numbers cannot be fixed."""
-        if not self._determinism.needs_seeding:
-            yield
-            return
-        starts = iter(sample_range.start for sample_range in self._sample_ranges(batch))
+        starts = [part.start for part in self._sample_ranges(batch)] if self._determinism.needs_seeding else []
 
-        def seed(*_: Any) -> None:
-            start = next(starts, None)
-            if start is not None:
-                seed_from_position(self.run.job.seed, batch.step, start)
+        def seed(path: str) -> None:
+            if not path and starts:
+                seed_from_position(self.run.job.seed, batch.step, starts.pop(0))
 
-        hook = self.run.model.register_forward_pre_hook(seed)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return module_hooks(self.run.model, seed if starts else None)
 
     @contextlib.contextmanager
     def _deterministic_updates(self) -> Iterator[None]:

@@ -36,30 +36,23 @@ class Evidence:
     differences: Sequence[Difference]
     bounds: Bounds
     plan: Plan
-    #: Micro-batches of each data rank.
-    micro_batch_count: int
+    micro_batch_count: int  #: of each data rank
     actual: StepRecord
     expected: StepRecord
-    #: The reference before the step: parameters and buffers, by kind.
-    tensors_before: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    #: The reference's gradients of the step before.
-    previous_gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    tensors_before: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  #: the reference's, by kind
+    previous_gradients: Mapping[str, Tensor | None] = field(default_factory=dict)  #: the reference's in the step before
     known_bugs: Iterable[KnownBug] = ()
-    #: Parameter -> how many ranks hold the same part of it, and those of the pipeline axis that do.
+    #: Parameter -> how many ranks hold the same part of it, and the pipeline ranks that do.
     replication: Mapping[str, tuple[int, frozenset[int]]] = field(default_factory=dict)
-    #: Parameter -> the class of its module.
-    module_classes: Mapping[str, str] = field(default_factory=dict)
-    #: Second name of a tied parameter -> its first.
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    module_classes: Mapping[str, str] = field(default_factory=dict)  #: by parameter
+    aliases: Mapping[str, str] = field(default_factory=dict)  #: second name of a tied parameter -> its first
     forward_order: Mapping[str, int] = field(default_factory=dict)
-    #: Learning rate -> how often a schedule has to be stepped for it.
-    steps_by_rate: Mapping[float, int] = field(default_factory=dict)
-    #: Whether the modules' outputs agree; None: unknown.
-    forward_agrees: bool | None = None
-    #: What a call of forward changes in the model.
-    changed_by_forward: Sequence[str] = ()
-    #: Whether the same samples have another loss when computed again.
-    loss_changes_on_repeat: Callable[[], bool] = lambda: False
+    steps_by_rate: Mapping[float, int] = field(
+        default_factory=dict
+    )  #: how often a schedule is stepped for a learning rate
+    forward_agrees: bool | None = None  #: whether the modules' outputs do; None: unknown
+    changed_by_forward: Sequence[str] = ()  #: in the model
+    loss_changes_on_repeat: Callable[[], bool] = lambda: False  #: computed again on the same samples
 
     @property
     def same_kind(self) -> list[Difference]:

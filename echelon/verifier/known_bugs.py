@@ -7,7 +7,7 @@ that others have shipped; a match to six digits is no coincidence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from echelon.verifier.reference_data import positions_of
 STATE_PER_CALL = "state per call"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchSum:
+class MicroBatchSum(NamedTuple):
     """What one micro-batch of one data rank contributes."""
 
     rank: int
@@ -34,8 +33,7 @@ class MicroBatchSum:
     value: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownBug:
+class KnownBug(NamedTuple):
     description: str
     value: Tensor
 

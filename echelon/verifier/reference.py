@@ -59,16 +59,12 @@ class StepRecord:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    #: The learning rate of each parameter group in this step.
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()  #: of each parameter group in this step
     #: Parameter -> its group, `job_reader.optimizer_groups`; all missing parameters share one group.
     groups: Mapping[str, str] = field(default_factory=dict)
-    #: The norm of the gradients that rank 0 holds, before clipping.
-    local_norm: Tensor | None = None
-    #: The model's outputs, in the first step only.
-    outputs: OutputChecksums = field(default_factory=dict)
-    #: Parameters whose optimizer state stays on a parameter server.
-    server_trained: frozenset[str] = frozenset()
+    local_norm: Tensor | None = None  #: of the gradients that rank 0 holds, before clipping
+    outputs: OutputChecksums = field(default_factory=dict)  #: the model's, in the first step only
+    server_trained: frozenset[str] = frozenset()  #: parameters whose optimizer state stays on a parameter server
 
 
 class Reference:
