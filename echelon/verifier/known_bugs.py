@@ -7,6 +7,7 @@ that others have shipped; a match to six digits is no coincidence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from echelon.verifier.reference_data import positions_of
 STATE_PER_CALL = "state per call"
 
 
-class MicroBatchSum(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchSum:
     """What one micro-batch of one data rank contributes."""
 
     rank: int
