@@ -18,7 +18,7 @@ from echelon.engine.checkpoint.function_state import snapshot_metrics
 from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.full_outputs import clone_tree, holds_full_tensors, output_versions, to_full_tensors, trees_equal
 from echelon.engine.loss_averages import CountHistory
-from echelon.engine.losses import CountRatios
+from echelon.engine.losses import COUNT_TOLERANCE, CountRatios
 from echelon.engine.metrics import EvaluationPart
 from echelon.engine.precision import autocast
 from echelon.engine.run_state import RunState
@@ -26,8 +26,6 @@ from echelon.errors import JobError
 from echelon.trials.snapshot import Snapshot
 from echelon.world import usable_memory
 
-#: Relative rounding of counts that are sums of float32.
-_COUNT_TOLERANCE = 1e-5
 #: Micro-batches of the first evaluation by which metrics are classified.
 _CLASSIFICATION_BATCHES = 4
 #: Rows of a batch by which later batches are checked, and those by which ranks are compared.
@@ -310,4 +308,4 @@ def _same_ratios(left: CountRatios | None, right: CountRatios | None) -> bool:
     """Whether one weight joins losses whose averages have these counts: the same kind of count, in the same proportions."""
     if left is None or right is None or len(left) != len(right):
         return left is None and right is None
-    return all(math.isclose(*pair, rel_tol=_COUNT_TOLERANCE) for pair in zip(left, right, strict=True))
+    return all(math.isclose(*pair, rel_tol=COUNT_TOLERANCE) for pair in zip(left, right, strict=True))

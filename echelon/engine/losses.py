@@ -30,7 +30,7 @@ _Inputs = tuple[Any, Any]
 _Recount = tuple[Tensor | None, float]
 _State = AbstractContextManager[None]
 #: Relative rounding of counts that are sums of float32.
-_COUNT_TOLERANCE = 1e-5
+COUNT_TOLERANCE = 1e-5
 
 
 def repeat_loss(job: Job, model: nn.Module, inputs: _Inputs, sample_count: int, times: int, kind: type) -> Any:
@@ -133,7 +133,7 @@ class EvaluationLoss:
             return ()
         if not isinstance(loss_with_graph, Tensor):
             return ()
-        if not torch.allclose(loss_with_graph.detach(), loss, rtol=_COUNT_TOLERANCE, equal_nan=True):
+        if not torch.allclose(loss_with_graph.detach(), loss, rtol=COUNT_TOLERANCE, equal_nan=True):
             return ()  # it differs with gradients enabled, as label smoothing in training does
         reading = read_counts(loss_with_graph)
         if reading.opaque_operators or not any(term.divided_by_one for term in reading.terms):
@@ -166,7 +166,7 @@ def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> _Recount:
     """A (sum, count) with what it really counts, which `max(count, least)` may hide (None where that does not show), and that least where it counts
     nothing. `repeat(times)` is the loss with every sample given that many times; one whose sum does not grow is a mean."""
     total, count = loss.tolist()
-    is_close = partial(math.isclose, rel_tol=_COUNT_TOLERANCE)
+    is_close = partial(math.isclose, rel_tol=COUNT_TOLERANCE)
     for times in (2, 4, 8, 16, 32, 64):
         try:
             repeated_loss = repeat(times)
@@ -181,6 +181,6 @@ def recount_pair(loss: Tensor, repeat: Callable[[int], Any]) -> _Recount:
             return loss.new_tensor([total / count, math.nan]), 0.0
         if not is_close(repeated_total, times * total, abs_tol=1e-9):
             return None, 0.0
-        if repeated_count > count * (1 + _COUNT_TOLERANCE):
+        if repeated_count > count * (1 + COUNT_TOLERANCE):
             return loss.new_tensor([total, repeated_count / times]), 0.0
     return loss.new_tensor([total, 0.0]), count
