@@ -20,7 +20,7 @@ def make_column_gather(column: Any) -> ColumnGather | None:
     """Make a gather for a tensor or array; None where gathering rows would not equal stacking them."""
     if type(column) is Tensor and column.layout is torch.strided and column.ndim and not column.requires_grad:
         if column.device.type != "cpu":
-            return partial(_gather_on_device, column)
+            return lambda ids, pin: column.index_select(0, torch.as_tensor(ids, device=column.device))
         rows = _numpy_view(column)
         return None if rows is None else partial(gather_in_memory, rows, column.dtype)
     if type(column) in (np.ndarray, np.memmap) and column.ndim:
@@ -62,7 +62,3 @@ def gather_in_memory(rows: np.ndarray, dtype: torch.dtype, ids: np.ndarray, pin:
     else:
         out[...] = rows[ids]
     return gathered
-
-
-def _gather_on_device(column: Tensor, ids: np.ndarray, pin: bool) -> Tensor:
-    return column.index_select(0, torch.as_tensor(ids, device=column.device))

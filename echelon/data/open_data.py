@@ -41,18 +41,18 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     base = data
     while type(base) is Subset:
         base = base.dataset
-    if _is_packed(base):
-        from echelon.data.packed.reader import open_packed_source
-
-        return open_packed_source(base, data, _subset_rows(data), collate, seed)
+    reader = sys.modules.get("echelon.data.packed.reader")  # without it, the data cannot be packed
+    if reader is not None and isinstance(base, reader.Packed):
+        source: Source = reader.open_packed_source(base, data, _subset_rows(data), collate, seed)
+        return source
     gather_source = _open_tensors(base, data) if collate is None else None
     if gather_source is not None:
         return gather_source
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
         raise DataError(f"{type_name(data)} has no `__getitem__`: samples are read by index, as data[17]")
-    source = SampleSource(data, collate=collate, seed=seed)
-    source.identity = getattr(data, "packed_identity", None)
-    return source
+    sample_source = SampleSource(data, collate=collate, seed=seed)
+    sample_source.identity = getattr(data, "packed_identity", None)
+    return sample_source
 
 
 def _require_dataset(data: Any) -> None:
@@ -82,18 +82,12 @@ def open_if_packed(data: Any) -> Any:
     """Open `data` if it is the folder or URL of a packed data set; return anything else as it is."""
     if not isinstance(data, str | Path):
         return data
-    is_url = "://" in data if isinstance(data, str) else False
+    is_url = isinstance(data, str) and "://" in data
     if not is_url and not any((Path(data) / name).is_file() for name in ("manifest.json", "packing.json")):
         return data
     from echelon.data.packed.reader import Packed
 
     return Packed(data)
-
-
-def _is_packed(data: Any) -> bool:
-    """Whether `data` is a packed data set: only if its module has been imported."""
-    module = sys.modules.get("echelon.data.packed.reader")
-    return module is not None and isinstance(data, module.Packed)
 
 
 def _open_tensors(base: Any, data: Any) -> GatherSource | None:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_Write = Callable[[bytes], None]
-
 
 def digest(sample: Any) -> str:
     """Digest a sample: equal for equal samples. Values that are neither numbers nor text count by their type only, because their repr may
@@ -21,11 +19,13 @@ def digest(sample: Any) -> str:
     return hasher.hexdigest()
 
 
-def _hash_value(value: Any, write: _Write) -> None:
+def _hash_value(value: Any, write: Callable[[bytes], None]) -> None:
     write(f"{type(value).__name__} ".encode())
     if isinstance(value, Tensor):
         write(f"{value.dtype} {tuple(value.shape)} ".encode())
-        _hash_tensor(value, write)
+        if value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            write(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         write(f"{value.dtype} {value.shape} ".encode())
         write(value.tobytes())
@@ -42,10 +42,3 @@ def _hash_value(value: Any, write: _Write) -> None:
             _hash_value(part, write)
     elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
         write(f"{value!r} ".encode())
-
-
-def _hash_tensor(value: Tensor, write: _Write) -> None:
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        return
-    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    write(flat.view(torch.uint8).numpy().tobytes())

@@ -129,7 +129,7 @@ class StreamLoader:
         reader = self._stream.make_reader()
         local_batches = self._local_batches(reader, start)
         if self._workers:
-            local_batches = _prefetch_local_batches(local_batches, reader, self._pin)
+            local_batches = _read_ahead(local_batches, reader, self._pin)
         for step in range(start, stop):
             start_time = time.perf_counter()
             item = _next_in_lockstep(local_batches, reader, self._all_gather, f"step {step}")
@@ -174,8 +174,8 @@ class StreamLoader:
         return size, [reader.collate_batch(*part, pin=pin) for part in parts], [span.size for span in spans]
 
 
-def _prefetch_local_batches(local_batches: Iterator[_T], reader: StreamReader, pin: bool) -> Iterator[_T]:
-    """Run `local_batches` in a process that reads ahead; `reader`, which does not read here, gets the position of that process."""
+def _read_ahead(local_batches: Iterator[_T], reader: StreamReader, pin: bool) -> Iterator[_T]:
+    """Run `local_batches` in a process of its own; `reader`, which does not read here, gets the position of that process."""
     positioned_items = ((item, reader.epoch, reader.samples_read) for item in local_batches)
     for item, epoch, count in prefetch_in_process(positioned_items, pin=pin):
         reader.epoch, reader.samples_read = epoch, count
@@ -248,5 +248,5 @@ def _require_same_batch(name: str, dp_rank: int, micro_batches: tuple[MicroBatch
             raise DataError(
                 f"{name}: ranks {other_rank} and {rank} compute the same samples together (tp, pp), and their first batches differ; give every "
                 "rank the same whole stream: it must not split its samples by rank (split_dataset_by_node, WebDataset's split_by_node), and "
-                "its random numbers need the same seed everywhere"
+                "must draw random numbers from the same seed on every rank"
             )

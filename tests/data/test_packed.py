@@ -585,7 +585,7 @@ class Endless(IterableDataset[Any]):
         ([{"a": 1}] * 41 + [{"b": 1}] + [{"a": 1}] * 60, r"sample 41 is \{b: int\}, sample 0 is \{a: int\}: all samples"),
         ([None, None], r"'value' of sample 0 is a NoneType: only numbers"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], r"'value' has shape \[2, 3\] in sample 0 and \[2, 4\] in sample 1"),
-        ([{1: 2}], r"a sample has the key 1: the keys of a packed sample are text"),
+        ([{1: 2}], r"a sample has the key 1: the keys of a packed sample must be text"),
         ([{"a.b": 1, "a": {"b": 2}}], r"two parts of a sample would have the same name"),
         ([torch.zeros(2, dtype=torch.complex64)], "which cannot be packed: make it bool"),
         ("data/train", "data/train"),

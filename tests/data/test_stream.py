@@ -237,7 +237,7 @@ def test_a_stream_that_ends_early_on_one_rank_stops_all(short: int) -> None:
         read = (step + 1) * 8
         message = f"the stream ended early on rank 2: at step {step} ranks 0 to 2 have read {read} of epoch 0, {read} of epoch 0, {counts}"
     else:
-        message = "the stream ended early on rank 2: at step 0 the ranks 0 to 2 have read 8 of epoch 0, 8 of epoch 0, 0 of epoch 0"
+        message = "the stream ended early on rank 2: at step 0 ranks 0 to 2 have read 8 of epoch 0, 8 of epoch 0, 0 of epoch 0"
     for error in errors:
         assert isinstance(error, DataError)
         assert message in str(error)
@@ -288,9 +288,7 @@ def test_evaluation_of_unequal_streams_stops_all() -> None:
 
     for error in in_turn(2, work):
         assert isinstance(error, DataError)
-        assert "ended early on rank 0: at evaluation the ranks 0 to 1 have read 12 of epoch 0, 18 of epoch 0" in str(
-            error
-        )
+        assert "ended early on rank 0: at evaluation ranks 0 to 1 have read 12 of epoch 0, 18 of epoch 0" in str(error)
 
 
 # What cannot be

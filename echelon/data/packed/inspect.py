@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,23 @@ def read_manifest(folder: str) -> Manifest:
 
 def find_damage(folder: str, progress: ProgressCallback = lambda done, total: None) -> Iterator[str]:
     """Describe each damaged part of a packed data set. Reads every byte. `progress(bytes done, bytes in all)`."""
-    return _find_remote_damage(folder, progress) if is_url(folder) else _find_local_damage(Path(folder), progress)
-
-
-def _find_remote_damage(url: str, progress: ProgressCallback) -> Iterator[str]:
-    """Copy each file from the store, and describe its first damage."""
-    manifest = read_manifest(url)
-    with tempfile.TemporaryDirectory() as folder:
-        cache = FileCache(Path(folder), 2 * max(shard.bytes for shard in manifest.shards))
-        rows = open_remote_rows([RemoteStore(url, _TIMEOUT_SECONDS)], [manifest], cache, _TIMEOUT_SECONDS)
-        done_bytes = 0
-        for shard, damage in zip(manifest.shards, rows.find_damage(), strict=True):
-            if damage:
-                yield damage[-1]
-            done_bytes += shard.bytes
-            progress(done_bytes, manifest.bytes)
-
-
-def _find_local_damage(folder: Path, progress: ProgressCallback) -> Iterator[str]:
-    manifest = documents.load_manifest(folder)
+    manifest = read_manifest(folder)
     done_bytes = 0
-    for file in list_shard_files([folder], [manifest]):
-        yield from file.verify()
-        done_bytes += file.shard.bytes
+    for shard, problems in zip(manifest.shards, _find_problems(folder, manifest), strict=True):
+        yield from problems
+        done_bytes += shard.bytes
         progress(done_bytes, manifest.bytes)
+
+
+def _find_problems(folder: str, manifest: Manifest) -> Iterator[Iterable[str]]:
+    """The problems of each file; of one on a store, which is copied, the first."""
+    if not is_url(folder):
+        yield from (file.verify() for file in list_shard_files([Path(folder)], [manifest]))
+        return
+    with tempfile.TemporaryDirectory() as cache_folder:
+        cache = FileCache(Path(cache_folder), 2 * max(shard.bytes for shard in manifest.shards))
+        rows = open_remote_rows([RemoteStore(folder, _TIMEOUT_SECONDS)], [manifest], cache, _TIMEOUT_SECONDS)
+        yield from ([damage[-1]] if damage else [] for damage in rows.find_damage())
 
 
 def summarize(folder: str, samples: int) -> dict[str, Any]:
@@ -61,20 +54,14 @@ def summarize(folder: str, samples: int) -> dict[str, Any]:
     manifest = read_manifest(folder)
     counts = [shard.samples for shard in manifest.shards]
     sizes = [shard.bytes for shard in manifest.shards]
+    shards = {"count": len(counts), "fewest": min(counts), "most": max(counts), "smallest": min(sizes)}
     first, problem = _describe_first_samples(folder, min(samples, manifest.samples))
     return {
-        "folder": folder,
-        "samples": manifest.samples,
-        "bytes": manifest.bytes,
-        "columns": {column.name: str(column) for column in manifest.columns},
-        "sample": manifest.sample,
-        "shards": {"count": len(counts), "fewest": min(counts), "most": max(counts), "smallest": min(sizes)}
-        | {"largest": max(sizes), "lanes": len(counts)},
-        "block": manifest.block,
-        "provenance": dict(manifest.provenance),
-        "first": first,
-        "problem": problem,
-    }
+        "folder": folder, "samples": manifest.samples, "bytes": manifest.bytes,
+        "columns": {column.name: str(column) for column in manifest.columns}, "sample": manifest.sample,
+        "shards": {**shards, "largest": max(sizes), "lanes": len(counts)}, "block": manifest.block,
+        "provenance": dict(manifest.provenance), "first": first, "problem": problem,
+    }  # fmt: skip
 
 
 def _describe_first_samples(folder: str, samples: int) -> tuple[list[str], str | None]:

@@ -98,17 +98,16 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise DataError(f"{folder}: {_explain_missing(folder)}") from None
+        problem = f"not a packed data set (it has no {FILE_NAME}); `echelon pack SRC DST` makes one"
+        if not folder.is_dir():
+            problem = "there is no such folder; `echelon pack SRC DST` makes a packed data set"
+        elif (folder / "packing.json").exists():
+            problem = (
+                "its packing was not finished; run the same `echelon pack` again, which continues where it stopped"
+            )
+        raise DataError(f"{folder}: {problem}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _explain_missing(folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder; `echelon pack SRC DST` makes a packed data set"
-    if any(folder.glob("packing.json")):
-        return "its packing was not finished; run the same `echelon pack` again, which continues where it stopped"
-    return f"not a packed data set (it has no {FILE_NAME}); `echelon pack SRC DST` makes one"
 
 
 def parse_manifest(text: bytes, source_name: str) -> Manifest:
@@ -119,10 +118,8 @@ def parse_manifest(text: bytes, source_name: str) -> Manifest:
         if document["format"] != FORMAT:
             raise DataError(f"{source_name} is not a packed data set's manifest: its format is {document['format']!r}")
         if document["version"] != VERSION:
-            raise DataError(
-                f"{source_name} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use the "
-                "echelon that packed it"
-            )
+            versions = f"version {document['version']!r}, this echelon reads {VERSION}"
+            raise DataError(f"{source_name} has {versions}: pack the data again, or use the echelon that packed it")
         if stored_hash != hash_document(document):
             raise CorruptDataError(f"{source_name} is damaged: its hash is not that of its content; {_RESTORE}")
         return _parse_document(document)
@@ -155,8 +152,7 @@ def _parse_document(document: Mapping[str, Any]) -> Manifest:
     """Check everything, whoever wrote the file: nothing may point outside of a shard or of the folder."""
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
-        if not _is_valid_column(column):
-            raise ValueError(f"column {column.name!r}")
+        _check_column(column)
     block, provenance = document["block"], document["provenance"]
     if type(block) is not int or not 1 <= block < 2**63:
         raise ValueError(f"block {block!r}")
@@ -171,13 +167,12 @@ def _parse_document(document: Mapping[str, Any]) -> Manifest:
     return Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
 
 
-def _is_valid_column(column: Column) -> bool:
-    if type(column.name) is not str or type(column.ragged) is not bool:
-        return False
-    if column.dtype not in ITEM_BYTES or not all(type(size) is int and size > 0 for size in column.shape):
-        return False
+def _check_column(column: Column) -> None:
+    is_typed = type(column.name) is str and type(column.ragged) is bool and column.dtype in ITEM_BYTES
     is_byte_string = column.dtype == "uint8" and column.ragged and not column.shape
-    return column.kind == "array" or (column.kind in _COLUMN_KINDS and is_byte_string)
+    has_kind = column.kind == "array" or (column.kind in _COLUMN_KINDS and is_byte_string)
+    if not (is_typed and has_kind and all(type(size) is int and size > 0 for size in column.shape)):
+        raise ValueError(f"column {column.name!r}")
 
 
 def parse_shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,18 +246,18 @@ def _write_missing_shards(spec: _PackingSpec, processes: int, progress: Progress
     total_rows = spec.source.samples
     done_rows = total_rows - sum(stop - start for start, stop in map(spec.row_range, missing))
     progress(done_rows, total_rows)
-    for new_rows in run_tasks([_make_shard_task(spec, shard_index) for shard_index in missing], processes):
+    manifest = spec.folder / documents.FILE_NAME  # notes vanish when it is written: then everything is done
+
+    def make_task(index: int) -> Task:
+        is_done, run = (
+            lambda: spec.read_note(index) is not None or manifest.exists(),
+            partial(_write_shard, spec, index),
+        )
+        return Task(target=spec.path(index, ".arrow"), is_done=is_done, run=run)
+
+    for new_rows in run_tasks(list(map(make_task, missing)), processes):
         done_rows += new_rows
         progress(min(done_rows, total_rows), total_rows)
-
-
-def _make_shard_task(spec: _PackingSpec, shard_index: int) -> Task:
-    manifest = spec.folder / documents.FILE_NAME  # notes vanish when it is written: then everything is done
-    return Task(
-        target=spec.path(shard_index, ".arrow"),
-        is_done=lambda: spec.read_note(shard_index) is not None or manifest.exists(),
-        run=lambda: _write_shard(spec, shard_index),
-    )
 
 
 def _write_shard(spec: _PackingSpec, shard_index: int) -> Iterator[int]:

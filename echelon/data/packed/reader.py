@@ -91,7 +91,9 @@ class Packed:
         self.lanes = len(files) if self._lanes is None else self._lanes
         if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
             raise DataError(f"lanes={self._lanes!r}: expected a divisor of the number of files, {len(files)}")
-        if self.window is not None and (not _are_equal_parts(files) or self._damaged == "skip"):
+        # Rounded as the order rounds them.
+        is_equal = all(file.first_sample == i * self._length // len(files) for i, file in enumerate(files))
+        if self.window is not None and (not is_equal or self._damaged == "skip"):
             problem = f"window={self.window} needs files of equally many samples"
             raise DataError(f"{problem}: pack the data in one go, and leave damaged= at stop")
         self._rows = self._open_remote(stores, files) if stores else self._open_local(files)
@@ -208,10 +210,11 @@ class Packed:
 
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a ragged column."""
-        if name not in self._column_names or not self.columns[self._column_names.index(name)].ragged:
+        index = next((i for i, column in enumerate(self.columns) if column.name == name and column.ragged), None)
+        if index is None:
             columns = describe_columns(self.manifests[0])
             raise DataError(f"{name!r} is not a column of rows that differ in length; the columns are {columns}")
-        return self._rows.lengths(self._column_names.index(name))
+        return self._rows.lengths(index)
 
     def pack_sequences(self, length: int, column: str | None = None) -> PackedSequences:
         """Fill rows of `length` tokens with whole samples of a ragged column; other columns are left out."""
@@ -282,9 +285,3 @@ def _pad_samples(samples: list[Any], value: float) -> list[Any]:
         parts = [_pad_samples(list(part), value) for part in zip(*samples, strict=True)]
         return [type(first)(row) for row in zip(*parts, strict=True)]
     return samples
-
-
-def _are_equal_parts(files: Sequence[ShardFile]) -> bool:
-    """Whether files are equal parts, rounded as the order rounds them."""
-    total, count = files[-1].end_sample, len(files)
-    return all(file.first_sample == position * total // count for position, file in enumerate(files))

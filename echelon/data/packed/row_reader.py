@@ -69,7 +69,11 @@ class LocalRowReader(RowReader):
         self._checked_blocks = np.zeros(self._unchecked_blocks, bool)
         self._check_lock, self._owner_pid = threading.Lock(), os.getpid()
         self._maps: list[MappedRegion] = []  # one per column
-        self._page_bytes = _choose_page_bytes([file.shard.bytes for file in files])
+        # Huge pages if all files fit into memory: of larger sets, they would be read for a few rows each and soon be evicted. Small
+        # files do not fill one.
+        total_bytes = sum(file.shard.bytes for file in files)
+        is_huge = len(files) * HUGE_PAGE_BYTES <= total_bytes <= usable_memory() // 2 and mmap.PAGESIZE == 4096
+        self._page_bytes = HUGE_PAGE_BYTES if is_huge else mmap.PAGESIZE
         try:
             self._gathers = [self._make_gather(column_index) for column_index in range(len(self._columns))]
         except OSError as error:
@@ -174,13 +178,6 @@ _OUT_OF_MAPPINGS = (
     "; each file is mapped, for some columns separately, and a process has 65,530 mappings (vm.max_map_count) of as many bytes as "
     "`ulimit -v` allows: pack the data into fewer files (--shards)"
 )
-
-
-def _choose_page_bytes(sizes: Sequence[int]) -> int:
-    """Map files in huge pages if all of them fit into memory. Of larger sets, huge pages would be read for a few rows each and soon be
-    evicted; and small files do not fill one."""
-    fits = sum(sizes) <= usable_memory() // 2 and sum(sizes) >= len(sizes) * HUGE_PAGE_BYTES
-    return HUGE_PAGE_BYTES if fits and mmap.PAGESIZE == 4096 else mmap.PAGESIZE
 
 
 class RowSubset(RowReader):

@@ -16,17 +16,14 @@ def infer_structure(sample: Any, path: str = "") -> Any:
     if isinstance(sample, Mapping):
         invalid_keys = [key for key in sample if not isinstance(key, str)]
         if invalid_keys:
-            raise DataError(f"a sample has the key {invalid_keys[0]!r}: the keys of a packed sample are text")
+            raise DataError(f"a sample has the key {invalid_keys[0]!r}: the keys of a packed sample must be text")
         return {"dict": {key: infer_structure(value, _join_path(path, key)) for key, value in sample.items()}}
-    if isinstance(sample, tuple | list) and sample and not _is_number_list(sample):
+    # A list of plain numbers is one ragged array, as JSON and tokenizers return it; a tuple of numbers is columns.
+    is_number_list = isinstance(sample, list) and all(type(value) in (int, float, bool) for value in sample)
+    if isinstance(sample, tuple | list) and sample and not is_number_list:
         kind = "tuple" if isinstance(sample, tuple) else "list"
         return {kind: [infer_structure(value, _join_path(path, str(index))) for index, value in enumerate(sample)]}
     return path or "value"
-
-
-def _is_number_list(sample: tuple[Any, ...] | list[Any]) -> bool:
-    """A list of plain numbers is one ragged array, as JSON and tokenizers return it; a tuple of numbers is columns."""
-    return isinstance(sample, list) and all(type(value) in (int, float, bool) for value in sample)
 
 
 def _join_path(path: str, name: str) -> str:
