@@ -12,8 +12,6 @@ from echelon.plan.format_units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from echelon.plan.cluster import Cluster
-    from echelon.plan.forecast import Forecast
     from echelon.plan.plan import Plan
     from echelon.plan.problem import Problem
     from echelon.plan.profile import Profile
@@ -52,7 +50,13 @@ def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, c
     from echelon.plan.check import check, require_executable
     from echelon.plan.describe import describe_plan, diff_plans
 
-    job_source, profile, target_cluster = None, None, _read_known_cluster(job, cluster)
+    if job is None and cluster is None:
+        from echelon.hardware import known_cluster
+
+        target_cluster = known_cluster()  # only if this machine was measured before
+    else:
+        target_cluster = read_cluster(cluster)
+    job_source, profile = None, None
     if job is not None:
         job_source, profile = read_job(job)
         require_executable(requested, profile, target_cluster)
@@ -81,7 +85,10 @@ def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, c
         from echelon.simulator import simulate
 
         for candidate, section in zip(plans, [answer, answer.get("other", {})], strict=False):
-            section["cost"] = _summarize_cost(simulate(profile, target_cluster, candidate))
+            forecast = simulate(profile, target_cluster, candidate)
+            memory, capacity = forecast.memory.total, forecast.capacity
+            cost = {"step": forecast.time.step, "memory": memory, "capacity": capacity, "fits": forecast.fits}
+            section["cost"] = cost
         if alternative is not None:
             answer["other"]["verdict"] = why_not(profile, target_cluster, alternative, requested)
     return answer
@@ -106,15 +113,6 @@ def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
     return result
 
 
-def _read_known_cluster(job: str | None, cluster: str | None) -> Cluster | None:
-    """The cluster to check against; without a job, this machine only if it was measured before."""
-    if job is not None or cluster is not None:
-        return read_cluster(cluster)
-    from echelon.hardware import known_cluster
-
-    return known_cluster()
-
-
 def _compare_with_cores(plan: Plan) -> list[str]:
     """A warning about a plan that is too large for a machine that was never measured."""
     from echelon.plan.check import MAX_RANKS_PER_CORE
@@ -127,11 +125,6 @@ def _compare_with_cores(plan: Plan) -> list[str]:
         f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and this machine has {cores} core{'s' * (cores > 1)}; "
         "`echelon doctor` measures it"
     ]
-
-
-def _summarize_cost(forecast: Forecast) -> dict[str, Any]:
-    memory, capacity = forecast.memory.total, forecast.capacity
-    return {"step": forecast.time.step, "memory": memory, "capacity": capacity, "fits": forecast.fits}
 
 
 def _format_answer(answer: dict[str, Any]) -> list[str]:

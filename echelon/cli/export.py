@@ -26,9 +26,8 @@ def export(
     from echelon.engine.weights import export_weights
 
     exported = export_weights(_best_checkpoint(run) if best else run, out)
-    answer = {
-        "out": out, "checkpoint": str(exported.checkpoint), "step": exported.step, "tensors": exported.tensors, "bytes": exported.bytes,
-    }  # fmt: skip
+    answer = {"out": out, "checkpoint": str(exported.checkpoint), "step": exported.step}
+    answer |= {"tensors": exported.tensors, "bytes": exported.bytes}
     text = f"{out}: {exported.tensors} tensors of step {exported.step}, {format_bytes(exported.bytes)}"
     print_answer(json, answer, text)
 

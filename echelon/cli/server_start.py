@@ -53,7 +53,8 @@ def start(
     if on not in ("local", "ray"):
         raise EchelonError(f"--on {on}: expected `local` (processes) or `ray` (actors)")
     mode = "join" if controller is not None else "ray" if on == "ray" else "local" if servers else "controller"
-    explicit = _explicit_options(context)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    explicit = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     _require_options_of(mode, explicit, servers)
     if memory is not None and not 1 <= memory * 2**30 < math.inf:
         raise EchelonError(f"--memory {memory:g}: expected a finite number of GiB above 0; leave it out for no limit")
@@ -92,11 +93,6 @@ def start(
         address: dict[str, Any] = {"bind": bind_host, "port": int(port), "advertise": advertise, "hosts": hosts}
         with Servers(servers, **job, **shared, **limits, **address) as running:
             _serve(running, secret_file, json)
-
-
-def _explicit_options(context: typer.Context) -> set[str]:
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
 
 
 def _require_options_of(mode: str, explicit: set[str], servers: int) -> None:

@@ -23,7 +23,10 @@ def user_command() -> list[str]:
     if inherited is not None:
         return [str(word) for word in json.loads(inherited)]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _without_interpreter(_parent_command())
+        parent_command: list[str] = []  # torchrun's agent is the parent of its ranks
+        with contextlib.suppress(OSError):
+            parent_command = Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+        return _without_interpreter(parent_command)
     return [] if _OTHER_LAUNCHERS & set(os.environ) else _without_interpreter(sys.orig_argv)
 
 
@@ -34,9 +37,3 @@ def command_environment() -> dict[str, str]:
 def _without_interpreter(words: Sequence[str]) -> list[str]:
     name = Path(words[1]).name if len(words) > 1 else ""
     return [name, *words[2:]] if name in _INSTALLED_SCRIPTS else list(words)
-
-
-def _parent_command() -> list[str]:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
-    return []

@@ -7,6 +7,7 @@ reaches the user instead of a table of exit codes.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -35,13 +36,9 @@ _Process = subprocess.Popen[bytes]
 
 
 def launch(
-    command: Sequence[str],
-    ranks: int,
-    *,
-    threads: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], ranks: int, *, threads: int | None = None, environment: Mapping[str, str] | None = None,
     one_at_a_time: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Run `command` as `ranks` local processes. Returns 0, or 130 when they were interrupted and stopped in order.
 
     `one_at_a_time`: at times one rank computes alone and needs all cores; OpenBLAS cannot use more threads later than at
@@ -117,11 +114,10 @@ def _wait_for_ranks(processes: list[_Process], folder: Path) -> int:
             break
     try:
         failed_rank: int | None = None
-        deadline = float("inf")
+        deadline = math.inf
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if failed_rank is None:
-                failed_rank = _first_failed(processes)
-                deadline = time.monotonic() + GRACE_SECONDS if failed_rank is not None else deadline
+            if failed_rank is None and (failed_rank := _first_failed(processes)) is not None:
+                deadline = time.monotonic() + GRACE_SECONDS
             time.sleep(0.02)
     finally:
         for signal_number, handler in previous_handlers.items():

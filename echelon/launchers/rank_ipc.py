@@ -77,17 +77,13 @@ def report_failure(error: BaseException, rank: int, *, with_traceback: bool = Fa
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder is None:
         return False
+    # Only another rank's end, seen from here.
+    is_lost = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION_TEXTS)
     report = {
-        "rank": rank,
-        "kind": type(error).__name__,
-        "time": time.time(),
-        "is_echelon_error": isinstance(error, EchelonError),
-        # Only another rank's end, seen from here.
-        "is_lost_connection": isinstance(error, RuntimeError)
-        and any(text in str(error) for text in _LOST_CONNECTION_TEXTS),
-        "code": getattr(error, "exit_code", 1),
+        "rank": rank, "kind": type(error).__name__, "time": time.time(), "is_echelon_error": isinstance(error, EchelonError),
+        "is_lost_connection": is_lost, "code": getattr(error, "exit_code", 1),
         "message": format_error(error, with_traceback=with_traceback),
-    }
+    }  # fmt: skip
     with contextlib.suppress(OSError):
         (Path(folder) / f"failure-{rank}.json").write_text(json.dumps(report))
         return True

@@ -103,13 +103,9 @@ class Progress:
             self._bar.update(_Bar(self._tracker, *status), refresh=True)
 
     def _open_bar(self) -> None:
-        self._bar = Live(
-            _Bar(self._tracker, "", "first step ..."),
-            console=self._console,
-            auto_refresh=False,  # a drawing thread would compete with the training
-            # stdout that is redirected to a file must stay there; a terminal's is printed above the bar.
-            redirect_stdout=sys.stdout.isatty(),
-        )
+        # No drawing thread, which would compete with the training; only a terminal's stdout is printed above the bar.
+        options: Any = {"auto_refresh": False, "redirect_stdout": sys.stdout.isatty()}
+        self._bar = Live(_Bar(self._tracker, "", "first step ..."), console=self._console, **options)
         self._bar.start()
         atexit.register(self._close_bar)  # without an end event the cursor must not stay hidden
 

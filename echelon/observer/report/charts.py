@@ -121,10 +121,8 @@ def histogram(values: Sequence[float], format_value: Callable[[float], str], *, 
     bins = min(bins, max(len(ordered) // 4, 5))
     counts = Counter(min(int((value - low) / (high - low) * bins), bins - 1) for value in ordered if value <= high)
     width, tallest = 1000 / bins, max(counts.values())
-    bars = [
-        ("bar", f"M{(i + 0.06) * width:.1f} 1000V{1000 - 960 * n / tallest:.1f}h{width * 0.88:.1f}V1000z")
-        for i, n in sorted(counts.items())
-    ]
+    tops = {(i + 0.06) * width: 1000 - 960 * n / tallest for i, n in sorted(counts.items())}
+    bars = [("bar", f"M{x:.1f} 1000V{top:.1f}h{width * 0.88:.1f}V1000z") for x, top in tops.items()]
     x_scale = Scale(low, high)
     ticks = [_x_tick(x_scale, tick, format_value(tick)) for tick in x_scale.ticks(5)]
     return Chart(label="distribution", paths=bars, ticks=ticks)
@@ -138,10 +136,9 @@ def smooth(points: Points, window: int | None = None) -> list[tuple[float, float
     default_window = min(len(values) // 20, max(len(values) // 200, 100))
     half = (default_window if window is None else window) // 2 or 1
     sums = [0.0, *accumulate(values)]
-    windows = ((max(i - half, 0), min(i + min(half, i) + 1, len(values))) for i in range(len(values)))
-    return [
-        (x, (sums[stop] - sums[begin]) / (stop - begin)) for (x, _), (begin, stop) in zip(points, windows, strict=True)
-    ]
+    windows = [(max(i - half, 0), min(i + min(half, i) + 1, len(values))) for i in range(len(values))]
+    means = [(sums[stop] - sums[begin]) / (stop - begin) for begin, stop in windows]
+    return [(x, mean) for (x, _), mean in zip(points, means, strict=True)]
 
 
 def thin(points: Points, limit: int) -> list[tuple[float, float]]:

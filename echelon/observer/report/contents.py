@@ -84,8 +84,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
 
 def _curves(record: RunRecord) -> list[Chart]:
     charts, metrics = [], _metrics(record)
-    losses = record.series("step", "loss")
-    if losses:
+    if losses := record.series("step", "loss"):
         curves = _raw_and_smooth(losses, "training")
         if "loss" in metrics:
             curves.append(_evaluated("evaluation", metrics["loss"]))
@@ -93,12 +92,10 @@ def _curves(record: RunRecord) -> list[Chart]:
     for name, points in metrics.items():
         if name != "loss":
             charts.append(line_chart(name.capitalize(), [_evaluated(name, points)], units.format_number))
-    rates = record.series("step", "rate")
-    if rates:
+    if rates := record.series("step", "rate"):
         curves = [Curve(label="rate", points=rates)]
         charts.append(line_chart("Learning rate", curves, units.format_number, zero=True))
-    norms = record.series("step", "norm")
-    if norms:
+    if norms := record.series("step", "norm"):
         curves = _raw_and_smooth(norms, "norm")
         charts.append(line_chart("Gradient norm, before clipping", curves, units.format_number, log=True))
     if record.warm_steps:
@@ -207,9 +204,8 @@ def _plan_parts(record: RunRecord) -> dict[str, Any]:
             else f"The proof failed: {proof.divergent or 'a tensor'} differs from what {proof.reference_description} computes."
         ) + limitation
     batch = record.start.get("batch")
-    batch_size = batch if isinstance(batch, int) and batch >= plan.mesh.dp else None
+    decisions = describe_plan(plan, batch if isinstance(batch, int) and batch >= plan.mesh.dp else None).splitlines()
     timeline, error = _draw_timeline(record)
-    decisions = describe_plan(plan, batch_size).splitlines()
     return {"decisions": decisions, "proof": proof, "timeline": timeline, "timeline_error": error}
 
 
@@ -254,10 +250,8 @@ def _checkpoints(record: RunRecord) -> dict[str, Any]:
     best = next((event for event in reversed(events) if event.data.get("best")), None)
     rows = []
     for event in events:
-        path, size, seconds = (
-            str(event.data.get("path", "")),
-            *(read_number(event, name) for name in ("bytes", "seconds")),
-        )
+        path = str(event.data.get("path", ""))
+        size, seconds = read_number(event, "bytes"), read_number(event, "seconds")
         # Where the run folder has moved, checkpoints are next to its log.
         if path and (Path(path).exists() or (record.folder / "checkpoints" / Path(path).name).exists()):
             size_text = "–" if size is None else units.format_bytes(size)
