@@ -97,16 +97,13 @@ def _slow_precisions(device: Device) -> list[str]:
     for curve in device.curves if device.kind == "cpu" else ():
         if curve.operation.startswith(_OPERATOR_FAMILIES["matrix products"][0]):
             rates[curve.dtype] = max(rates.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
-    slowdowns = {
-        precision: rates["float32"] / rates[dtype]
-        for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
-        if {"float32", dtype} <= set(rates)
-    }
-    return [
-        f"precision={precision}: matrix products measured {_format_figure(slowdown)} times slower than fp32's on this CPU"
-        for precision, slowdown in slowdowns.items()
-        if slowdown > 1
-    ]
+    warnings = []
+    for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        slowdown = rates["float32"] / rates[dtype] if {"float32", dtype} <= set(rates) else 0.0
+        if slowdown > 1:
+            comparison = f"measured {_format_figure(slowdown)} times slower than fp32's on this CPU"
+            warnings.append(f"precision={precision}: matrix products {comparison}")
+    return warnings
 
 
 def _installed_versions() -> dict[str, str]:

@@ -61,11 +61,9 @@ def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, c
         job_source, profile = read_job(job)
         require_executable(requested, profile, target_cluster)
         requested = job_source.complete_plan(requested)
-    answer: dict[str, Any] = {
-        "plan": str(requested),
-        "decisions": describe_plan(requested, profile.batch if profile else None).splitlines(),
-        "problems": [str(problem) for problem in check(requested, profile, target_cluster)],
-    }
+    problems = check(requested, profile, target_cluster)
+    decisions = describe_plan(requested, profile.batch if profile else None).splitlines()
+    answer: dict[str, Any] = {"plan": str(requested), "decisions": decisions, "problems": list(map(str, problems))}
     if target_cluster is None:
         answer["problems"] += _compare_with_cores(requested)
     answer |= _describe_cuts(requested, profile)
@@ -74,11 +72,8 @@ def _explain_plans(requested: Plan, alternative: Plan | None, job: str | None, c
         if job_source is not None and not _errors_among(check(alternative, profile, target_cluster)):
             alternative = job_source.complete_plan(alternative)
         problems = check(alternative, profile, target_cluster)
-        answer["other"] = {
-            "plan": str(alternative),
-            "differs": diff_plans(requested, alternative),
-            "problems": [str(problem) for problem in problems],
-        }
+        differences = diff_plans(requested, alternative)
+        answer["other"] = {"plan": str(alternative), "differs": differences, "problems": list(map(str, problems))}
         plans += [] if _errors_among(problems) else [alternative]
     if profile is not None and target_cluster is not None:
         from echelon.planner import why_not
@@ -121,10 +116,8 @@ def _compare_with_cores(plan: Plan) -> list[str]:
     cores = usable_cores()
     if plan.ranks <= MAX_RANKS_PER_CORE * cores:
         return []
-    return [
-        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and this machine has {cores} core{'s' * (cores > 1)}; "
-        "`echelon doctor` measures it"
-    ]
+    machine = f"this machine has {cores} core{'s' * (cores > 1)}; `echelon doctor` measures it"
+    return [f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {machine}"]
 
 
 def _format_answer(answer: dict[str, Any]) -> list[str]:

@@ -87,12 +87,8 @@ def _candidate_table(candidates: tuple[Candidate, ...], costs: list[float]) -> T
     table = common.make_table("plan", "step", "samples/s", "compute", "exchange", "memory", *cost_column)
     for index, candidate in enumerate(candidates):
         forecast, time = candidate.forecast, candidate.forecast.time
-        seconds = map(format_seconds, (time.forward + time.backward, time.exchange))
-        cells = [
-            format_seconds(time.step),
-            f"{forecast.samples_per_second:,.0f}",
-            *seconds,
-            format_bytes(forecast.memory.total),
-        ]
-        table.add_row(str(candidate.plan), *cells, *(f"{1000 * cost:,.2f}" for cost in costs[index : index + 1]))
+        step, compute, exchange = map(format_seconds, (time.step, time.forward + time.backward, time.exchange))
+        rate, memory = f"{forecast.samples_per_second:,.0f}", format_bytes(forecast.memory.total)
+        cost = [f"{1000 * cost:,.2f}" for cost in costs[index : index + 1]]
+        table.add_row(str(candidate.plan), step, rate, compute, exchange, memory, *cost)
     return table

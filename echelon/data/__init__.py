@@ -6,20 +6,10 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "Loader": "loader",
-    "MicroBatch": "loader",
-    "Order": "order",
-    "Packed": "packed.reader",
-    "Source": "source",
-    "StepBatch": "loader",
-    "Stream": "stream",
-    "StreamLoader": "stream",
-    "evaluation_batches": "loader",
-    "evaluation_stream": "stream",
-    "is_stream": "open_data",
-    "open_source": "open_data",
-    "prepare_dataset": "packed.prepare",
-}
+    "Loader": "loader", "MicroBatch": "loader", "Order": "order", "Packed": "packed.reader", "Source": "source", "StepBatch": "loader",
+    "Stream": "stream", "StreamLoader": "stream", "evaluation_batches": "loader", "evaluation_stream": "stream",
+    "is_stream": "open_data", "open_source": "open_data", "prepare_dataset": "packed.prepare",
+}  # fmt: skip
 
 __all__ = sorted(_EXPORTS)
 

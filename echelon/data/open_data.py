@@ -67,15 +67,11 @@ def _require_dataset(data: Any) -> None:
         raise DataError(f"{type_name(data)} {problem}; give a map-style data set here")
     if isinstance(data, Mapping):
         keys = ", ".join(repr(key) for key in list(data)[:5])
-        raise DataError(
-            f"data is a {type(data).__name__} with the keys {keys}: give one of its data sets, or, if these are columns, "
-            "TensorDataset(*data.values())"
-        )
+        remedy = "give one of its data sets, or, if these are columns, TensorDataset(*data.values())"
+        raise DataError(f"data is a {type(data).__name__} with the keys {keys}: {remedy}")
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        raise DataError(
-            f"data is a tuple of {len(data)} {type_name(data[0])}s, which is columns, not samples: "
-            "give torch.utils.data.TensorDataset(*data), or list(data) if each is one sample"
-        )
+        problem = f"data is a tuple of {len(data)} {type_name(data[0])}s, which is columns, not samples"
+        raise DataError(f"{problem}: give torch.utils.data.TensorDataset(*data), or list(data) if each is one sample")
 
 
 def open_if_packed(data: Any) -> Any:

@@ -46,17 +46,16 @@ class Order:
         for name in ("samples", "batch", "lanes", "files"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise DataError(f"{name}={value!r}: an order needs a whole number of at least 1")
+                raise DataError(f"{name}={value!r}: expected an integer of at least 1")
         if self.window is not None and (type(self.window) is not int or self.window < 1 or self.files % self.lanes):
-            raise DataError(
-                f"window={self.window!r} of files={self.files} in lanes={self.lanes}: shuffle at least one file at a time, "
-                "and as many in each lane"
-            )
+            problem = f"window={self.window!r} of files={self.files} in lanes={self.lanes}"
+            raise DataError(f"{problem}: shuffle at least one file at a time, and as many in each lane")
         if self.drop_last and self.samples < self.batch:
-            raise DataError(
-                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}, and drop_last "
-                f"leaves no other; use a batch of at most {self.samples}, or keep the short batch"
+            problem = (
+                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}"
             )
+            remedy = f"use a batch of at most {self.samples}, or keep the short batch"
+            raise DataError(f"{problem}, and drop_last leaves no other; {remedy}")
 
     @property
     def rule(self) -> str:

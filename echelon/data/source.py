@@ -184,10 +184,9 @@ class SampleSource(Source):
             self._read_samples(indices)  # names the sample that fails, if it also fails alone
             raise self._read_error(f"samples {indices}, read together with `__getitems__`,", error) from error
         if len(samples) != len(indices):
-            raise DataError(
-                f"{type_name(self._data)}: `__getitems__` returned {len(samples)} samples for the {len(indices)} indices "
-                f"{indices[:8]}...: return one sample per index, in their order"
-            )
+            problem = f"returned {len(samples)} samples for the {len(indices)} indices {indices[:8]}..."
+            remedy = "return one sample per index, in their order"
+            raise DataError(f"{type_name(self._data)}: `__getitems__` {problem}: {remedy}")
         return list(samples)
 
     def _read_error(self, failed_items: str, error: Exception) -> DataError:

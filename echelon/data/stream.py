@@ -164,10 +164,9 @@ class StreamLoader:
     def _make_local_batch(self, reader: StreamReader, samples: list[Any], first: int, step: int) -> _Item:
         size = len(samples)
         if size < self._dp_size:
-            return DataError(
-                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} sample{'s' * (size != 1)} for {self._dp_size} data ranks: "
-                "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
-            )
+            problem = f"ends at step {step} with {size} sample{'s' * (size != 1)} for {self._dp_size} data ranks"
+            remedy = "use fewer ranks, another batch, or let the stream leave these out"
+            return DataError(f"{reader.name}: epoch {reader.epoch} {problem}: each needs at least one; {remedy}")
         spans = split_batch(size, self._dp_size, self._micro_batch_size, self._shares)[self._dp_rank]
         pin = self._pin and not self._workers  # with a worker, the training process pins
         parts = [(samples[span.start : span.stop], first + span.start) for span in spans]

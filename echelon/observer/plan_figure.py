@@ -120,10 +120,9 @@ def _draw_mesh(axes: Any, timeline: Timeline) -> None:
 
 def write_trace(timeline: Timeline, path: str | Path) -> Path:
     """Write the step as a trace for Perfetto or chrome://tracing."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
-        for rank in range(timeline.plan.mesh.pp)
-    ]
+    events: list[dict[str, Any]] = []
+    for rank in range(timeline.plan.mesh.pp):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}})
     for event in timeline.events:
         name = event.kind if event.kind in ("exchange", "optimizer") else f"{event.kind} {event.micro_batch}"
         events.append(

@@ -130,7 +130,7 @@ def test_positions_outside_the_batch(step: int, start: int, stop: int) -> None:
     "values", [{"samples": 0, "batch": 4}, {"samples": 4, "batch": 0}, {"samples": 4, "batch": 2.0}]
 )
 def test_numbers_that_make_no_order(values: dict[str, int]) -> None:
-    with pytest.raises(DataError, match="an order needs a whole number of at least 1"):
+    with pytest.raises(DataError, match="expected an integer of at least 1"):
         Order(**values)
 
 

@@ -37,10 +37,9 @@ class ArrayPackingSource(PackingSource):
         self._arrays = list(arrays.values())
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
-        return [
-            np.asarray(array[start:stop]).astype(storage_dtype(column), copy=False)
-            for array, column in zip(self._arrays, self.columns, strict=True)
-        ]
+        dtypes = map(storage_dtype, self.columns)
+        pairs = zip(self._arrays, dtypes, strict=True)
+        return [np.asarray(array[start:stop]).astype(dtype, copy=False) for array, dtype in pairs]
 
 
 def _make_column(name: str, array: np.ndarray) -> Column:

@@ -40,10 +40,8 @@ class SamplePackingSource(PackingSource):
         if len(set(names)) < len(names):
             raise DataError(f"two parts of a sample would have the same name among {', '.join(names)}: rename a key")
         inspected_leaves = [self._read_leaves(index) for index in inspected_indices]
-        self.columns = tuple(
-            _infer_column(name, values, inspected_indices)
-            for name, values in zip(names, zip(*inspected_leaves, strict=True), strict=True)
-        )
+        columns = zip(names, zip(*inspected_leaves, strict=True), strict=True)
+        self.columns = tuple(_infer_column(name, values, inspected_indices) for name, values in columns)
         rows = [self._row_arrays(*pair) for pair in zip(inspected_leaves, inspected_indices, strict=True)]
         self.provenance = {**provenance, "content": digest(rows)}
         sizes = [sum(array.nbytes for array in row) for row in rows]
@@ -148,10 +146,8 @@ def _to_array(value: Any, name: str, index: int) -> tuple[np.ndarray, str]:
             array = value.numpy()
         except (TypeError, RuntimeError):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
-            raise DataError(
-                f"{name!r} of sample {index} is a tensor ({kind}) that is not a plain array: convert it, as with .to_dense(), "
-                ".dequantize() or .float()"
-            ) from None
+            problem = f"{name!r} of sample {index} is a tensor ({kind}) that is not a plain array"
+            raise DataError(f"{problem}: convert it, as with .to_dense(), .dequantize() or .float()") from None
         return array, array.dtype.name
     if isinstance(value, bool | np.bool_):
         return np.array(value), "bool"
@@ -194,7 +190,6 @@ def _to_column_array(value: Any, column: Column, index: int) -> np.ndarray:
         shape = array.shape[1:] if column.ragged and array.ndim else array.shape
         if dtype == column.dtype and shape == column.shape:
             return array.astype(np.uint8) if dtype == "bool" else array
-    raise DataError(
-        f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in earlier samples: give them one type and shape (where "
-        "the first dimension differs, it must differ among the first samples)"
-    )
+    problem = f"{column.name!r} of sample {index} is {describe_shape(value)}, and {column} in earlier samples"
+    hint = "where the first dimension differs, it must differ among the first samples"
+    raise DataError(f"{problem}: give them one type and shape ({hint})")

@@ -190,16 +190,10 @@ def _read_record(folder: Path, manifest: Manifest | None) -> dict[str, Any] | No
 
 
 def _describe_differences(record: Mapping[str, Any], spec: _PackingSpec) -> str:
-    there, here = (
-        {key: side.get(key) for key in ("shards", "block", "version")}
-        | (side["from"] if isinstance(side.get("from"), dict) else {})
-        for side in (record, spec.record)
-    )
-    changes = [
-        f"{key} {_truncate(there.get(key))} there, {_truncate(here.get(key))} here"
-        for key in {**here, **there}
-        if key not in spec.source.remarks and there.get(key) != here.get(key)
-    ]
+    layout = ("shards", "block", "version")
+    there, here = ({key: side.get(key) for key in layout} | (side.get("from") or {}) for side in (record, spec.record))
+    keys = [key for key in here | there if key not in spec.source.remarks and there.get(key) != here.get(key)]
+    changes = [f"{key} {_truncate(there.get(key))} there, {_truncate(here.get(key))} here" for key in keys]
     identities = f"identity {record.get('identity')} there, {spec.source.identity} here"
     return "; ".join(changes) or f"samples or columns other than here ({identities})"
 
@@ -249,11 +243,8 @@ def _write_missing_shards(spec: _PackingSpec, processes: int, progress: Progress
     manifest = spec.folder / documents.FILE_NAME  # notes vanish when it is written: then everything is done
 
     def make_task(index: int) -> Task:
-        is_done, run = (
-            lambda: spec.read_note(index) is not None or manifest.exists(),
-            partial(_write_shard, spec, index),
-        )
-        return Task(target=spec.path(index, ".arrow"), is_done=is_done, run=run)
+        target, run = spec.path(index, ".arrow"), partial(_write_shard, spec, index)
+        return Task(target=target, is_done=lambda: spec.read_note(index) is not None or manifest.exists(), run=run)
 
     for new_rows in run_tasks(list(map(make_task, missing)), processes):
         done_rows += new_rows

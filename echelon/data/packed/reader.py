@@ -150,10 +150,8 @@ class Packed:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Samples by number, read together."""
         columns = self._rows.take(self._check_ids(indices))
-        samples = [
-            sample_schema.build_sample(self._structure, dict(zip(self._column_names, values, strict=True)), batch=False)
-            for values in zip(*columns, strict=True)
-        ]
+        rows = (dict(zip(self._column_names, values, strict=True)) for values in zip(*columns, strict=True))
+        samples = [sample_schema.build_sample(self._structure, row, batch=False) for row in rows]
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def read_batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
@@ -183,10 +181,9 @@ class Packed:
     @property
     def can_gather(self) -> bool:
         """Whether whole batches can be gathered: nothing has to run for each sample."""
-        return self.transform is None and all(
-            column.kind != "image" and (not column.ragged or column.kind != "array" or self.pad is not None)
-            for column in self.columns
-        )
+        ragged = any(column.ragged and column.kind == "array" for column in self.columns)
+        has_images = any(column.kind == "image" for column in self.columns)
+        return self.transform is None and not has_images and (not ragged or self.pad is not None)
 
     @property
     def packed_collate(self) -> Callable[[list[Any]], Any] | None:

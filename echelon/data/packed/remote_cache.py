@@ -125,14 +125,10 @@ class FileCache:
             if time.monotonic() > deadline:
                 problem, remedy = f"all {format_bytes(self.limit)} of the cache are in use", "increase cache_bytes="
                 if fits or free_bytes < size:
-                    problem, remedy = (
-                        f"its disk has {format_bytes(free_bytes)} left",
-                        "free some, or give cache= another disk",
-                    )
-                needed = f"{format_bytes(size)} more is needed"
-                raise CacheFullError(
-                    f"{self.folder}: {problem}, {needed}: {remedy}, or shuffle fewer files at a time (window=)"
-                )
+                    problem = f"its disk has {format_bytes(free_bytes)} left"
+                    remedy = "free some, or give cache= another disk"
+                problem = f"{self.folder}: {problem}, {format_bytes(size)} more is needed"
+                raise CacheFullError(f"{problem}: {remedy}, or shuffle fewer files at a time (window=)")
             time.sleep(0.05)
 
     def _try_allocate(self, partial_path: Path, size: int) -> bool:

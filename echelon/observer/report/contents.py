@@ -37,18 +37,11 @@ def collect_contents(record: RunRecord) -> dict[str, Any]:
         "name": str(record.start.get("job") or record.folder.name),
         "outcome": outcome,
         "tone": {"finished": "good", "failed": "bad"}.get(outcome, "care"),
-        "tiles": _tiles(record),
-        "curves": _curves(record),
-        "curve_notes": _curve_notes(record),
-        **_forecast_parts(record),
-        **_time_parts(record),
-        **_plan_parts(record),
-        "nodes": [_describe_node(node) for node in nodes],
-        **_checkpoints(record),
-        "warnings": _warnings(record),
-        "max_warnings": _MAX_WARNINGS,
-        "repeat": _repeat_facts(record),
-    }
+        "tiles": _tiles(record), "curves": _curves(record), "curve_notes": _curve_notes(record),
+        **_forecast_parts(record), **_time_parts(record), **_plan_parts(record), **_checkpoints(record),
+        "nodes": [_describe_node(node) for node in nodes], "repeat": _repeat_facts(record),
+        "warnings": _warnings(record), "max_warnings": _MAX_WARNINGS,
+    }  # fmt: skip
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str, str]]:
@@ -198,11 +191,11 @@ def _plan_parts(record: RunRecord) -> dict[str, Any]:
     if isinstance(proof, Certificate):
         largest = max((finding.max_difference for finding in proof.findings), default=0.0)
         limitation = f" Weaker than usual: {proof.limitation}." if proof.limitation else ""
-        proof = (
-            f"Proved in float64 against {proof.reference_description} over {proof.steps} steps: largest relative difference {largest:.1e}."
-            if proof.verified
-            else f"The proof failed: {proof.divergent or 'a tensor'} differs from what {proof.reference_description} computes."
-        ) + limitation
+        reference, result = proof.reference_description, f"largest relative difference {largest:.1e}"
+        verdict = f"The proof failed: {proof.divergent or 'a tensor'} differs from what {reference} computes."
+        if proof.verified:
+            verdict = f"Proved in float64 against {reference} over {proof.steps} steps: {result}."
+        proof = verdict + limitation
     batch = record.start.get("batch")
     decisions = describe_plan(plan, batch if isinstance(batch, int) and batch >= plan.mesh.dp else None).splitlines()
     timeline, error = _draw_timeline(record)
