@@ -24,11 +24,6 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except EchelonError as error:
-            if wants_traceback(ctx):
-                raise
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
@@ -36,7 +31,7 @@ class CommandGroup(TyperGroup):
             if wants_traceback(ctx) or isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "show"):
                 raise  # the last: usage errors of the command line, which print themselves
             typer.echo(f"error: {format_error(error)}", err=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(error.exit_code if isinstance(error, EchelonError) else 1) from None
 
 
 app = typer.Typer(

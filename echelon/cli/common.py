@@ -22,30 +22,21 @@ DEBUG_KEY = "echelon.debug"
 
 
 def _store_debug(ctx: typer.Context, value: bool) -> bool:
-    if value:
-        ctx.find_root().meta[DEBUG_KEY] = True
+    ctx.meta[DEBUG_KEY] = value  # shared with the contexts that it is nested in
     return value
 
 
 def wants_traceback(ctx: typer.Context) -> bool:
-    return bool(ctx.find_root().meta.get(DEBUG_KEY))
+    return bool(ctx.meta.get(DEBUG_KEY))
 
 
-JobFile = Annotated[
-    str, Argument(metavar="FILE[:name]", help="A job file, and its function that returns the job [job].")
-]
+JobFile = Annotated[str, Argument(metavar="FILE[:name]", help="A job file, and its function that makes the job [job].")]
 JsonOption = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 DebugOption = Annotated[bool, Option("--debug", callback=_store_debug, help="Show tracebacks.")]
-_CLUSTER_HELP = (
-    'A catalogue name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file, or what `echelon doctor -o` wrote [this machine].'
-)
+_CLUSTER_HELP = 'A catalogue name ("4x8xA100-80GB"), a .toml file, or the output of `echelon doctor -o` [this machine].'
 ClusterOption = Annotated[str | None, Option("--cluster", metavar="C", help=_CLUSTER_HELP)]
-FigureOption = Annotated[
-    str | None, Option("--picture", metavar="FILE", help="Draw step, memory and mesh (.svg, .png).")
-]
-TraceOption = Annotated[
-    str | None, Option("--trace", metavar="FILE", help="Write the step as a Perfetto trace (.json).")
-]
+FigureOption = Annotated[str | None, Option("--picture", metavar="FILE", help="Draw step, memory, mesh (.svg, .png).")]
+TraceOption = Annotated[str | None, Option("--trace", metavar="FILE", help="Write the step as Perfetto trace (.json).")]
 
 
 def draw_plan(profile: Profile, cluster: Cluster, plan: Plan, picture: str | None, trace: str | None) -> list[str]:

@@ -39,9 +39,8 @@ def show(
     )  # fmt: skip
     lines = [f"samples cannot be shown: {summary['problem']}"] if summary["problem"] else []
     lines += [f"sample {number}: {sample}" for number, sample in enumerate(summary["first"])]
-    lines += [
-        f"{key}: {text if len(text) < 200 else text[:200] + '...'}" for key, text in summary["provenance"].items()
-    ]
+    provenance = summary["provenance"].items()
+    lines += [f"{key}: {text if len(text) < 200 else text[:200] + '...'}" for key, text in provenance]
     title = f"{folder}: {summary['samples']:,} samples, {format_bytes(summary['bytes'])}"
     print_answer(json, summary, title, columns, files, *lines)
 

@@ -43,9 +43,7 @@ def pack(
     from echelon.data.packed.pack import pack as write
 
     if re.match(r"[a-z0-9+]+:/", str(target)):
-        raise DataError(
-            f"{target}: DST must be a local folder; copy it to the store afterwards, with the store's own tool"
-        )
+        raise DataError(f"{target}: DST must be a local folder; copy it to the store afterwards with the store's tool")
     processes = processes or _default_processes()
     absolute_target = Path(os.path.abspath(target))  # `.` and `..` have no name
     token_cache = absolute_target.with_name(f".{absolute_target.name or 'root'}.tokens")

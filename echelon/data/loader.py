@@ -208,9 +208,8 @@ def _fetch_in_thread(source: Source, requests: _Requests) -> Generator[list[Any]
 
 
 def small_batch_error(batch: int, dp_size: int) -> DataError:
-    return DataError(
-        f"a batch of {batch} cannot feed {dp_size} data ranks: use batch={dp_size} or more, or fewer ranks"
-    )
+    remedy = f"use batch={dp_size} or more, or fewer ranks"
+    return DataError(f"a batch of {batch} cannot feed {dp_size} data ranks: {remedy}")
 
 
 def _nearest_valid_batch(order: Order, ranks: int) -> int:

@@ -45,13 +45,9 @@ class RunRecord:
     @property
     def end(self) -> Event | None:
         """How the newest part of the run ended, by the first rank that did; None: it is running, or was killed."""
-        end = None
-        for event in self.events:
-            if event.kind == "start":
-                end = None
-            elif event.kind == "end" and end is None:
-                end = event
-        return end
+        newest_part = itertools.takewhile(lambda event: event.kind != "start", reversed(self.events))
+        ends = [event for event in newest_part if event.kind == "end"]
+        return ends[-1] if ends else None
 
     @property
     def duration(self) -> float:
@@ -115,15 +111,9 @@ def read_number(event: Event, *path: str) -> float | None:
 
 
 def _warm_steps(events: Sequence[Event]) -> list[Event]:
-    warm, is_first = [], True
-    for event in events:
-        if event.kind == "start":
-            is_first = True
-        elif event.kind == "step":
-            if not is_first and read_number(event, "seconds"):
-                warm.append(event)
-            is_first = False
-    return warm
+    relevant = [event for event in events if event.kind in ("start", "step")]
+    pairs = itertools.pairwise(relevant)
+    return [step for last, step in pairs if last.kind == step.kind == "step" and read_number(step, "seconds")]
 
 
 def _read_document(kind: type[Document], folder: Path, reason_absent: str) -> Any:

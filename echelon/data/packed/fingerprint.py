@@ -118,9 +118,9 @@ class FingerprintWalker:
         if isinstance(reduced, str):
             self.write_words(reduced)
             return
-        constructor, arguments, *rest = reduced
+        constructor, arguments, *rest = reduced  # the rest: its state, then, as iterators, items of it
         self.visit_parts("made", constructor, arguments)
-        for part in rest:  # its state, then, as iterators, items of it
+        for part in rest:
             self.visit(list(part) if isinstance(part, Iterator) else part)
 
     def _visit_unpicklable(self, value: Any) -> None:

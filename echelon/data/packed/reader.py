@@ -233,19 +233,17 @@ class Packed:
             raise DataError(f"{problem}: {self.identity}, before {state['identity']}; open it again")
 
 
-def open_packed_source(
-    packed: Packed, data: Any, rows: np.ndarray | None, collate: Collate | None, seed: int
-) -> Source:
-    """Open `packed` as a source that gathers where it can. `data`: `packed` itself or torch's Subset of it, of the samples `rows`."""
+def open_packed_source(packed: Packed, data: Any, ids: np.ndarray | None, collate: Collate | None, seed: int) -> Source:
+    """Open `packed` as a source that gathers where it can. `data`: `packed` itself or torch's Subset of it, of the samples `ids`."""
     if collate is None and type(packed) is Packed and packed.can_gather:
-        source: Source = _PackedSource(packed, rows)
+        source: Source = _PackedSource(packed, ids)
     else:
         source = SampleSource(data, collate=collate, padding_collate=packed.packed_collate, seed=seed)
-    source.identity = packed.subset_identity(rows)
+    source.identity = packed.subset_identity(ids)
     if packed.bucket is not None:
         lengths = packed.lengths(packed.bucket)
-        source.lengths = lengths if rows is None else lengths[rows]
-    if rows is None:
+        source.lengths = lengths if ids is None else lengths[ids]
+    if ids is None:
         source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
     return source
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from echelon.data.packed.locked_tasks import lock_file
@@ -89,9 +90,10 @@ class FileCache:
         path = self.folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.arrow"
         partial_path = path.with_name(f".{path.name}.part")
         while True:
-            cached_file = _open_cached(path)
-            if cached_file is not None:
-                return cached_file
+            with suppress(FileNotFoundError):
+                cached_file = CachedFile(path, os.open(path, os.O_RDONLY))
+                if cached_file.pin():  # else deleted between the two calls
+                    return cached_file
             lock_path = path.with_suffix(".lock")
             with lock_file(lock_path, timeout=fill_timeout, heartbeat=lambda: _modified_ns(partial_path)):
                 if path.exists():
@@ -161,11 +163,9 @@ class FileCache:
         copies = []
         for path in self.folder.iterdir():
             if _COPY_NAME.fullmatch(path.name):
-                try:
+                with suppress(FileNotFoundError):  # an unfinished copy was given up
                     stat = path.stat()
-                except FileNotFoundError:
-                    continue  # an unfinished copy was given up
-                copies.append((stat.st_mtime_ns, stat.st_size, path))
+                    copies.append((stat.st_mtime_ns, stat.st_size, path))
         return copies
 
     def usage(self) -> tuple[int, int]:
@@ -190,20 +190,12 @@ class FileCache:
         except FileNotFoundError:
             return False
         try:
-            if try_lock(lock) and not _is_deleted(lock):
+            is_unused = try_lock(lock) and not _is_deleted(lock)
+            if is_unused:
                 path.unlink(missing_ok=True)
-                return True
-            return False
+            return is_unused
         finally:
             release_lock(lock)
-
-
-def _open_cached(path: Path) -> CachedFile | None:
-    try:
-        cached_file = CachedFile(path, os.open(path, os.O_RDONLY))
-    except FileNotFoundError:
-        return None
-    return cached_file if cached_file.pin() else None  # deleted between the two calls
 
 
 def _is_deleted(descriptor: int) -> bool:
@@ -211,7 +203,6 @@ def _is_deleted(descriptor: int) -> bool:
 
 
 def _modified_ns(partial_path: Path) -> int:
-    try:
+    with suppress(FileNotFoundError):
         return partial_path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    return 0
