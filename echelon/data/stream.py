@@ -39,13 +39,13 @@ _Item = tuple[int, list[Any], list[int]] | DataError
 
 
 class Stream:
-    """An IterableDataset and how its samples are collated; `make_reader` starts to read it."""
+    """An IterableDataset and how its samples are collated."""
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         if not is_stream(data):
             raise DataError(f"{type_name(data)} is not a stream (torch IterableDataset): read it with open_source")
         self._data, self._seed = with_torch_format(data) if collate is None else data, seed
-        self._collate = collate_as_torch if collate is None else collate
+        self._collate = collate or collate_as_torch
 
     def make_reader(self) -> StreamReader:
         return StreamReader(self._data, self._collate, self._seed)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from echelon.data.packed import manifest as documents
-from echelon.data.packed.manifest import Manifest
+from echelon.data.packed.manifest import Manifest, load_manifest
 from echelon.data.packed.packing_source import ProgressCallback
 from echelon.data.packed.remote_cache import FileCache
 from echelon.data.packed.remote_files import open_remote_rows
@@ -23,7 +22,7 @@ _TIMEOUT_SECONDS = 60.0
 def read_manifest(folder: str) -> Manifest:
     if is_url(folder):
         return RemoteStore(folder, _TIMEOUT_SECONDS).read_manifest()
-    return documents.load_manifest(Path(folder))
+    return load_manifest(Path(folder))
 
 
 def find_damage(folder: str, progress: ProgressCallback = lambda done, total: None) -> Iterator[str]:

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from echelon.data.collate import collate as collate_as_torch
-from echelon.data.packed import manifest as documents
 from echelon.data.packed import sample_schema
-from echelon.data.packed.manifest import Column, Manifest
+from echelon.data.packed.manifest import Column, Manifest, content_identity, load_manifest
 from echelon.data.packed.remote_cache import FileCache, default_cache_folder
 from echelon.data.packed.remote_files import RemoteRowReader, open_remote_rows
 from echelon.data.packed.remote_store import RemoteStore, is_url, redact_credentials
@@ -76,7 +75,7 @@ class Packed:
         folders = self._folders
         names = [redact_credentials(folder) for folder in folders]
         stores = [RemoteStore(str(folder), self._timeout) for folder in folders if is_url(folder)]
-        local = [] if stores else [documents.load_manifest(Path(folder)) for folder in folders]
+        local = [] if stores else [load_manifest(Path(folder)) for folder in folders]
         self.manifests = [*(store.read_manifest() for store in stores), *local]
         first_manifest = self.manifests[0]
         for name, manifest in zip(names, self.manifests, strict=True):
@@ -85,8 +84,9 @@ class Packed:
                 raise DataError(f"{name} holds {layouts}: pack them alike")
         self.columns: tuple[Column, ...] = first_manifest.columns
         self._structure, self._column_names = first_manifest.sample, [column.name for column in self.columns]
+        self._ragged_names = [column.name for column in self.columns if column.ragged and column.kind == "array"]
         files = list_shard_files([Path(name) for name in names], self.manifests)
-        self.identity = documents.content_identity(self.manifests)
+        self.identity = content_identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].end_sample, 0, len(files)
         self.lanes = len(files) if self._lanes is None else self._lanes
         if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
@@ -172,18 +172,16 @@ class Packed:
     def gather_columns(self, ids: np.ndarray, pin: bool = False) -> list[Any]:
         if self.pad is not None:
             return self._rows.take_padded(ids, self.pad, pin=pin)
-        ragged = next((column.name for column in self.columns if column.ragged and column.kind == "array"), None)
-        if ragged is not None:
+        if self._ragged_names:
             remedy = "give Packed(..., pad=0), a transform=, or the job's collate="
-            raise DataError(f"{ragged!r} differs in length from sample to sample: {remedy}")
+            raise DataError(f"{self._ragged_names[0]!r} differs in length from sample to sample: {remedy}")
         return self._rows.take(ids, pin=pin)
 
     @property
     def can_gather(self) -> bool:
         """Whether whole batches can be gathered: nothing has to run for each sample."""
-        ragged = any(column.ragged and column.kind == "array" for column in self.columns)
         has_images = any(column.kind == "image" for column in self.columns)
-        return self.transform is None and not has_images and (not ragged or self.pad is not None)
+        return self.transform is None and not has_images and (not self._ragged_names or self.pad is not None)
 
     @property
     def packed_collate(self) -> Callable[[list[Any]], Any] | None:
@@ -193,13 +191,6 @@ class Packed:
     @property
     def is_remote(self) -> bool:
         return isinstance(self._rows, RemoteRowReader)
-
-    def subset_identity(self, rows: np.ndarray | None) -> str:
-        """What the samples `rows` (None: all) hold, as one short text."""
-        if rows is None:
-            return self.identity
-        digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-        return f"{self.identity}, {len(rows):,} samples of it ({digest})"
 
     def read_column(self, name: str, ids: np.ndarray) -> Any:
         """Read one column of the samples `ids`, not padded."""
@@ -215,7 +206,7 @@ class Packed:
 
     def pack_sequences(self, length: int, column: str | None = None) -> PackedSequences:
         """Fill rows of `length` tokens with whole samples of a ragged column; other columns are left out."""
-        ragged = [candidate.name for candidate in self.columns if candidate.ragged and candidate.kind == "array"]
+        ragged = self._ragged_names
         if column is None and len(ragged) > 1:
             example = f"pack_sequences({length}, {ragged[0]!r})"
             raise DataError(f"pack_sequences({length}) takes one of {', '.join(ragged)}: choose one, as {example}")
@@ -239,12 +230,13 @@ def open_packed_source(packed: Packed, data: Any, ids: np.ndarray | None, collat
         source: Source = _PackedSource(packed, ids)
     else:
         source = SampleSource(data, collate=collate, padding_collate=packed.packed_collate, seed=seed)
-    source.identity = packed.subset_identity(ids)
-    if packed.bucket is not None:
-        lengths = packed.lengths(packed.bucket)
-        source.lengths = lengths if ids is None else lengths[ids]
+    source.identity, source.lengths = packed.identity, None if packed.bucket is None else packed.lengths(packed.bucket)
     if ids is None:
         source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
+        return source
+    digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+    source.identity += f", {len(ids):,} samples of it ({digest})"
+    source.lengths = None if source.lengths is None else source.lengths[ids]
     return source
 
 

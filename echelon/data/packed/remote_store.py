@@ -11,8 +11,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echelon.data.packed import manifest as documents
-from echelon.data.packed.manifest import Manifest
+from echelon.data.packed.manifest import FILE_NAME, Manifest, parse_manifest
 from echelon.errors import DataError, MissingDataError
 
 #: Bytes per request: few enough for a slow link to deliver them within the time limit.
@@ -45,8 +44,8 @@ class RemoteStore:
         self._connect = url_to_fs
 
     def read_manifest(self) -> Manifest:
-        (text,) = self.read_spans(documents.FILE_NAME, [(0, None)])
-        return documents.parse_manifest(text, f"{self.display_url}/{documents.FILE_NAME}")
+        (text,) = self.read_spans(FILE_NAME, [(0, None)])
+        return parse_manifest(text, f"{self.display_url}/{FILE_NAME}")
 
     def copy_file(self, name: str, path: Path) -> None:
         """Copy a file of the folder over the bytes allocated in `path`; a longer file is not read to its end."""
