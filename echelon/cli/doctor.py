@@ -45,7 +45,7 @@ def doctor(
     )
 
 
-#: Family of operators -> prefixes of their names, unit, and how much makes one unit.
+#: Family of operators -> prefixes of their names, unit, and the scale of that unit.
 _OPERATOR_FAMILIES = {
     "matrix products": (("mm", "addmm", "bmm", "baddbmm"), "GFLOP/s", 1e9),
     "convolutions": (("convolution",), "GFLOP/s", 1e9),

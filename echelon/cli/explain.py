@@ -94,7 +94,7 @@ def _errors_among(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _describe_cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """How the plan cuts the model, if it says so."""
+    """How the plan cuts the model, if the plan specifies it."""
     from echelon.plan.codec import to_plain
     from echelon.plan.describe import cut_fraction, group_cuts, summarize_stages
 

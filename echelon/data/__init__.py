@@ -1,4 +1,4 @@
-"""Data: which sample goes where (`Order`), reading it (`open_source`, `Packed`), and what each rank gets of it (`Loader`)."""
+"""Data: which sample goes where (`Order`), reading it (`open_source`, `Packed`), and each rank's share of it (`Loader`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    # On demand, so that the order, which is pure, can be had without torch.
+    # On demand: `Order` is pure and needs no torch.
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -1,4 +1,4 @@
-"""Opens whatever a job gives as data=: tensors, lists, Datasets, packed data, Hugging Face data sets."""
+"""Opens a job's data=: tensors, lists, Datasets, packed data, Hugging Face data sets."""
 
 from __future__ import annotations
 

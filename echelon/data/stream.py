@@ -2,7 +2,7 @@
 
 This works for any number of ranks, and for streams of unknown length. The ranks exchange how much they have read before they compute
 with it: if one stream ends before the others, all ranks stop with a message instead of deadlocking. Ranks that compute the same samples
-together (tp, pp) also compare the first batch: a stream that splits its samples by rank gives each of them another one of equal size.
+together (tp, pp) also compare the first batch: a stream that splits its samples by rank hands each of them a different one of equal size.
 """
 
 from __future__ import annotations

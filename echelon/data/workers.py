@@ -69,7 +69,7 @@ def read_with_workers(
 
 
 def prefetch_in_process(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
-    """Yield the same items, made by one process a little ahead. A DataError that ends them is raised here.
+    """Yield the same items, which one process reads ahead. A DataError that ends them is raised here.
 
     The process is forked, whatever the start method of others: an iterator that has begun cannot be sent to a spawned process.
     """
@@ -91,7 +91,7 @@ def _iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            # OSError and EOFError: torch receives what a dead worker had sent last.
+            # OSError and EOFError: from receiving the last message of a dead worker.
             cause = f"{type(error).__name__}: {error}"
         else:
             if isinstance(item, _WorkerError):

@@ -1,4 +1,4 @@
-"""Find the command that the user typed, for messages of ranks, which another process started."""
+"""Find the command that the user typed, for messages of ranks that another process started."""
 
 from __future__ import annotations
 

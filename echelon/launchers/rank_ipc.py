@@ -14,7 +14,7 @@ from typing import Any
 
 from echelon.errors import EchelonError
 
-#: Path of the launching process's plan, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
+#: Path of the launching process's plan, so that ranks do not plan again. Not ECHELON_PLAN: that is the user's setting.
 PLAN_VARIABLE = "ECHELON_HANDED_PLAN"
 #: Path of the results of calls that a script made before it started ranks, which run it from the top and skip them.
 RESULTS_VARIABLE = "ECHELON_DONE"
@@ -48,7 +48,7 @@ def take_result_path() -> Path | None:
 
 
 def take_previous_result() -> dict[str, str] | None:
-    """The result, or error, of this script's next call in the process that started this rank; None: it was not made there."""
+    """The result, or error, of this script's next call in the process that started this rank; None: there was no such call."""
     path = os.environ.get(RESULTS_VARIABLE)
     if path is None:
         return None

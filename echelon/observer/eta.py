@@ -68,7 +68,7 @@ class ProgressTracker:
 
 
 def ideal_rate(forecast: Forecast | None) -> float | None:
-    """The forecast samples per second of all ranks without exchange. None for one rank, which waits for nobody."""
+    """The forecast samples per second of all ranks without exchange. None for a single rank, which never waits."""
     if forecast is None or forecast.plan.ranks == 1:
         return None
     compute_seconds = forecast.time.step - forecast.time.exchange

@@ -51,7 +51,7 @@ class ImagePackingSource(PackingSource):
         images = []
         for path, _ in files:
             content = path.read_bytes()
-            pixels = decode_image(content, str(path), self._size)  # even if kept encoded: refuse damaged ones now
+            pixels = decode_image(content, str(path), self._size)  # even if stored encoded: refuse damaged ones now
             images.append(np.frombuffer(content, np.uint8) if self._size is None else pixels)
         return [images if self._size is None else np.stack(images), labels]
 

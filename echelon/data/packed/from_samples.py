@@ -74,7 +74,7 @@ def open_dataset(data: Any) -> Any:
 class JsonLines(Sequence[Any]):
     """The values in a file of JSON lines, by number; empty lines are skipped.
 
-    Not read with pyarrow: it takes objects only, makes timestamps of text that looks like one, and has no access by number."""
+    Not read with pyarrow: it accepts objects only, turns text that looks like a time into one, and has no access by index."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -22,7 +22,7 @@ from echelon.data.packed.packing_source import PackingSource, ProgressCallback, 
 from echelon.errors import DataError
 from echelon.files import acquire_lock, atomic_writer, release_lock, try_lock
 
-#: Characters that a tokenizer gets at once, approximately.
+#: Approximate number of characters per call of a tokenizer.
 _CHUNK_CHARS = 2**19
 _UP_TO_LAST_LINE = re.compile(r".*\n(?=\S)", re.DOTALL)
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".py", ".rst"}

@@ -1,6 +1,6 @@
-"""Tasks that several processes share, of one command or of many that do not know of each other: each is done once.
+"""Runs tasks that several processes share, of one command or of independent ones, each once.
 
-A process locks a task while it works on it. Locks end with their process: what a killed one left unfinished, another does.
+A process locks a task while it works on it. Locks end with their process: another one redoes what a killed process left unfinished.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Manifest:
     sample: Any
     block: int
     shards: tuple[Shard, ...]
-    #: What the data was made from and by.
+    #: Where the data comes from, and which version packed it.
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -149,7 +149,7 @@ def content_identity(manifests: Sequence[Manifest]) -> str:
 
 
 def _parse_document(document: Mapping[str, Any]) -> Manifest:
-    """Check everything, whoever wrote the file: nothing may point outside of a shard or of the folder."""
+    """Check everything: nothing may point outside of a shard or of the folder."""
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
         _check_column(column)

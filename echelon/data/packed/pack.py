@@ -1,9 +1,9 @@
-"""Packs a source into shards with several processes, and continues where a packing that died stopped.
+"""Packs a source into shards with several processes, and resumes an interrupted packing.
 
-The order of writes leaves nothing wrong after a kill at any time: a shard appears under its name once it is on disk; then a note says
-what it holds and which packing it belongs to; when all notes are there, the manifest is written, last. A shard without a note is made
-again, by processes that need not know of each other (locked_tasks.py). Every packing process holds a shared lock of the folder, so that
-nobody clears it for another source meanwhile.
+The order of writes makes a kill safe at any time: a shard appears under its name once it is on disk; then a note records what it holds
+and which packing it belongs to; once all notes exist, the manifest is written. Shards without a note are written again, by processes
+that need not know of each other (locked_tasks.py). Every packing process holds a shared lock on the folder, so that it is not cleared
+for another source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.plan.document_cache import installed_versions
 SHARD_BYTES = 2**27
 #: Rows that are read from the source at once.
 _ROWS_PER_READ = 256
-#: Seconds that another packing, whose processes may be ending just now, gets to leave the folder.
+#: Seconds to wait for the processes of another packing in the folder to end.
 _LEAVE_TIMEOUT = 5.0
 #: Files that are needed only until the manifest is written.
 _WORK_FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
@@ -141,7 +141,7 @@ def _prepare_folder(spec: _PackingSpec, overwrite: bool | str, busy_lock: int) -
         if overwrite not in (True, kind):
             what = "a part of another packing" if existing is None else "another packed data set"
             raise DataError(f"{folder} holds {what}: {differences}; {_REPLACE_HINT}")
-        if overwrite is not True:  # nobody asked for hours of work to be repeated
+        if overwrite is not True:  # repeats hours of work that the user did not ask for
             warnings.warn(f"{folder} is packed again: {differences}", stacklevel=2)
         _clear_folder(folder, busy_lock, kind)
     elif existing is not None:

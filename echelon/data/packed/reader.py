@@ -81,7 +81,7 @@ class Packed:
         for name, manifest in zip(names, self.manifests, strict=True):
             if (manifest.columns, manifest.sample) != (first_manifest.columns, first_manifest.sample):
                 layouts = f"{describe_columns(manifest)} and {names[0]} {describe_columns(first_manifest)}"
-                raise DataError(f"{name} holds {layouts}: pack them alike")
+                raise DataError(f"{name} holds {layouts}: pack them with the same columns")
         self.columns: tuple[Column, ...] = first_manifest.columns
         self._structure, self._column_names = first_manifest.sample, [column.name for column in self.columns]
         self._ragged_names = [column.name for column in self.columns if column.ragged and column.kind == "array"]
@@ -155,7 +155,7 @@ class Packed:
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def read_batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
-        """Read the samples `ids` as one batch, without `transform`: a tensor per column, padded as `pad` says."""
+        """Read the samples `ids` as one batch, without `transform`: a tensor per column, padded with `pad`."""
         return self.build_batch(self.gather_columns(self._check_ids(ids), pin))
 
     def prefetch(self, ids: np.ndarray) -> None:

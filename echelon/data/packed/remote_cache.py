@@ -1,8 +1,8 @@
 """A folder of copies of remote files, of bounded size, shared by the processes of a machine.
 
 The process that holds a copy's lock writes it under another name, and renames it once it is complete and on disk. A process that reads a
-copy holds a shared lock on it, so that nobody deletes it meanwhile. Locks end with their process, and what a killed process left half
-written is never taken for a copy. Files with other names in the folder are not touched.
+copy holds a shared lock on it, so that no other process deletes it. Locks end with their process, and what a killed process left
+unfinished is never mistaken for a copy. Files with other names in the folder are not touched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def default_cache_folder() -> Path:
 
 
 class CachedFile:
-    """A copy that this process has open. Nobody deletes it while it is pinned."""
+    """A copy that this process has open. While it is pinned, no process deletes it."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path, self._lock, self._owner_pid = path, lock, os.getpid()
@@ -55,7 +55,7 @@ class CachedFile:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether it is deleted; its space is free only once nobody has it open."""
+        """Whether it is deleted; its space is free only once no process has it open."""
         return _is_deleted(self._lock)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class FileCache:
     ) -> CachedFile:
         """Open the copy named `key`, of `size` bytes. If there is none, `fill(path)` writes it; if it raises, there is no copy.
 
-        `fill` gets a file of `size` allocated bytes to overwrite. `space_timeout`: seconds to wait for space while other processes' copies
+        `fill` overwrites a file of `size` allocated bytes. `space_timeout`: seconds to wait for space while other processes' copies
         fill the cache. `fill_timeout`: seconds to wait for a process that makes this copy without writing to it.
         """
         path = self.folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.arrow"
@@ -147,7 +147,7 @@ class FileCache:
         return True
 
     def _evict_for(self, size: int) -> bool:
-        """Delete the least recently used copies that nobody has pinned until `size` more bytes fit into the cache and its disk."""
+        """Delete the least recently used copies that no process has pinned until `size` more bytes fit into the cache and its disk."""
         copies = self._list_copies()
         total = sum(copy[1] for copy in copies)
         limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
@@ -163,7 +163,7 @@ class FileCache:
         copies = []
         for path in self.folder.iterdir():
             if _COPY_NAME.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # an unfinished copy was given up
+                with suppress(FileNotFoundError):  # an unfinished copy was abandoned
                     stat = path.stat()
                     copies.append((stat.st_mtime_ns, stat.st_size, path))
         return copies
@@ -173,7 +173,7 @@ class FileCache:
         return len(copies), sum(size for _, size, _ in copies)
 
     def clear(self) -> tuple[int, int]:
-        """Delete the copies that nobody uses, and unused locks; returns how many copies were deleted, and how many are in use."""
+        """Delete unused copies and locks; returns how many copies were deleted, and how many are in use."""
         with lock_file(self.folder / "room.lock"):
             deletions = [self._try_delete(path) for _, _, path in self._list_copies()]
             for path in self.folder.iterdir():

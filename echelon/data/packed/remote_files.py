@@ -34,7 +34,7 @@ class RemoteRowReader(RowReader):
     """Files on stores, each copied to the cache as a whole before its rows are read.
 
     Threads make the copies: those that a batch needs at the same time, those that `prefetch` announces ahead of their batch. A copy is
-    checked before it gets its name, and each block again when this process first reads it: a copy damaged since is replaced.
+    checked before it is renamed to its final name, and each block again when this process first reads it: a damaged copy is replaced.
 
     Between two batches only copies that an announced batch needs are pinned, and only by the reader that the process used last: a process
     that evaluates, or waits for its workers, must not keep space from processes that read.
@@ -150,7 +150,7 @@ class RemoteRowReader(RowReader):
             self._lock.release()
 
     def _advance_to(self, ids: np.ndarray) -> None:
-        """Find this batch among the announced ones; those before it were given up."""
+        """Find this batch among the announced ones; those before it were abandoned."""
         for position, (count, expected_ids) in enumerate(tuple(self._expected_batches)):
             if np.array_equal(expected_ids, ids):
                 self._current_batch = count
@@ -182,7 +182,7 @@ class RemoteRowReader(RowReader):
     def _open_file(self, file_index: int, needed: Sequence[int]) -> tuple[LocalRowReader, CachedFile]:
         file = self._files[file_index][1]
         cached_file = self._acquire_copy(file_index, needed)
-        if replace(file, path=cached_file.path).find_problem() is not None:  # cut off since it was copied
+        if replace(file, path=cached_file.path).find_problem() is not None:  # truncated since it was copied
             cached_file.path.unlink(missing_ok=True)
             cached_file.close()
             cached_file = self._acquire_copy(file_index, needed)

@@ -49,7 +49,7 @@ class RemoteStore:
 
     def copy_file(self, name: str, path: Path) -> None:
         """Copy a file of the folder over the bytes allocated in `path`; a longer file is not read to its end."""
-        # Opened now: a read that is given up, but continues later, must not write to another file of this name.
+        # Opened now: a read that is abandoned, but continues later, must not write to another file of this name.
         target = path.open("r+b", buffering=0)
         reserved_bytes = os.fstat(target.fileno()).st_size
 

@@ -72,7 +72,7 @@ def pack_best_fit(lengths: np.ndarray, row_length: int) -> RowLayout:
     needs at most 22 % more rows than the optimum, and in practice about none.
 
     Pieces of equal size are placed together into rows with equal room, so the number of turns depends on the distinct sizes and rooms, not
-    on the pieces. A piece takes about 100 bytes meanwhile and 24 afterwards.
+    on the pieces. A piece takes about 100 bytes during packing and 24 afterwards.
     """
     counts = -(-lengths // row_length)
     piece_count = int(counts.sum())

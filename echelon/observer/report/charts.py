@@ -168,7 +168,7 @@ def _curve_paths(curve: Curve, x_scale: Scale, y_scale: Scale) -> list[tuple[str
 
 
 def _x_tick(x_scale: Scale, tick: float, text: str) -> tuple[str, str, str]:
-    """A label below the plot, kept inside at either end."""
+    """A label below the plot, aligned to stay inside at either end."""
     position = x_scale.position(tick)
     side = " first" if position < 0.04 else " last" if position > 0.94 else ""
     return f"x{side}", f"left:{100 * position:.2f}%", text
