@@ -126,7 +126,8 @@ class SampleSource(Source):
         return self._length
 
     def read_micro_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        batches = self._read_tracking_rng(ids, sizes, epoch) if self.runs_user_code else self._read_unseeded(ids, sizes)
+        read = self._read_tracking_rng if self.runs_user_code else self._read_batches
+        batches = read(ids, sizes, epoch)
         return [pin_batch(batch) for batch in batches] if pin else batches
 
     def read_sample(self, index: int) -> Any:
@@ -138,33 +139,24 @@ class SampleSource(Source):
         """Read batches with every generator seeded that reading them draws from."""
         with self._rng:
             while True:
-                batches = self._read_seeded(ids, sizes, epoch) if self._used_kinds else self._read_unseeded(ids, sizes)
+                batches = self._read_batches(ids, sizes, epoch)
                 used_kinds = self._rng.find_used_kinds()
                 if used_kinds <= self._used_kinds:
                     return batches
                 self._used_kinds |= used_kinds
 
-    def _read_unseeded(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
-        indices = ids.tolist()
-        samples = self._read_samples(indices) if self._getitems is None else self._read_with_getitems(indices)
-        batches, start = [], 0
+    def _read_batches(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
+        """Read all samples together, or seed before each; a collate that draws continues from the last one's generators."""
+        indices, kinds = ids.tolist(), tuple(self._used_kinds)
+        seeds = rng.derive_seeds(self._seed, epoch, ids) if kinds else []
+        samples = [] if kinds else self._read_together(indices)
+        batches, stop = [], 0
         for size in sizes:
-            batches.append(self._collate_samples(samples[start : start + size], indices[start : start + size]))
-            start += size
-        return batches
-
-    def _read_seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
-        """Seed before each sample; a collate that draws continues from the last one's generators."""
-        indices, seeds = ids.tolist(), rng.derive_seeds(self._seed, epoch, ids)
-        kinds = tuple(self._used_kinds)
-        batches, start = [], 0
-        for size in sizes:
-            samples = []
-            for position in range(start, start + size):
+            start, stop = stop, stop + size
+            for position in range(start, stop) if kinds else ():
                 rng.seed_generators(seeds[position], kinds)
                 samples += self._read_samples(indices[position : position + 1])
-            batches.append(self._collate_samples(samples, indices[start : start + size]))
-            start += size
+            batches.append(self._collate_samples(samples[start:stop], indices[start:stop]))
         return batches
 
     def _read_samples(self, indices: list[int]) -> list[Any]:
@@ -176,8 +168,9 @@ class SampleSource(Source):
                 raise self._read_error(f"sample {index}", error) from error
         return samples
 
-    def _read_with_getitems(self, indices: list[int]) -> list[Any]:
-        assert self._getitems is not None
+    def _read_together(self, indices: list[int]) -> list[Any]:
+        if self._getitems is None:
+            return self._read_samples(indices)
         try:
             samples = self._getitems(indices)
         except Exception as error:

@@ -317,7 +317,8 @@ def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
     assert data.read_batch(np.array([99, 100, 149, 0]))[1].tolist() == [99, 0, 49, 0]
     pack(SamplePackingSource([1, 2], {}), tmp_path / "c")
     with pytest.raises(
-        DataError, match=r"c holds value: int64 and .*a image: uint8\[3, 8, 8\], label: int64: pack them alike"
+        DataError,
+        match=r"c holds value: int64 and .*a image: uint8\[3, 8, 8\], label: int64: pack them with the same columns",
     ):
         Packed(tmp_path / "a", tmp_path / "c")
 
