@@ -59,7 +59,7 @@ class Shard:
     samples: int
     bytes: int
     buffers: tuple[tuple[int, ...], ...]
-    #: One per block of rows, over its columns in turn (block_layout.py).
+    #: One per block of rows, over its columns in turn (shard_file.py).
     checksums: tuple[int, ...]
     #: Checksum of the bytes that belong to no column: Arrow's metadata.
     frame: int
