@@ -27,7 +27,7 @@ def pack(
     tokens: Annotated[str | None, Option(metavar="byte|FILE", help="Tokenize text, by byte or tokenizer.json.")] = None,
     length: Annotated[int | None, Option(help="Tokens per row [one row per file].")] = None,
     dtype: Annotated[str, Option(help="Type of tokens: uint8, int16, int32 or int64.")] = "int64",
-    shuffle: Annotated[str | None, Option(metavar="SEED|no", help="Shuffle [images by class: 0, else no].")] = None,
+    shuffle: Annotated[str | None, Option(metavar="SEED|no", help="Shuffle [seed 0 for images, else no].")] = None,
     shards: Annotated[int | None, Option(help="Files [by size]; each packing process holds one in memory.")] = None,
     processes: Annotated[int | None, Option(help="Packing processes [one per core, as far as memory allows].")] = None,
     overwrite: Annotated[bool, Option(help="Replace a data set in DST that has another source.")] = False,

@@ -24,7 +24,7 @@ def plan(
     goal: Annotated[str, Option(help="fastest, memory, cheapest or devices (fewest that meet --within).")] = "fastest",
     within: Annotated[str | None, Option(metavar="TIME", help="Time limit for --steps: 90s, 12h, 3d.")] = None,
     steps: Annotated[int, Option(help="Steps to finish within that time.")] = 1,
-    price: Annotated[float | None, Option(help="Price of a device hour, for --goal cheapest [cluster's].")] = None,
+    price: Annotated[float | None, Option(help="Price of a device hour, for cheapest [the cluster's].")] = None,
     exhaustive: Annotated[bool, Option("--exhaustive", help="Forecast even plans that cannot be best.")] = False,
     beyond: Annotated[bool, Option("--beyond", help="Include what cannot be executed yet: cp, ep, fp8.")] = False,
     precisions: Annotated[

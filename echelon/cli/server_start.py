@@ -28,7 +28,7 @@ _MODES = {
 def start(
     context: typer.Context,
     servers: Annotated[int, Option(min=0, help="Servers to run here; 0: only the controller.")] = 1,
-    controller: Annotated[str | None, Option(metavar="HOST:PORT", help="Join this one [start a new one].")] = None,
+    controller: Annotated[str | None, Option(metavar="HOST:PORT", help="Join this controller [start one].")] = None,
     secret_file: Annotated[Path | None, Option(metavar="FILE", help="The job's secret [FOLDER/secret].")] = None,
     bind: Annotated[str, Option(metavar="HOST[:PORT]", help="Address to listen on.")] = "127.0.0.1",
     advertise: Annotated[str | None, Option(metavar="HOST", help="Name by which others reach this machine.")] = None,

@@ -33,7 +33,9 @@ def train(
         bool | None,
         Option("--fallback/--no-fallback", help="If --plan is disproved, train the nearest proved one [yes]."),
     ] = None,
-    require_certificate: Annotated[str | None, Option(metavar="FILE", help="Train only if it covers the run.")] = None,
+    require_certificate: Annotated[
+        str | None, Option(metavar="FILE", help="Train only if this certificate covers the run.")
+    ] = None,
     quiet: Annotated[bool | None, Option("--quiet/--no-quiet", help="Print warnings only [no].")] = None,
     workers: Annotated[int | None, Option(help="Processes per rank that read data ahead [0].")] = None,
     servers: Annotated[str | None, Option(metavar="HOST:PORT", help="Controller of running parameter servers.")] = None,

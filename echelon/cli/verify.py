@@ -24,7 +24,9 @@ def verify(
     plan: Annotated[str, Option(metavar="P", help='As "dp=2 zero=1", a plan file, or auto.')] = "auto",
     steps: Annotated[int, Option(min=1, help="Training steps to compare.")] = 2,
     out: Annotated[str, Option("--out", "-o", metavar="FILE", help="The certificate to write.")] = "certificate.json",
-    reference: Annotated[str, Option(metavar="auto|device|host|PLAN", help="Compare with [the strongest].")] = "auto",
+    reference: Annotated[
+        str, Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits.")
+    ] = "auto",
     memory: Annotated[float | None, Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
