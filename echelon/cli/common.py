@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -114,8 +115,6 @@ def read_cluster(name: str | None) -> Cluster:
     """The cluster of a catalogue name or a file; None: this machine, measured."""
     if name is None:
         return measure_machine()
-    from pathlib import Path
-
     from echelon.plan import catalogue
     from echelon.plan.cluster import Cluster
 

@@ -129,7 +129,7 @@ class Order:
         consumed = self.samples // self.batch * (self.batch // lanes)
         parts = []
         for lane in range(lanes):
-            lane_start, lane_end = _part_start(lane, self.samples, lanes), _part_start(lane + 1, self.samples, lanes)
+            lane_start, lane_end = _part_bounds(lane, self.samples, lanes)
             offset = lane_start - lane * consumed  # samples that the lanes before this one have left
             low, high = max(start, offset), min(stop, offset + lane_end - lane_start - consumed)
             if low < high:
@@ -139,7 +139,7 @@ class Order:
 
     def _lane_ids(self, epoch: int, lane: int, lanes: int, positions: np.ndarray) -> np.ndarray:
         """The samples at ascending `positions` of a lane's own order."""
-        lane_start, lane_end = _part_start(lane, self.samples, lanes), _part_start(lane + 1, self.samples, lanes)
+        lane_start, lane_end = _part_bounds(lane, self.samples, lanes)
         if self.window is None:
             key = (epoch, lane) if lanes > 1 else (epoch,)
             return lane_start + self._permute(key, lane_end - lane_start, positions)
@@ -149,9 +149,8 @@ class Order:
         for window_index in range(-(-lane_files // self.window)):
             first = window_index * self.window
             window_files = (lane * lane_files + file_order[first : first + self.window]).tolist()
-            file_starts = np.array([_part_start(file, self.samples, self.files) for file in window_files])
-            next_starts = np.array([_part_start(file + 1, self.samples, self.files) for file in window_files])
-            file_sizes = next_starts - file_starts
+            bounds = np.array([_part_bounds(file, self.samples, self.files) for file in window_files])
+            file_starts, file_sizes = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
             window_samples = int(file_sizes.sum())
             low, high = np.searchsorted(positions, (offset, offset + window_samples))
             if low < high:
@@ -224,9 +223,9 @@ class BucketedOrder(Order):
         return pool_ids[batch_index - first_batch, start:stop]
 
 
-def _part_start(part: int, samples: int, parts: int) -> int:
-    """The first sample of a part, rounded down, so that parts of parts begin where whole parts do."""
-    return part * samples // parts
+def _part_bounds(part: int, samples: int, parts: int) -> tuple[int, int]:
+    """The first sample of a part and its end, rounded down, so that parts of parts begin where whole parts do."""
+    return part * samples // parts, (part + 1) * samples // parts
 
 
 def _add_to_cache(cache: dict[_Key, np.ndarray], key: _Key, value: np.ndarray, max_entries: int) -> None:

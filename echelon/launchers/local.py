@@ -156,8 +156,8 @@ def _launch_error(failed_rank: int, processes: list[_Process], folder: Path) -> 
     code = processes[failed_rank].returncode
     ending = f"ended with exit code {code}"
     if code is not None and code < 0:
-        ending = f"was killed by signal {signal.Signals(-code).name}"
-        ending += " (out of memory?)" if code == -signal.SIGKILL else ""
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        ending = f"was killed by signal {signal.Signals(-code).name}{hint}"
     log = folder / f"rank-{failed_rank}.log"
     tail = log.read_text(errors="replace").strip().splitlines()[-20:] if log.exists() else []
     summary = f"rank {failed_rank} of {len(processes)} {ending}; the others were ended"

@@ -77,9 +77,9 @@ class RemoteRowReader(RowReader):
         needed = np.unique(file_indices).tolist()
         with self._exclusive_read():
             self._advance_to(ids)
-            absent = [file_index for file_index in needed if file_index not in self._open_files]
-            for file_index in absent if len(absent) > 1 else ():
-                self._start_copy(file_index)
+            absent = [index for index in needed if index not in self._open_files]
+            for index in absent if len(absent) > 1 else ():
+                self._start_copy(index)
             parts = []
             for file_index in needed:
                 positions = np.flatnonzero(file_indices == file_index)
