@@ -19,9 +19,8 @@ DataFolder = Annotated[str, Argument(metavar="DST", help="Folder or URL of a pac
 def show(
     folder: DataFolder,
     samples: Annotated[int, Option(help="Samples to show.")] = 3,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Show columns, counts, sizes, a few samples, and how evenly the files are filled."""
     from rich.text import Text
 

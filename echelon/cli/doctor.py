@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def doctor(
     refresh: Annotated[bool, Option("--refresh", help="Measure again, even if this machine is known.")] = False,
     out: Annotated[str | None, Option("--out", "-o", metavar="FILE", help="Save the cluster, to plan for it.")] = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Measure this machine and list what will not work.
 
     Shows devices and their measured rates, links between ranks, versions, and the reason for each limit.

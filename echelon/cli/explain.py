@@ -22,9 +22,8 @@ def explain(
     why_not: Annotated[str | None, Option("--why-not", metavar="P", help="Another plan to compare with.")] = None,
     job: Annotated[str | None, Option(metavar="FILE[:name]", help="The job, to show time and memory as well.")] = None,
     cluster: ClusterOption = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Explain what a plan does and why another one is not better.
 
     Goes through the plan decision by decision. With --job it adds time and memory, and what the other plan would cost or which rule

@@ -15,9 +15,8 @@ def export(
     run: Annotated[str, Argument(metavar="RUN", help="A run folder (its last checkpoint), or a checkpoint.")],
     out: Annotated[str, Argument(metavar="OUT.safetensors", help="The file to write.")],
     best: Annotated[bool, Option("--best", help="Take the run's checkpoint with the lowest evaluation loss.")] = False,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Write the trained model to one file.
 
     The file holds parameters and buffers under the model's own names, whatever plan trained them, and loads without echelon:

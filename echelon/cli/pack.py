@@ -31,9 +31,8 @@ def pack(
     shards: Annotated[int | None, Option(help="Files [by size]; each packing process holds one in memory.")] = None,
     processes: Annotated[int | None, Option(help="Packing processes [one per core, as far as memory allows].")] = None,
     overwrite: Annotated[bool, Option(help="Replace a data set in DST that has another source.")] = False,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Pack a data set into shards that every rank memory-maps.
 
     Run the same command again after an interruption: it continues.

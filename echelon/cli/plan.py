@@ -31,11 +31,8 @@ def plan(
         list[str] | None,
         Option("--precision", metavar="NAME", help="Also try fp32, tf32, bf16, fp16 or fp8; repeatable."),
     ] = None,
-    picture: FigureOption = None,
-    trace: TraceOption = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    picture: FigureOption = None, trace: TraceOption = None, json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Find the best plans for a job.
 
     Forecasts their time and memory on this machine or another cluster. Exit 1 if no plan fits into memory.

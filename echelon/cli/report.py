@@ -11,9 +11,8 @@ from echelon.cli.common import DebugOption, JsonOption, print_answer
 
 def report(
     run: Annotated[str, Argument(metavar="RUN", help="A run folder: runs/NAME.")],
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Write the report of a run.
 
     The page is report.html in the run folder: curves, plan, forecast against measurement. It needs no network.

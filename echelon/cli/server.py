@@ -40,9 +40,8 @@ def drain(
     controller: ControllerOption,
     secret_file: SecretFileOption,
     patience: Annotated[float, Option(help="Seconds to wait until the server is empty.")] = 600.0,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Move all shards off a server during training, so that it can be stopped."""
     from echelon.server.protocol import wire
     from echelon.server.protocol.auth import read_secret
@@ -64,9 +63,8 @@ def checkpoint(
     controller: ControllerOption,
     secret_file: SecretFileOption,
     patience: Annotated[float, Option(help="Seconds to wait until it is complete.")] = 3600.0,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Write a checkpoint during training."""
     from echelon.plan.format_units import format_bytes
     from echelon.server.protocol import wire
@@ -79,11 +77,8 @@ def checkpoint(
 def expire(
     name: TableArgument,
     older: Annotated[int, Argument(min=0, help="Delete rows last written this many log entries ago or earlier.")],
-    controller: ControllerOption,
-    secret_file: SecretFileOption,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    controller: ControllerOption, secret_file: SecretFileOption, json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Delete rows of a table that have not been updated for long."""
     from echelon.server.protocol import wire
 
@@ -97,9 +92,8 @@ def export(
     name: TableArgument,
     output: Annotated[Path, Argument(metavar="FILE", help="A .safetensors or .arrow file.")],
     numbers: Annotated[str, Option(help="f4 or f2; i2 or i1 for serving (integers with a scale per row).")] = "f4",
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Write a table of a checkpoint to one file. Needs no running server."""
     from echelon.server.store.table_export import export_from_checkpoint
 

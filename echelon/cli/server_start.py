@@ -46,9 +46,8 @@ def start(
     restore: Annotated[Path | None, Option(metavar="FOLDER", help="A server checkpoint to start from.")] = None,
     on: Annotated[str, Option(metavar="local|ray", help="Processes here, or actors on a Ray cluster.")] = "local",
     cluster: Annotated[str | None, Option(metavar="ADDRESS", help="With --on ray [the one Ray finds].")] = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Run parameter servers until interrupted."""
     if on not in ("local", "ray"):
         raise EchelonError(f"--on {on}: expected `local` (processes) or `ray` (actors)")

@@ -8,15 +8,7 @@ import typer
 from typer import Option
 
 from echelon.cli import common
-from echelon.cli.common import (
-    ClusterOption,
-    DebugOption,
-    FigureOption,
-    JobFile,
-    JsonOption,
-    TraceOption,
-    print_warnings,
-)
+from echelon.cli.common import ClusterOption, DebugOption, FigureOption, JobFile, JsonOption, TraceOption
 from echelon.plan.format_units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,11 +21,8 @@ def simulate(
     file: JobFile,
     plan: Annotated[str, Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
     cluster: ClusterOption = None,
-    picture: FigureOption = None,
-    trace: TraceOption = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    picture: FigureOption = None, trace: TraceOption = None, json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Forecast the time and memory of a plan.
 
     Shows seconds per step by cause and bytes per rank by component. Nothing is run. Exit 1 if the plan does not fit.
@@ -58,13 +47,13 @@ def simulate(
         warnings = (*raise_on_errors(requested, other_problems), *not_implemented)
     else:
         requested, fallback = job_source.adapt_plan(requested, profile, target_cluster)
-        print_warnings([fallback] if fallback else [])
+        common.print_warnings([fallback] if fallback else [])
         warnings = require_executable(requested, profile, target_cluster)
     forecast = make_forecast(profile, target_cluster, requested)
     figures = common.draw_plan(profile, target_cluster, requested, picture, trace)
     answer = {"plan": str(requested), "fits": forecast.fits, "forecast": to_plain(forecast), "files": figures}
     common.print_answer(json, answer, *_describe_forecast(forecast), *(f"in {path}" for path in figures))
-    print_warnings(() if json else map(str, warnings))
+    common.print_warnings(() if json else map(str, warnings))
     raise typer.Exit(0 if forecast.fits else 1)
 
 

@@ -41,9 +41,8 @@ def train(
     servers: Annotated[str | None, Option(metavar="HOST:PORT", help="Controller of running parameter servers.")] = None,
     secret_file: Annotated[str | None, Option(metavar="FILE", help="Their secret (mode 600).")] = None,
     show_settings: Annotated[bool, Option("--show-settings", help="Print the settings and their sources.")] = False,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Train a job, or resume its training.
 
     Plans, verifies, starts the ranks, shows progress and keeps checkpoints. An interrupted run resumes where it stopped.

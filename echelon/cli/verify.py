@@ -28,9 +28,8 @@ def verify(
         str, Option(metavar="auto|device|host|PLAN", help="What to compare with; auto: the strongest that fits.")
     ] = "auto",
     memory: Annotated[float | None, Option(metavar="GB", min=0.0, help="Memory of one device [what is free].")] = None,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    json: JsonOption = False, debug: DebugOption = False,
+) -> None:  # fmt: skip
     """Prove that a plan computes the right thing.
 
     Compares the loss, every gradient and every parameter after some steps with one device, in float64. Exit 1 if they differ, naming the
