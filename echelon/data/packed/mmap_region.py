@@ -28,10 +28,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class MappedRegion:
     """Maps `files` one after the other; `starts` are their first bytes in `bytes`."""
 
-    def __init__(
-        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] = (), *, page_bytes: int = mmap.PAGESIZE
-    ) -> None:
-        """`files`: path and size of each. `gaps`: bytes left free before each, in whole pages. `page_bytes`: HUGE_PAGE_BYTES asks the
+    def __init__(self, files: Sequence[tuple[Path, int]], gaps: Sequence[int], page_bytes: int) -> None:
+        """`files`: path and size of each. `gaps`: bytes left free before each (empty: none), in whole pages. `page_bytes`: HUGE_PAGE_BYTES asks the
         kernel to read and map that much at a time, which is faster where the file system supports it."""
         self.has_gaps = any(gaps)
         self._sizes = [size for _, size in files]
@@ -75,18 +73,18 @@ class MappedRegion:
 
 
 def find_aligned_gaps(
-    sizes: Sequence[int], offsets: Sequence[int], item_bytes: int, page_bytes: int = mmap.PAGESIZE
+    sizes: Sequence[int], offsets: Sequence[int], row_bytes: int, page_bytes: int
 ) -> list[int] | None:
-    """Find gaps before files of `sizes` that put their `offsets` whole multiples of `item_bytes` apart; None where none do, because files
+    """Find gaps before files of `sizes` that put their `offsets` whole multiples of `row_bytes` apart; None where none do, because files
     are mapped in whole pages, or only vast ones."""
-    common_divisor = gcd(page_bytes, item_bytes)
-    inverse = pow(page_bytes // common_divisor, -1, item_bytes // common_divisor)
+    common_divisor = gcd(page_bytes, row_bytes)
+    inverse = pow(page_bytes // common_divisor, -1, row_bytes // common_divisor)
     gaps, position = [], 0
     for size, offset in zip(sizes, offsets, strict=True):
         shortfall = offsets[0] - position - offset
         if shortfall % common_divisor:
             return None
-        gaps.append(shortfall // common_divisor * inverse % (item_bytes // common_divisor) * page_bytes)
+        gaps.append(shortfall // common_divisor * inverse % (row_bytes // common_divisor) * page_bytes)
         position += gaps[-1] + -(-size // page_bytes) * page_bytes
     return gaps if sum(gaps) < _MAX_GAP_BYTES else None
 

@@ -169,7 +169,7 @@ class LocalRowReader(RowReader):
         region = None if any(gaps) else next((region for region in self._maps if not region.has_gaps), None)
         if region is None:
             files = [(file.path, file.shard.bytes) for file in self._files]
-            region = MappedRegion(files, gaps, page_bytes=self._page_bytes)
+            region = MappedRegion(files, gaps, self._page_bytes)
         self._maps.append(region)
         return region
 
