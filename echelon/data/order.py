@@ -51,11 +51,9 @@ class Order:
             problem = f"window={self.window!r} of files={self.files} in lanes={self.lanes}"
             raise DataError(f"{problem}: shuffle at least one file at a time, and as many in each lane")
         if self.drop_last and self.samples < self.batch:
-            problem = (
-                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}"
-            )
+            subject = f"{self.samples} samples do" if self.samples > 1 else "1 sample does"
             remedy = f"use a batch of at most {self.samples}, or keep the short batch"
-            raise DataError(f"{problem}, and drop_last leaves no other; {remedy}")
+            raise DataError(f"{subject} not fill one batch of {self.batch}, and drop_last leaves no other; {remedy}")
 
     @property
     def rule(self) -> str:

@@ -28,9 +28,7 @@ class ArrayPackingSource(PackingSource):
         lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
             lengths_text = ", ".join(f"{name}: {length:,}" for name, length in lengths.items()) or "no array at all"
-            raise DataError(
-                f"the arrays of a data set must have equally many rows, at least one; these have {lengths_text}"
-            )
+            raise DataError(f"arrays of a data set must have equally many rows, at least one; found {lengths_text}")
         self.columns = tuple(_make_column(name, array) for name, array in arrays.items())
         self.samples, self.sample, self.provenance = next(iter(lengths.values())), sample, provenance
         self.row_bytes = float(sum(column.item_bytes for column in self.columns))
@@ -45,9 +43,7 @@ class ArrayPackingSource(PackingSource):
 def _make_column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
     if dtype not in ITEM_BYTES or 0 in array.shape[1:]:
-        raise DataError(
-            f"array {name!r} of {array.dtype} {array.shape} cannot be packed: use non-empty rows of numbers"
-        )
+        raise DataError(f"array {name!r} of {array.dtype} {array.shape} cannot be packed: use non-empty number rows")
     return Column(name=name, dtype=dtype, shape=array.shape[1:])
 
 
@@ -101,7 +97,6 @@ def read_idx(path: Path) -> np.ndarray:
     dtype, header_bytes = np.dtype(_IDX_DTYPES[content[2]]), 4 + 4 * content[3]
     value_bytes = len(content) - header_bytes
     if value_bytes != dtype.itemsize * prod(shape):
-        raise DataError(
-            f"{path} has {value_bytes:,} bytes of values, but its header declares {shape} of {dtype.itemsize} bytes"
-        )
+        declared = f"{shape} of {dtype.itemsize} bytes"
+        raise DataError(f"{path} has {value_bytes:,} bytes of values, but its header declares {declared}")
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(shape)

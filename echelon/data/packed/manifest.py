@@ -102,9 +102,7 @@ def load_manifest(folder: Path) -> Manifest:
         if not folder.is_dir():
             problem = "there is no such folder; `echelon pack SRC DST` makes a packed data set"
         elif (folder / "packing.json").exists():
-            problem = (
-                "its packing was not finished; run the same `echelon pack` again, which continues where it stopped"
-            )
+            problem = "its packing was not finished; run the same `echelon pack` again, which resumes it"
         raise DataError(f"{folder}: {problem}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -72,20 +72,18 @@ class MappedRegion:
             _libc().munmap(address, self._reserved_bytes)
 
 
-def find_aligned_gaps(
-    sizes: Sequence[int], offsets: Sequence[int], row_bytes: int, page_bytes: int
-) -> list[int] | None:
-    """Find gaps before files of `sizes` that put their `offsets` whole multiples of `row_bytes` apart; None where none do, because files
+def find_aligned_gaps(sizes: Sequence[int], offsets: Sequence[int], row_size: int, page_size: int) -> list[int] | None:
+    """Find gaps before files of `sizes` that put their `offsets` whole multiples of `row_size` apart; None where none do, because files
     are mapped in whole pages, or only vast ones."""
-    common_divisor = gcd(page_bytes, row_bytes)
-    inverse = pow(page_bytes // common_divisor, -1, row_bytes // common_divisor)
+    common_divisor = gcd(page_size, row_size)
+    inverse = pow(page_size // common_divisor, -1, row_size // common_divisor)
     gaps, position = [], 0
     for size, offset in zip(sizes, offsets, strict=True):
         shortfall = offsets[0] - position - offset
         if shortfall % common_divisor:
             return None
-        gaps.append(shortfall // common_divisor * inverse % (row_bytes // common_divisor) * page_bytes)
-        position += gaps[-1] + -(-size // page_bytes) * page_bytes
+        gaps.append(shortfall // common_divisor * inverse % (row_size // common_divisor) * page_size)
+        position += gaps[-1] + -(-size // page_size) * page_size
     return gaps if sum(gaps) < _MAX_GAP_BYTES else None
 
 
