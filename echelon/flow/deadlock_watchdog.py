@@ -70,20 +70,16 @@ class _Watchdog:
 
     def run(self) -> None:
         """Watch until the proof is done, or a rank's watchdog has ended it."""
-        try:
-            if not self.done.wait(max(self._limit - WINDOW_SECONDS, 0.0)):
-                self._watch()
-        except RuntimeError:  # rank 0, which may host the store, has exited
-            pass
-
-    def _watch(self) -> None:
-        while not self.done.wait(_POLL_SECONDS):
-            self._store.set(f"used/{self._world.rank}", f"{time.process_time()} {self._find_waiting_line()}")
-            if self._world.is_main and (reason := self._find_reason()):
-                self._store.set(_REASON_KEY, reason)
-            if self._store.check([_REASON_KEY]):
-                self._abort(self._store.get(_REASON_KEY).decode())
+        with contextlib.suppress(RuntimeError):  # rank 0, which may host the store, has exited
+            if self.done.wait(max(self._limit - WINDOW_SECONDS, 0.0)):
                 return
+            while not self.done.wait(_POLL_SECONDS):
+                self._store.set(f"used/{self._world.rank}", f"{time.process_time()} {self._find_waiting_line()}")
+                if self._world.is_main and (reason := self._find_reason()):
+                    self._store.set(_REASON_KEY, reason)
+                if self._store.check([_REASON_KEY]):
+                    self._abort(self._store.get(_REASON_KEY).decode())
+                    return
 
     def _find_reason(self) -> str:
         """Why the proof ends now; empty: it does not."""

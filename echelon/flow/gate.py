@@ -245,9 +245,9 @@ def candidate_plans(
             raise
         yield single_process_plan(f"no plan could be searched for: {error}")
         return
+    except EchelonError:
+        raise
     except Exception as error:  # a model that cannot be traced: one process need not
-        if isinstance(error, EchelonError) and not isinstance(error, PlanError):
-            raise
         yield single_process_plan(f"the job could not be profiled ({type(error).__name__}: {error})")
         return
     yield first

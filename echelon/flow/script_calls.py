@@ -109,16 +109,13 @@ def prepare_process(entry_point: str) -> World:
     if "torch" not in sys.modules:
         keep_freed_memory()
     world = read_world()
-    if world.size > 1 and main_script() is not None and not _has_process_group():
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if world.size > 1 and main_script() is not None and not has_group:
         fix_hash_seed()  # torchrun, Slurm and MPI leave each rank a random one
     if not isinstance(sys.excepthook, _ExceptionHook):
         sys.excepthook = _ExceptionHook(sys.excepthook, world.rank, in_script=is_user_script())
     return world
-
-
-def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 class _ExceptionHook:
