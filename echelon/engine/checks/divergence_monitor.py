@@ -27,6 +27,7 @@ from echelon.data.loader import StepBatch
 from echelon.engine.checkpoint.function_state import describe_slot, find_differing_slots
 from echelon.engine.checkpoint.run_attributes import RunAttributes
 from echelon.engine.checks.replica_check import ReplicaCheck, all_words_equal, hash_bytes, is_same_on_ranks
+from echelon.engine.parallel.fsdp import is_sharded
 from echelon.engine.parallel.tensor_parallel import PatchedForward
 from echelon.engine.process_groups import Communicator
 from echelon.engine.run_state import RunState
@@ -110,7 +111,7 @@ class DivergenceMonitor:
                 rank=rank,
                 cause="the data set draws random numbers of its own",
             )
-        # All stages learn of it, so that all stop; the ranks of that stage can name the modules.
+        # Every stage raises; the ranks of the stage that differs name the modules.
         for stage, sums_of_stage in enumerate(call_sums):
             if not all_words_equal(run.axes["tp"].size, *sums_of_stage):
                 named = self._call_order.describe(self._call_order.tp_calls) if stage == run.axes["pp"].rank else None
@@ -212,7 +213,7 @@ class _CallOrder:
                 self._undo_callbacks.append(hook.remove)
         paths = {id(module): path for path, module in modules.items()}
         for unit in [] if run.rank_model.sharding is None else run.rank_model.sharding.units:
-            note_gather = self._make_gather_hook(self._register(paths.get(id(unit), "")))
+            note_gather = partial(self._note_gather, self._register(paths.get(id(unit), "")))
             self._undo_callbacks.append(unit.register_forward_pre_hook(note_gather, prepend=True).remove)
 
     def close(self) -> None:
@@ -237,14 +238,9 @@ class _CallOrder:
 
         return note
 
-    def _make_gather_hook(self, module_index: int) -> Callable[[nn.Module, Any], None]:
-        from echelon.engine.parallel.fsdp import is_sharded
-
-        def note(unit: nn.Module, _: Any) -> None:
-            if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged
-                self.gather_calls.append(module_index)
-
-        return note
+    def _note_gather(self, module_index: int, unit: nn.Module, _: Any) -> None:
+        if is_sharded(unit):  # otherwise its parameters are gathered already, and nothing is exchanged
+            self.gather_calls.append(module_index)
 
 
 def _hash_calls(calls: Sequence[int]) -> int:

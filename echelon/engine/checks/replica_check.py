@@ -143,7 +143,9 @@ class ReplicaCheck:
 
     def _diagnose(self, communicator: Communicator, items: _Items, checksums: Mapping[str, int], step: int) -> None:
         """Name what differs; raise unless it is all rounding."""
-        local_checksums = {name: (checksums[name], _local_shape(item.value)) for name, item in items.items()}
+        tensors = {name: to_local(item.value) for name, item in items.items() if isinstance(item.value, Tensor)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        local_checksums = {name: (checksums[name], shapes.get(name, ())) for name in items}
         gathered = communicator.all_gather_object((self._run.world.rank, local_checksums))
         ranks, rank_checksums = zip(*gathered, strict=True)
         for name in dict.fromkeys(name for checksums_of_rank in rank_checksums for name in checksums_of_rank):
@@ -202,10 +204,6 @@ def _first_differing(ranks: Sequence[int], values: Sequence[object]) -> int:
 def _divergence_error(message: str, rank: int, name: str, kind: _ReplicaKind) -> DivergenceError:
     remedy = "; the last checkpoint was saved before that" if kind is not _INITIAL_PARAMETER else ""
     return DivergenceError(f"ranks diverged: {message}{remedy}", rank=rank, tensor=name, cause=kind.cause)
-
-
-def _local_shape(value: Any) -> tuple[int, ...]:
-    return tuple(to_local(value).shape) if isinstance(value, Tensor) else ()
 
 
 def is_same_on_ranks(communicator: Communicator, checksum: int) -> bool:
