@@ -6,14 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from echelon.errors import ServerError
-from echelon.server.controller.state import (
-    ControllerState,
-    PendingExpiry,
-    Refusal,
-    Requester,
-    RunningCheckpoint,
-    Session,
-)
+from echelon.server.controller.state import ControllerState, Expiry, Refusal, Requester, RunningCheckpoint, Session
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import WriteManifest
 
@@ -114,7 +107,7 @@ def _add_expiry(controller: ControllerState, requester: Requester, meta: dict[st
     controller.last_request_id += 1
     number = controller.last_request_id  # of its own each time: late answers to an earlier request do not count
     servers: dict[tuple[str, int], Hashable | None] = dict.fromkeys(controller.live_servers())
-    controller.expiries[number] = PendingExpiry(requester, meta | {"of": number}, servers, controller.map.epochs)
+    controller.expiries[number] = Expiry(requester, meta | {"of": number}, servers, controller.map.epochs)
 
 
 def send_expiry_requests(controller: ControllerState) -> None:

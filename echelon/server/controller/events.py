@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from typing import Any
 
 from echelon.errors import EchelonError
@@ -178,9 +179,7 @@ def make_report(controller: ControllerState) -> dict[str, Any]:
         },
         "servers": {
             name: {
-                "address": entry.address,
-                "host": entry.host,
-                "incarnation": entry.incarnation,
+                **asdict(entry),
                 "heads": shard_map.heads.count(name),
                 "replicas": sum(name in chain for chain in shard_map.chains),
                 "leaving": name in controller.leaving,

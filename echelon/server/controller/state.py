@@ -77,7 +77,7 @@ class RunningCheckpoint:
 
 
 @dataclass(slots=True)
-class PendingExpiry:
+class Expiry:
     """An expiry order, who waits for it, and which incarnations of servers have yet to answer, asked over which connection."""
 
     requester: Requester
@@ -125,7 +125,7 @@ class ControllerState:
     lost_since: float = field(init=False)
     drain_requests: list[tuple[str, Requester]] = field(default_factory=list)
     running_checkpoint: RunningCheckpoint | None = None
-    expiries: dict[int, PendingExpiry] = field(default_factory=dict)
+    expiries: dict[int, Expiry] = field(default_factory=dict)
     declarations: dict[int, PendingDeclaration] = field(default_factory=dict)
     last_request_id: int = 0
     #: (head, replica) that cannot reach each other: until when they are not paired again.

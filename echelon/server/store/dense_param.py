@@ -12,13 +12,7 @@ import numpy as np
 from echelon.server import kernels as k
 from echelon.server.protocol.hashing import block_shards
 from echelon.server.protocol.specs import DTYPE_BYTES, Dense, StoreError
-from echelon.server.store.row_layout import (
-    as_kernel_array,
-    encode_rule_options,
-    encode_rule_params,
-    initial_values,
-    state_layout,
-)
+from echelon.server.store import row_layout
 
 
 @dataclass(slots=True)
@@ -42,7 +36,7 @@ class DenseParameter:
 
     def block_bytes(self, block: int) -> int:
         length = self.spec.block_length(block)
-        return (length + state_layout(self.spec.rule, length)[0]) * DTYPE_BYTES[self.spec.dtype]
+        return (length + row_layout.state_layout(self.spec.rule, length)[0]) * DTYPE_BYTES[self.spec.dtype]
 
     @property
     def bytes(self) -> int:
@@ -75,7 +69,7 @@ class DenseParameter:
         if len(values) != len(blocks):
             raise StoreError(f"{spec.name}: {len(values)} arrays for {len(blocks)} blocks; expected one each")
         for block, value in zip(blocks.tolist(), values, strict=True):
-            array, length = as_kernel_array(value, self._dtype).reshape(-1), spec.block_length(block)
+            array, length = row_layout.as_kernel_array(value, self._dtype).reshape(-1), spec.block_length(block)
             if len(array) != length:
                 raise StoreError(f"{spec.name}: {len(array)} values for block {block}, which has {length}")
             arrays.append(array)
@@ -89,7 +83,9 @@ class DenseParameter:
         return sums
 
     def _initial_values(self, block: int) -> np.ndarray:
-        return initial_values(self.spec, np.array([block]), self.spec.block_length(block), self.spec.dtype)[0]
+        return row_layout.initial_values(self.spec, np.array([block]), self.spec.block_length(block), self.spec.dtype)[
+            0
+        ]
 
     def read(self, block: int) -> np.ndarray:
         """The values of a block, read-only; they do not change while a reader holds them."""
@@ -100,8 +96,8 @@ class DenseParameter:
 
     def set_block(self, block: int, values: np.ndarray, lsn: int) -> None:
         """Set first values, with fresh state."""
-        state_size, count_index = state_layout(self.spec.rule, self.spec.block_length(block))
-        state = np.full(state_size, encode_rule_params(self.spec.rule, None, 1)[k.STATE_INIT], self._dtype)
+        state_size, count_index = row_layout.state_layout(self.spec.rule, self.spec.block_length(block))
+        state = np.full(state_size, row_layout.encode_rule_params(self.spec.rule, None, 1)[k.STATE_INIT], self._dtype)
         if count_index >= 0:
             state[count_index] = 0
         self.blocks[block] = DenseBlock(values.copy(), state, lsn)
@@ -109,14 +105,14 @@ class DenseParameter:
     def check_push(self, blocks: list[int], step: int | None) -> None:
         """StoreError if a push to these blocks cannot be applied."""
         spec = self.spec
-        encode_rule_options(spec.rule, -1, is_sparse=False, step=step, name=spec.name)
+        row_layout.encode_rule_options(spec.rule, -1, is_sparse=False, step=step, name=spec.name)
         if spec.in_one_shard and sorted(blocks) != list(range(spec.blocks)):
             pushed = f"{len(blocks)} of its {spec.blocks} blocks pushed"
             raise StoreError(f"{spec.name}: {pushed}; LAMB's norm needs all of them at once")
 
     def apply(self, grads: Mapping[int, np.ndarray], *, lr: float | None, lsn: np.ndarray, step: int | None) -> None:
         """Update blocks by their gradients."""
-        params = encode_rule_params(self.spec.rule, lr, self.spec.size)
+        params = row_layout.encode_rule_params(self.spec.rule, lr, self.spec.size)
         rule_args = (params.astype(self._dtype), params)
         for block in grads:
             if block not in self.blocks:
@@ -150,5 +146,7 @@ class DenseParameter:
             self.blocks[block].values -= direction
 
     def _encode_rule_options(self, block: int, step: int | None) -> np.ndarray:
-        count_index = state_layout(self.spec.rule, self.spec.block_length(block))[1]
-        return encode_rule_options(self.spec.rule, count_index, is_sparse=False, step=step, name=self.spec.name)
+        count_index = row_layout.state_layout(self.spec.rule, self.spec.block_length(block))[1]
+        return row_layout.encode_rule_options(
+            self.spec.rule, count_index, is_sparse=False, step=step, name=self.spec.name
+        )

@@ -205,18 +205,10 @@ class LazySparseTable(SparseTable):
         return weights
 
     def write(
-        self,
-        ids: np.ndarray,
-        row_numbers: np.ndarray,
-        values: np.ndarray,
-        lsn: np.ndarray,
-        *,
-        lr: float | None = None,
-        step: int | None = None,
-        is_assignment: bool = False,
+        self, ids: np.ndarray, row_numbers: np.ndarray, values: np.ndarray, lsn: np.ndarray, **options: Any
     ) -> None:
         """Set rows, or apply the gradients of the next update."""
-        if is_assignment:
+        if options.get("is_assignment"):
             super().write(ids, row_numbers, values, lsn, is_assignment=True)
             for history, selected in self._group_by_history(ids):
                 self._set_update_counts(ids[selected], history.count)
@@ -229,7 +221,7 @@ class LazySparseTable(SparseTable):
         for history, selected in self._group_by_history(ids):
             some_ids, some_rows, next_update = ids[selected], row_numbers[selected], history.count + 1
             self._catch_up(history, some_rows, self._kernel_views, update_count=next_update)
-            super().write(some_ids, some_rows, values[selected], lsn, lr=lr, step=next_update)
+            super().write(some_ids, some_rows, values[selected], lsn, lr=options.get("lr"), step=next_update)
 
     def _set_update_counts(self, ids: np.ndarray, update_count: int) -> None:
         self.int64_view[self.find(ids)[0] * self.words + self.words - 1] = update_count
