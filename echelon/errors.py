@@ -35,6 +35,16 @@ class EchelonError(Exception):
     exit_code = 2
 
 
+def first_line(error: BaseException) -> str:
+    """The message of an error, shortened to its first line."""
+    return (str(error).strip().splitlines() or [""])[0][:160]
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: the first line of its message`."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 class DocumentError(EchelonError):
     """A plan, profile, cluster or certificate file that cannot be read."""
 

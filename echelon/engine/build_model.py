@@ -27,11 +27,10 @@ from echelon.engine.parallel.tensor_parallel import find_tp_shards, install_tens
 from echelon.engine.parallel.tp_collectives import TPCommunicator
 from echelon.engine.process_groups import Communicator, WorldCommunicator
 from echelon.engine.weights import load_weights
-from echelon.errors import PlanError
+from echelon.errors import PlanError, first_line
 from echelon.job import Job
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.example_batch import ExampleBatches
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echelon.errors import EchelonError, PlanError, UnsplittableModelError
+from echelon.errors import EchelonError, PlanError, UnsplittableModelError, first_line
 from echelon.job import Job, call_loss, call_model, cast_model
 from echelon.partition.find_sequence_parallel import find_segments
 from echelon.partition.find_tp import TensorCuts, find_tensor_cuts
@@ -24,7 +24,6 @@ from echelon.plan.problem import Problem, raise_on_errors
 from echelon.plan.profile import Profile, find_fsdp_units, model_fingerprint
 from echelon.plan.stages import NO_STAGES_REASON, find_stages, stage_count
 from echelon.profiler.pipeline_units import find_pipeline_units
-from echelon.profiler.sample_coupling import first_line
 from echelon.tree import map_tensors
 from echelon.trials.example_batch import ExampleBatches
 from echelon.trials.isolation import IsolatedJob

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import first_line
 from echelon.partition.block_chains import REDUCING_CUTS, BlockChain, find_block_chains
 from echelon.partition.reference_pass import ReferencePass, TrialMismatchError, record_draw_sizes, sum_loss
 from echelon.partition.sequence_trial import RankTrial, module_kind
@@ -25,7 +26,6 @@ from echelon.partition.trial_values import iterate_parameter_values
 from echelon.plan.placement import Placement
 from echelon.plan.profile import find_fsdp_units, is_within
 from echelon.plan.sequence_segment import SequenceGather, SequenceSegment
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.module_tree import list_modules
 from echelon.trials.trial_run import (
     RunStep,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import first_line
 from echelon.partition.block_chains import iterate_tensor_arguments
 from echelon.partition.reference_pass import TrialMismatchError, get_first_output, map_argument, map_first_output
 from echelon.plan.placement import compute_shard_sizes
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.trial_run import Forward, are_tensors_close, are_trees_close
 
 if TYPE_CHECKING:

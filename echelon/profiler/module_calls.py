@@ -1,13 +1,13 @@
 """Where a model can be cut: its units in the order forward calls them, and whose values each of them reads.
 
-A unit is a module that runs on one stage as a whole: a repeated block, or a module without children. What a model's forward
-computes between units (additions, reshapes, masks) is glue: cheap, and free to run on every stage. Values are followed through
-the glue, so that a skip connection or a loss that collects from every block is seen.
+A unit is a module that runs on one stage as a whole: a repeated block, or a module without children. What forward computes between units
+(additions, reshapes, masks) is glue: cheap, and free to run on every stage. Values are tracked through the glue, so that skip connections and
+losses over every block are seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.plan.profile import find_fsdp_units
-from echelon.tree import tree_leaves
+from echelon.tree import tree_tensors
 from echelon.trials.module_tree import list_modules
+from echelon.trials.trial_run import module_hooks, wrapped_forwards
 
-#: What takes derivatives.
 DERIVATIVE_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
-#: What tells how large a tensor is.
 _SIZE_FUNCTIONS = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
 
-#: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
+#: One tensor that a unit returned: (index of the call, index among the tensors of its output).
 UnitOutput = tuple[int, int]
 
 
@@ -39,16 +37,14 @@ class UnitCall:
 
     path: str
     reads: set[UnitOutput] = field(default_factory=set)
-    glue_parameters: set[str] = field(
-        default_factory=set
-    )  #: parameters and buffers, by name, that the glue just before it computes with
-    num_outputs: int = 0  #: tensors that it returned
-    flops: float = 0.0  #: of its products
-    changes_buffers: bool = False  #: a buffer of its module
+    #: Names of parameters and buffers that the glue just before it computes with.
+    glue_parameters: set[str] = field(default_factory=set)
+    flops: float = 0.0  #: of its matrix products
+    changes_buffers: bool = False  #: of its module
 
 
 def list_unit_paths(model: nn.Module) -> list[str]:
-    """The modules that are never cut in two, in the order of the module tree; together they hold all but the glue's parameters."""
+    """The modules that are never split, in the order of the module tree; together they hold all but the glue's parameters."""
     blocks = set(find_fsdp_units(list_modules(model)))
     return list(_iterate_units(model, "", blocks))
 
@@ -56,13 +52,13 @@ def list_unit_paths(model: nn.Module) -> list[str]:
 def _iterate_units(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
     children = list(module.named_children())
     contains_block = any(block.startswith(path + "." if path else "") for block in blocks)
-    # One that has both parameters of its own and children may use its children's without calling them (MultiheadAttention).
+    # A module with both parameters and children may use its children's without calling them (MultiheadAttention).
     is_atomic = not children or path in blocks or (path and next(module.parameters(recurse=False), None) is not None)
     if is_atomic and not (contains_block and path not in blocks):
         has_forward = (
             type(module).forward is not nn.Module.forward
-        )  # a ParameterDict is not: what it holds is the glue's
-        if has_forward and (next(module.parameters(), None) is not None or next(module.buffers(), None) is not None):
+        )  # a ParameterDict has none: its parameters are the glue's
+        if has_forward and any(True for _ in (*module.parameters(), *module.buffers())):
             yield path
         return
     for name, child in children:
@@ -74,12 +70,12 @@ CallHandler = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, A
 
 @contextmanager
 def intercept_unit_calls(model: nn.Module, paths: list[str], handle_call: CallHandler) -> Iterator[None]:
-    """Inside, each call of a unit goes through `handle_call(path, forward, args, kwargs)`. Hooks on the units work as ever."""
-    #: Modules, and the forward that somebody had put on each in place of its class's.
-    original_forwards: list[tuple[nn.Module, Any]] = []
+    """Inside, each call of a unit goes through `handle_call(path, forward, args, kwargs)`. Hooks on the units still work."""
     call_depth = 0
 
-    def wrap_forward(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(path: str, module: Any) -> Callable[..., Any]:
+        forward = module.forward
+
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal call_depth
             if call_depth:  # a unit that another unit calls is part of it
@@ -92,35 +88,24 @@ def intercept_unit_calls(model: nn.Module, paths: list[str], handle_call: CallHa
 
         return call
 
-    try:
-        for path in paths:
-            module = model.get_submodule(path)
-            original_forwards.append((module, module.__dict__.get("forward")))
-            module.forward = wrap_forward(path, module.forward)
+    with wrapped_forwards(model, paths, wrap_forward):
         yield
-    finally:
-        for module, original_forward in original_forwards:
-            if original_forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = original_forward
 
 
 class UnitCallTracer(TorchFunctionMode):
-    """Notes every visit of a unit and, through the glue, what it reads."""
+    """Records every call of a unit and what it reads through the glue."""
 
     def __init__(self, call_unit: CallHandler | None = None) -> None:
         """`call_unit(path, forward, args, kwargs)` calls a unit (default: as it is)."""
         super().__init__()
         self._call_unit = call_unit or (lambda path, forward, args, kwargs: forward(*args, **kwargs))
         self.unit_calls: list[UnitCall] = []
-        #: Parameters and `buffer_ids` that the glue itself computes with, by identity, and how many visits were over each time.
+        #: Ids of parameters and buffers (`buffer_ids`) that the glue computes with, and after how many calls.
         self.glue_reads: dict[int, set[int]] = {}
-        #: The model's, by identity.
         self.buffer_ids: Set[int] = frozenset()
-        #: Parameters whose sizes the glue reads, by identity.
+        #: Ids of parameters whose sizes the glue reads.
         self.glue_size_reads: set[int] = set()
-        #: Whether the glue takes derivatives, through units that other stages hold.
+        #: Whether the glue takes derivatives, through units of other stages.
         self.takes_derivatives = False
         self._origins_by_tensor = WeakTensorKeyDictionary()
 
@@ -129,9 +114,9 @@ class UnitCallTracer(TorchFunctionMode):
         if func in DERIVATIVE_FUNCTIONS:
             self.takes_derivatives = True
         out = func(*args, **kwargs)
-        inputs, outputs = _find_tensors((args, kwargs)), _find_tensors(out)
+        inputs, outputs = tree_tensors((args, kwargs)), tree_tensors(out)
         origins = self.find_origins(inputs)
-        # Reading .shape is no computation, but .T is the tensor itself.
+        # Reading .shape is no computation, but .T is.
         if func is not Tensor.__repr__ and (outputs or getattr(func, "__name__", "") != "__get__"):
             for tensor in inputs:
                 if isinstance(tensor, nn.Parameter) or id(tensor) in self.buffer_ids:
@@ -149,77 +134,69 @@ class UnitCallTracer(TorchFunctionMode):
         self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """For `intercept_unit_calls`."""
-        unit_call = UnitCall(path, set(self.find_origins(_find_tensors((args, kwargs)))))
+        unit_call = UnitCall(path, set(self.find_origins(tree_tensors((args, kwargs)))))
         call_index = len(self.unit_calls)
         self.unit_calls.append(unit_call)
-        self.__exit__(None, None, None)  # what happens inside a unit is its own business
+        self.__exit__(None, None, None)  # the inside of a unit is not recorded
         try:
             with FlopCounterMode(display=False) as counter:
                 out = self._call_unit(path, forward, args, kwargs)
         finally:
             self.__enter__()
         unit_call.flops = float(counter.get_total_flops())
-        output_tensors = _find_tensors(out)
-        unit_call.num_outputs = len(output_tensors)
-        for output_index, tensor in enumerate(output_tensors):
+        for output_index, tensor in enumerate(tree_tensors(out)):
             self._origins_by_tensor[tensor] = frozenset({(call_index, output_index)})
         return out
 
     def find_origins(self, tensors: list[Tensor]) -> frozenset[UnitOutput]:
-        """The units' values that `tensors` were computed from by glue alone."""
+        """The units' outputs that `tensors` were computed from by glue alone."""
         return frozenset().union(*(self._origins_by_tensor.get(tensor, frozenset()) for tensor in tensors))
 
 
 def trace_unit_calls(
     model: nn.Module, run_step: Callable[[], Any], call_unit: CallHandler | None = None, *, reads_values: bool = False
 ) -> list[UnitCall]:
-    """The visits of `run_step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
+    """The unit calls of `run_step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: it is one unit, forward takes a derivative, the glue changes a buffer after the first unit,
-    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. `reads_values`: forward looks at
-    numbers; then it must not change a buffer of its own at all, as the calls of a later step may follow from that. A unit whose
-    parameters do not reach the loss at all is left out. One that is used without being called belongs to the module around it that is,
-    or else to the glue.
+    Empty where the model cannot be split: it is a single unit, forward takes a derivative, the glue changes a buffer after the first unit, which
+    earlier stages do not see, or reads one that a unit changes, which other stages do not see. `reads_values`: forward looks at values; then it
+    must not change a buffer of its own at all, since the calls of a later step may depend on it. A unit whose parameters do not reach the loss
+    is left out. One that is used without being called belongs to the innermost called module around it, or else to the glue.
     """
     paths = list_unit_paths(model)
     while "" not in paths:
-        tracer, watch = UnitCallTracer(call_unit), _BufferWatch(model, paths)
+        tracer, watch, called_modules = UnitCallTracer(call_unit), _BufferWatch(model, paths), set[str]()
         named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         tracer.buffer_ids = {id(value) for value in model.buffers()}
         with (
             intercept_unit_calls(model, paths, watch.wrap_handler(tracer.handle_call)),
-            _record_called_modules(model) as called_modules,
+            module_hooks(model, called_modules.add, lambda _: None),
             tracer,
         ):
             loss = run_step()
         if tracer.takes_derivatives or watch.glue_changed_buffers or (reads_values and watch.glue_changed_any_buffer):
             return []
         called_units = {unit_call.path for unit_call in tracer.unit_calls}
-        called_parameter_ids = {id(value) for path in called_units for value in model.get_submodule(path).parameters()}
         uncalled_units = _find_used_units(
-            [path for path in paths if path not in called_units], model, loss, called_parameter_ids
+            model, [path for path in paths if path not in called_units], loss, called_units
         )
         if not uncalled_units:
-            unit_calls = [*tracer.unit_calls, UnitCall("", set(tracer.find_origins(_find_tensors(loss))))]
+            unit_calls = [*tracer.unit_calls, UnitCall("", set(tracer.find_origins(tree_tensors(loss))))]
             for unit_call in tracer.unit_calls:
                 unit_call.changes_buffers = unit_call.path in watch.changing_units
             for name, value in named_tensors:
                 for call_index in tracer.glue_reads.get(id(value), ()):
                     unit_calls[call_index].glue_parameters.add(name)
-            changed_buffer_ids = {
-                id(value)
-                for path in watch.changing_units & called_units
-                for value in model.get_submodule(path).buffers()
-            } | watch.changed_buffer_ids
-            return [] if changed_buffer_ids & tracer.glue_reads.keys() else unit_calls
-        paths = _replace_by_callers(
-            [path for path in paths if path in called_units or path in uncalled_units], uncalled_units, called_modules
-        )
+            changing = [model.get_submodule(path) for path in watch.changing_units & called_units]
+            changed_buffer_ids = {id(value) for module in changing for value in module.buffers()}
+            return [] if (changed_buffer_ids | watch.changed_buffer_ids) & tracer.glue_reads.keys() else unit_calls
+        used_paths = [path for path in paths if path in called_units or path in uncalled_units]
+        paths = _replace_by_callers(used_paths, uncalled_units, called_modules)
     return []
 
 
 class _BufferWatch:
-    """Who changes buffers while a model is followed."""
+    """Tracks which units and whether the glue change buffers."""
 
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self._model = model
@@ -232,24 +209,16 @@ class _BufferWatch:
         ]
         self._initial_versions = self._read_versions()
         self._versions_at_first_unit: list[tuple[int, int]] | None = None
-        #: Buffers, by identity, of units that changed theirs, as they were before.
+        #: Ids of the previous buffers of units that changed theirs.
         self.changed_buffer_ids: set[int] = set()
-        #: Paths of units that change theirs.
-        self.changing_units = {
-            path
-            for path in paths
-            # Where numbers are invented the change is not seen.
-            if any(
-                isinstance(submodule, _BatchNorm) and submodule.track_running_stats
-                for submodule in model.get_submodule(path).modules()
-            )
-        }
+        #: Paths of units that change buffers; batch norms are known to, even where values are invented.
+        self.changing_units = {path for path in paths if _has_running_stats(model.get_submodule(path))}
 
     def wrap_handler(self, handle_call: CallHandler) -> CallHandler:
         """`handle_call`, watched."""
 
         def call(path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            if self._versions_at_first_unit is None:  # what comes before the first unit every stage computes
+            if self._versions_at_first_unit is None:  # every stage computes what precedes the first unit
                 self._versions_at_first_unit = self._read_versions()
             unit = self._model.get_submodule(path)
             versions_before = [_tensor_version(value) for value in unit.buffers()]
@@ -263,72 +232,50 @@ class _BufferWatch:
 
     @property
     def glue_changed_buffers(self) -> bool:
-        """Whether the glue changed one after the first unit."""
+        """Whether the glue changed a buffer after the first unit."""
         return self._versions_at_first_unit is not None and self._read_versions() != self._versions_at_first_unit
 
     @property
     def glue_changed_any_buffer(self) -> bool:
-        """Whether it changed one at all."""
+        """Whether the glue changed a buffer at all."""
         return self._read_versions() != self._initial_versions
 
     def _read_versions(self) -> list[tuple[int, int]]:
-        return [
-            _tensor_version(value) for slots, name in self._glue_buffer_slots if (value := slots.get(name)) is not None
-        ]
+        values = [slots.get(name) for slots, name in self._glue_buffer_slots]
+        return [_tensor_version(value) for value in values if value is not None]
+
+
+def _has_running_stats(unit: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in unit.modules())
 
 
 def _tensor_version(value: Tensor) -> tuple[int, int]:
     return id(value), value._version
 
 
-@contextmanager
-def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
-    """The modules that are called inside, by path."""
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda _, inputs, path=path: called.add(path))
-        for path, module in model.named_modules()
-    ]
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _find_used_units(paths: list[str], model: nn.Module, loss: Any, called_parameter_ids: set[int]) -> list[str]:
-    """Those units among `paths` whose parameters the loss depends on, but for those that units which are called hold too (`called_parameter_ids`)."""
-    (first_loss, *_) = _find_tensors(loss)
+def _find_used_units(model: nn.Module, paths: list[str], loss: Any, called_units: Iterable[str]) -> list[str]:
+    """Those units among `paths` whose parameters the loss depends on, other than those that called units hold too."""
+    first_loss = tree_tensors(loss)[0]
+    called_ids = {id(value) for path in called_units for value in model.get_submodule(path).parameters()}
     used_paths = []
     for path in paths:
         parameters = model.get_submodule(path).parameters()
-        own = [value for value in parameters if value.requires_grad and id(value) not in called_parameter_ids]
-        if not own or not first_loss.requires_grad:
-            continue
-        grads = torch.autograd.grad(first_loss, own, allow_unused=True, retain_graph=True)
-        if any(grad is not None for grad in grads):
-            used_paths.append(path)
+        own = [value for value in parameters if value.requires_grad and id(value) not in called_ids]
+        if own and first_loss.requires_grad:
+            grads = torch.autograd.grad(first_loss, own, allow_unused=True, retain_graph=True)
+            used_paths += [path] if any(grad is not None for grad in grads) else []
     return used_paths
 
 
 def _replace_by_callers(paths: list[str], uncalled: list[str], called_modules: set[str]) -> list[str]:
-    """Replace units that are never called by the modules around them that are, which then swallow the units below them."""
-    callers = {_find_called_ancestor(path, called_modules) for path in uncalled} - {
-        ""
-    }  # the model itself: then it is the glue's
-    remaining = [
-        path
-        for path in paths
-        if path not in uncalled and not any(path.startswith(ancestor + ".") for ancestor in callers)
-    ]
-    outermost = [
-        ancestor
-        for ancestor in callers
-        if not any(
-            ancestor != other_ancestor and ancestor.startswith(other_ancestor + ".") for other_ancestor in callers
-        )
-    ]
-    return [*remaining, *outermost]
+    """Replace units that are never called by the innermost called modules around them, which absorb the units below them."""
+    callers = {_find_called_ancestor(path, called_modules) for path in uncalled} - {""}  # the model itself: the glue's
+
+    def is_inside_caller(path: str) -> bool:
+        return any(path.startswith(caller + ".") for caller in callers)
+
+    remaining = [path for path in paths if path not in uncalled and not is_inside_caller(path)]
+    return [*remaining, *(caller for caller in callers if not is_inside_caller(caller))]
 
 
 def _find_called_ancestor(path: str, called_modules: set[str]) -> str:
@@ -339,10 +286,6 @@ def _find_called_ancestor(path: str, called_modules: set[str]) -> str:
     return path
 
 
-def _find_tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def find_crossing_values(unit_calls: list[UnitCall], stage_start: int) -> list[UnitOutput]:
-    """The values that visits from `stage_start` on read of those before it, in a fixed order."""
+    """The values that calls from `stage_start` on read from earlier ones, in a fixed order."""
     return sorted({read for call in unit_calls[stage_start:] for read in call.reads if read[0] < stage_start})

@@ -1,8 +1,8 @@
-"""The units of a job's model in the order of their calls, and what passes from one to the next: where a pipeline can be cut."""
+"""The units of a job's model in the order of their calls, and the bytes that pass from one to the next: where a pipeline can be split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.job import Job, call_loss, call_model
-from echelon.plan.profile import Amount
-from echelon.plan.profile import PipelineUnit as Planned
-from echelon.profiler.fake_model import CallOutput, FakeModel
+from echelon.plan.profile import Amount, PipelineUnit, is_within
+from echelon.profiler.fake_model import CallOutput, FakeModel, ForwardFunction
 from echelon.profiler.module_calls import UnitCall, UnitOutput, find_crossing_values, list_unit_paths
 from echelon.profiler.repeated_blocks import RepeatedBlocks, extend_pipeline_units, shortened_model
 from echelon.tree import tree_leaves
@@ -20,14 +19,14 @@ from echelon.trials.example_batch import ExampleBatches
 from echelon.trials.random_extremes import UNIFORM_EXTREMES, uniform_draws_fixed_at
 from echelon.trials.shape_model import build_fake_model
 
-#: Samples of the two batches that tell a fixed part from a part per sample.
+#: Two batch sizes, which separate a fixed part from a part per sample.
 _BATCH_SIZES = (2, 4)
 
 
 def find_pipeline_units(
     job: Job, example: ExampleBatches | None = None, repeated_blocks: RepeatedBlocks | None = None
-) -> tuple[Planned, ...]:
-    """Nothing is computed. Empty: the model cannot be cut into stages. Whatever its code says to tensors without numbers is raised.
+) -> tuple[PipelineUnit, ...]:
+    """The units, without computing anything. Empty: the model cannot be split into stages. Errors of its code on fake tensors propagate.
     `repeated_blocks`: blocks that are known to be treated alike."""
     example = example or ExampleBatches(job)
 
@@ -45,66 +44,53 @@ def find_pipeline_units(
     return _trace_pipeline_units(model, example, loss)
 
 
-def _trace_pipeline_units(
-    model: nn.Module, example: ExampleBatches, loss: Callable[[nn.Module, Any], Any]
-) -> tuple[Planned, ...]:
+def _trace_pipeline_units(model: nn.Module, example: ExampleBatches, loss: ForwardFunction) -> tuple[PipelineUnit, ...]:
     fake_model = FakeModel(model, torch.device("cpu"))
     unit_calls = fake_model.trace_calls(loss, example.batch(_BATCH_SIZES[0]))
-    paths = list(dict.fromkeys(unit_call.path for unit_call in unit_calls if unit_call.path))
+    called_paths = [unit_call.path for unit_call in unit_calls if unit_call.path]
+    paths = list(dict.fromkeys(called_paths))
     small_outputs, large_outputs = (
         fake_model.compute_outputs(loss, example.batch(size), paths, training=True, unit_calls=unit_calls)
         for size in _BATCH_SIZES
     )
     if not len(unit_calls) == len(small_outputs) == len(large_outputs):
-        return ()  # which units are called depends on the batch
-    if not _has_stable_calls(fake_model, example, loss, [unit_call.path for unit_call in unit_calls if unit_call.path]):
+        return ()  # the called units depend on the batch
+    if not _has_stable_calls(fake_model, example, loss, called_paths):
         return ()
-    return tuple(
-        Planned(
-            path=unit_call.path,
-            cost=_estimate_work(model, unit_call),
-            boundary_bytes=_fit_crossing_bytes(
-                find_crossing_values(unit_calls, call_index), small_outputs, large_outputs
-            ),
-            changes_buffers=unit_call.changes_buffers,
+    units = []
+    for index, unit_call in enumerate(unit_calls[:-1]):
+        crossing_values = find_crossing_values(unit_calls, index)
+        crossing_bytes = _fit_crossing_bytes(crossing_values, small_outputs, large_outputs)
+        cost, changes_buffers = _estimate_work(model, unit_call), unit_call.changes_buffers
+        unit = PipelineUnit(
+            path=unit_call.path, cost=cost, boundary_bytes=crossing_bytes, changes_buffers=changes_buffers
         )
-        for call_index, unit_call in enumerate(unit_calls[:-1])
-    )
+        units.append(unit)
+    return tuple(units)
 
 
 def _has_stable_calls(
-    fake_model: FakeModel, example: ExampleBatches, loss: Callable[[nn.Module, Any], Any], expected_paths: Sequence[str]
+    fake_model: FakeModel, example: ExampleBatches, loss: ForwardFunction, expected: Sequence[str]
 ) -> bool:
-    """Whether forward calls the same units whatever random numbers it draws, and for other samples where batches hold more than tensors."""
-    others = [
-        path
-        for path in list_unit_paths(fake_model.model)
-        if not any(_is_nested(expected, path) for expected in expected_paths)
-    ]
-    paths = list(dict.fromkeys([*expected_paths, *others]))
-    non_tensor_leaves = [leaf for leaf in tree_leaves(example.batch(1)) if not isinstance(leaf, Tensor | None)]
-    batch = example.batch(_BATCH_SIZES[0])
+    """Whether forward calls the same units for any random numbers, and for other samples if batches hold more than tensors."""
+    all_paths = list_unit_paths(fake_model.model)
+    others = [path for path in all_paths if not any(is_within(path, e) or is_within(e, path) for e in expected)]
+    paths, size = list(dict.fromkeys([*expected, *others])), _BATCH_SIZES[0]
+    has_other_leaves = any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(example.batch(1)))
+    starts = range(size, len(example.samples), size) if has_other_leaves else ()
     try:
         for extreme in UNIFORM_EXTREMES:
             with uniform_draws_fixed_at(extreme):
-                if fake_model.list_unit_calls(loss, batch, paths) != expected_paths:
+                if fake_model.list_unit_calls(loss, example.batch(size), paths) != expected:
                     return False
-        starts = range(_BATCH_SIZES[0], len(example.samples), _BATCH_SIZES[0]) if non_tensor_leaves else ()
-        return all(
-            fake_model.list_unit_calls(loss, example.batch(_BATCH_SIZES[0], first_sample=start), paths)
-            == expected_paths
-            for start in starts
-        )
-    except Exception:  # whatever a user's forward does with such numbers
+        batches = (example.batch(size, first_sample=start) for start in starts)
+        return all(fake_model.list_unit_calls(loss, batch, paths) == expected for batch in batches)
+    except Exception:  # a user's forward may do anything with such values
         return False
 
 
-def _is_nested(first: str, second: str) -> bool:
-    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
-
-
 def _estimate_work(model: nn.Module, unit_call: UnitCall) -> float:
-    """About what a unit costs: its products, and a little for each parameter where there are none."""
+    """Approximate cost of a unit: its matrix products, and a little for each parameter."""
     return unit_call.flops + 2.0 * sum(value.numel() for value in model.get_submodule(unit_call.path).parameters())
 
 
@@ -120,9 +106,7 @@ def _fit_crossing_bytes(
 
 
 def _output_bytes(outputs: CallOutput, output_index: int) -> float:
-    value = outputs.leaves[outputs.tensor_indices[output_index]]
-    assert isinstance(value, Tensor)
     try:
-        return float(value.numel() * value.element_size())
-    except Exception:  # its size follows from values (nonzero), which are not there
+        return float(outputs.leaves[outputs.tensor_indices[output_index]].nbytes)
+    except Exception:  # its size depends on values (nonzero), which are unknown
         return 0.0

@@ -1,8 +1,8 @@
-"""Blocks that are alike: few of them are traced, and the trace is stretched to as many as there are.
+"""Repeated blocks: few of them are traced, and the trace is extended to all.
 
-Nothing is guessed. Blocks count as alike where their classes, attributes, parameters and buffers are, where forward calls each of them
-once, one after another, with arguments of the same shapes and values, and does the same between any two of them (`is_uniform_in_forward` looks
-at all of them, with the insides of all but the first left out). Where the traced ones turn out not to grow evenly all are traced.
+Blocks are alike if their classes, attributes, parameters and buffers are, if forward calls each of them once, in order, with arguments of the same
+shapes and values, and computes the same between any two of them (`is_uniform_in_forward` runs all of them, with only the first computed). If the
+traced ones do not grow evenly, all are traced.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from echelon.plan.profile import PipelineUnit, find_fsdp_units
+from echelon.plan.profile import PipelineUnit, find_fsdp_units, is_within
 from echelon.profiler.module_calls import intercept_unit_calls
 from echelon.trials.module_tree import list_modules
 from echelon.trials.op_recorder import ModuleTotals, OpCall, StepTrace
 
-#: Blocks that are traced: the first and the last, and two between them that tell what each further one adds.
+#: Blocks that are traced: the first and the last, and two in between that show what each further one adds.
 TRACED_BLOCKS = 4
-#: From so many blocks on it is worth it.
 _MIN_BLOCKS = 8
-#: Parts of a module's state that say nothing of what it computes, or that are looked at by themselves.
+#: Attributes of a module that do not affect what it computes, or that are compared separately.
 _IGNORED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}
-#: How far two sums of bytes may lie apart, in parts of the larger, and be the same.
+#: Relative difference of equal sums of bytes.
 _RELATIVE_TOLERANCE = 1e-9
 
 
 class _UnevenBlocksError(Exception):
-    """The traced blocks do not tell of the others."""
+    """The traced blocks cannot be extrapolated."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks:
-    """`count` blocks alike, the children of the list at `path`."""
+    """`count` identical blocks, the children of the list at `path`."""
 
     path: str
     count: int
@@ -51,59 +50,62 @@ class RepeatedBlocks:
         """The path of a block."""
         return f"{self.path}.{index}" if self.path else str(index)
 
+    def index_of(self, path: str) -> int | None:
+        """The block that a module is in."""
+        if self.path and not path.startswith(f"{self.path}."):
+            return None
+        name = self._path_in_list(path).partition(".")[0]
+        return int(name) if name.isdigit() else None
+
+    def rename(self, path: str, index: int) -> str:
+        """The path of the same module in another block."""
+        _, dot, suffix = self._path_in_list(path).partition(".")
+        return self.block_path(index) + dot + suffix
+
+    def _path_in_list(self, path: str) -> str:
+        return path[len(self.path) + 1 :] if self.path else path
+
 
 def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
-    """The longest list of blocks alike, if it is long enough."""
+    """The longest list of identical blocks, if it is long enough."""
     paths = find_fsdp_units(list_modules(model))
-    longest: RepeatedBlocks | None = None
+    candidates = []
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         block_list = model.get_submodule(parent)
-        child_names = list(block_list._modules)
-        child_paths = [f"{parent}.{name}" if parent else name for name in child_names]
-        if (
-            not isinstance(block_list, nn.ModuleList | nn.Sequential)
-            or len(child_names) < _MIN_BLOCKS
-            or not set(child_paths) <= set(paths)
-        ):
+        names = list(block_list._modules)
+        child_paths = {f"{parent}.{name}" if parent else name for name in names}
+        is_list = isinstance(block_list, nn.ModuleList | nn.Sequential)
+        if not is_list or len(names) < _MIN_BLOCKS or not child_paths <= set(paths):
             continue
-        signatures = [_compute_module_signature(child) for child in block_list.children()]
-        if len(signatures) == len(child_names) and all(
-            signature is not None and _safe_equal(signature, signatures[0]) for signature in signatures
-        ):
-            longest = max(
-                (longest, RepeatedBlocks(parent, len(child_names))), key=lambda blocks: blocks.count if blocks else 0
-            )
-    return longest
+        first, *others = (_compute_module_signature(child) for child in block_list.children())
+        if first is not None and len(others) == len(names) - 1 and all(_safe_equal(other, first) for other in others):
+            candidates.append(RepeatedBlocks(parent, len(names)))
+    return max(candidates, key=lambda blocks: blocks.count, default=None)
 
 
 def _compute_module_signature(module: nn.Module) -> Any:
-    """What decides what a module computes; None: not told."""
+    """What decides what a module computes; None: unknown."""
     attributes = {name: value for name, value in vars(module).items() if name not in _IGNORED_ATTRIBUTES}
-    hooks = [name for name, value in attributes.items() if "hook" in name and isinstance(value, dict) and value]
-    if hooks:
+    if any("hook" in name and isinstance(value, dict) and value for name, value in attributes.items()):
         return None
-    attribute_signatures = {name: _attribute_signature(value) for name, value in attributes.items()}
-    child_signatures = {name: _compute_module_signature(child) for name, child in module.named_children()}
-    if None in child_signatures.values():
+    children = {name: _compute_module_signature(child) for name, child in module.named_children()}
+    if None in children.values():
         return None
-    tensor_signatures = [
-        [
-            (name, _attribute_signature(value), getattr(value, "requires_grad", None))
-            for name, value in named_tensors.items()
-        ]
-        for named_tensors in (module._parameters, module._buffers)
+    tensors = [
+        [(name, _attribute_signature(value), getattr(value, "requires_grad", None)) for name, value in named.items()]
+        for named in (module._parameters, module._buffers)
     ]
-    return type(module), attribute_signatures, tensor_signatures, child_signatures
+    return type(module), {name: _attribute_signature(value) for name, value in attributes.items()}, tensors, children
 
 
 def _attribute_signature(value: Any) -> Any:
-    """A tensor by its shape; anything else by itself, so that objects of their own are never alike."""
+    """A tensor by its shape; anything else by its own equality, so that distinct plain objects differ."""
     return (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, Tensor) else value
 
 
 @contextmanager
 def shortened_model(model: nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
-    """Inside, the list holds the first few blocks only."""
+    """Inside, the list holds only the first few blocks."""
     block_list = model.get_submodule(blocks.path)
     original_modules = dict(block_list._modules)
     try:
@@ -116,31 +118,28 @@ def shortened_model(model: nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
 
 
 def is_uniform_in_forward(model: nn.Module, blocks: RepeatedBlocks, run_step: Callable[[], Any]) -> bool:
-    """Whether `run_step()`, which computes the loss, treats all blocks alike, and what comes before and after them as with few blocks."""
+    """Whether `run_step()`, which computes the loss, treats all blocks alike, and the rest as with few blocks."""
     full = _record_glue(model, blocks, blocks.count, run_step)
     with shortened_model(model, blocks):
         short = _record_glue(model, blocks, TRACED_BLOCKS, run_step)
     if full is None or short is None or not all(_safe_equal(full[index], short[index]) for index in (0, 1, -1)):
         return False
-    inner = full[1:-1]
-    return all(_safe_equal(segment, inner[0]) for segment in inner) and all(
-        _safe_equal(segment, inner[0]) for segment in short[1:-1]
-    )
+    return all(_safe_equal(segment, full[1]) for segment in (*full[1:-1], *short[1:-1]))
 
 
 def _safe_equal(first: Any, second: Any) -> bool:
-    """Whether two notes are the same; what cannot be compared is not."""
+    """Whether two values are equal; what cannot be compared is not."""
     try:
         return bool(first == second)
-    except Exception:  # a value with an equality of its own
+    except Exception:  # a value with its own `__eq__`
         return False
 
 
 def _record_glue(
     model: nn.Module, blocks: RepeatedBlocks, num_blocks: int, run_step: Callable[[], Any]
 ) -> list[Any] | None:
-    """What is computed before the first block, between any two, and after the last, with what each block is given; None where blocks are
-    not called once each in their order."""
+    """Operators before the first block, between any two, and after the last, with the inputs of each block; None if blocks are not called
+    once each, in order."""
     recorder, called_indices, first_output = _GlueRecorder(), list[int](), list[Any]()
     paths = [blocks.block_path(index) for index in range(num_blocks)]
 
@@ -161,7 +160,7 @@ def _record_glue(
 
 
 class _GlueRecorder(TorchDispatchMode):
-    """Operators with the shapes that they read, cut into parts."""
+    """Records operators with the shapes that they read, in segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,41 +183,39 @@ def _leaf_signature(leaf: Any) -> Any:
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    """A tensor of the same form that nothing is known of."""
+    """A tensor of the same form without history."""
     if not isinstance(leaf, Tensor):
         return leaf
     copied = leaf.detach().clone()
     return copied.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else copied
 
 
-def extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
-    """The trace of a model with few blocks as that of all; raises where its blocks do not grow evenly."""
+def _extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
+    """The trace of all blocks from that of few; raises where its blocks do not grow evenly."""
     forward, backward = (_find_block_ranges(trace.calls, blocks, phase) for phase in ("forward", "backward"))
     forward_growth = _compute_block_growth(trace.calls, blocks, forward[1], forward[2], (1, 2))
     backward_growth = _compute_block_growth(trace.calls, blocks, backward[2], backward[1], (2, 1))
-    extended_calls: list[OpCall] = []
-    shift = _ZERO_COUNTERS
+    extended: list[OpCall] = []
+    shift, untraced = (0.0,) * 4, blocks.num_untraced
     for call_index, op_call in enumerate(trace.calls):
-        extended_calls.append(_shift_op_call(op_call, shift, blocks, blocks.num_untraced))
+        extended.append(_shift_op_call(op_call, shift, blocks, untraced))
         for (begin, end), growth, direction in ((forward[2], forward_growth, 1), (backward[2], backward_growth, -1)):
             if call_index != end - 1:
                 continue
-            first_offset = blocks.num_untraced if direction < 0 else 0
-            for added in range(1, blocks.num_untraced + 1):
-                block_shift = _add_growth(shift, growth, added)
-                extended_calls += [
-                    _shift_op_call(block_call, block_shift, blocks, first_offset + direction * added, is_inserted=True)
-                    for block_call in trace.calls[begin:end]
+            first_offset = untraced if direction < 0 else 0
+            for added in range(1, untraced + 1):
+                block_shift, offset = _add_growth(shift, growth, added), first_offset + direction * added
+                block_calls = trace.calls[begin:end]
+                extended += [
+                    _shift_op_call(call, block_shift, blocks, offset, is_inserted=True) for call in block_calls
                 ]
-            shift = _add_growth(shift, growth, blocks.num_untraced)
-    return replace(
-        trace, calls=extended_calls, module_totals=_extend_module_totals(trace, blocks, forward[2], forward_growth)
-    )
+            shift = _add_growth(shift, growth, untraced)
+    totals = _extend_module_totals(trace, blocks, forward[2], saved_bytes=forward_growth[1])
+    return replace(trace, calls=extended, module_totals=totals)
 
 
-#: What grows: bytes alive, bytes kept, bytes of gradients, blocks of memory.
-_MemoryCounters = tuple[float, float, float, float]
-_ZERO_COUNTERS: _MemoryCounters = (0.0, 0.0, 0.0, 0.0)
+#: What grows with each block: bytes alive, bytes saved, bytes of gradients, large storages.
+_MemoryCounters = tuple[float, ...]
 
 
 def _read_counters(op_call: OpCall) -> _MemoryCounters:
@@ -226,41 +223,24 @@ def _read_counters(op_call: OpCall) -> _MemoryCounters:
 
 
 def _add_growth(before: _MemoryCounters, growth: _MemoryCounters, times: int) -> _MemoryCounters:
-    alive_bytes, saved_bytes, gradients, large = (
-        counter + times * added for counter, added in zip(before, growth, strict=True)
-    )
-    return alive_bytes, saved_bytes, gradients, large
-
-
-def _find_block_index(path: str, blocks: RepeatedBlocks) -> int | None:
-    """Which block of the run a module lies in."""
-    path_in_list = path[len(blocks.path) + 1 :] if blocks.path else path
-    if blocks.path and not path.startswith(blocks.path + "."):
-        return None
-    block_name = path_in_list.partition(".")[0]
-    return int(block_name) if block_name.isdigit() else None
-
-
-def _rename_block(path: str, blocks: RepeatedBlocks, index: int) -> str:
-    path_in_list = path[len(blocks.path) + 1 :] if blocks.path else path
-    _, dot, suffix = path_in_list.partition(".")
-    return blocks.block_path(index) + dot + suffix
+    return tuple(counter + times * added for counter, added in zip(before, growth, strict=True))
 
 
 def _find_block_ranges(op_calls: list[OpCall], blocks: RepeatedBlocks, phase: str) -> list[tuple[int, int]]:
-    """For each traced block, from its first call to the first of the next one that comes."""
+    """For each traced block, from its first call to that of the next block, or to the end of the phase."""
     first_calls: dict[int, int] = {}
-    phase_end = max((index for index, call in enumerate(op_calls) if call.phase == phase), default=-1) + 1
+    phase_end = 0
     for index, call in enumerate(op_calls):
-        block_index = _find_block_index(call.path, blocks) if call.phase == phase else None
-        if block_index is not None:
-            first_calls.setdefault(block_index, index)
-    order = list(range(TRACED_BLOCKS)) if phase == "forward" else list(reversed(range(TRACED_BLOCKS)))
+        if call.phase == phase:
+            phase_end = index + 1
+            block_index = blocks.index_of(call.path)
+            if block_index is not None:
+                first_calls.setdefault(block_index, index)
+    order = list(range(TRACED_BLOCKS))[:: 1 if phase == "forward" else -1]
     if list(first_calls) != order:
         raise _UnevenBlocksError
-    ends = [*[first_calls[block_index] for block_index in order[1:]], phase_end]
-    ranges = dict(zip(order, zip((first_calls[block_index] for block_index in order), ends, strict=True), strict=True))
-    return [ranges[block_index] for block_index in range(TRACED_BLOCKS)]
+    starts = [*first_calls.values(), phase_end]
+    return [(first_calls[block], starts[order.index(block) + 1]) for block in range(TRACED_BLOCKS)]
 
 
 def _compute_block_growth(
@@ -270,109 +250,84 @@ def _compute_block_growth(
     second_range: tuple[int, int],
     indices: tuple[int, int],
 ) -> _MemoryCounters:
-    """What one block more adds; the calls of two blocks must be the same but for that."""
+    """What each further block adds; the calls of two blocks must be the same otherwise."""
     first_calls, second_calls = op_calls[slice(*first_range)], op_calls[slice(*second_range)]
-    if len(first_calls) != len(second_calls):
+    first_keys = [_normalize_op_call(call, blocks, indices[0]) for call in first_calls]
+    if first_keys != [_normalize_op_call(call, blocks, indices[1]) for call in second_calls]:
         raise _UnevenBlocksError
-    growths = []
-    for first, second in zip(first_calls, second_calls, strict=True):
-        if _normalize_op_call(first, blocks, indices[0]) != _normalize_op_call(second, blocks, indices[1]):
-            raise _UnevenBlocksError
-        growths.append(
-            tuple(
-                second_value - first_value
-                for first_value, second_value in zip(_read_counters(first), _read_counters(second), strict=True)
-            )
-        )
-    first_growth = growths[0]
-    largest_counter = max(max(abs(first_value) for first_value in _read_counters(op_call)) for op_call in second_calls)
-    if any(
-        abs(first_value - second_value) > _RELATIVE_TOLERANCE * largest_counter
-        for growth in growths
-        for first_value, second_value in zip(growth, first_growth, strict=True)
-    ):
+    pairs = zip(first_calls, second_calls, strict=True)
+    growths = [_add_growth(_read_counters(second), _read_counters(first), -1) for first, second in pairs]
+    tolerance = _RELATIVE_TOLERANCE * max(abs(counter) for call in second_calls for counter in _read_counters(call))
+    if any(abs(a - b) > tolerance for growth in growths for a, b in zip(growth, growths[0], strict=True)):
         raise _UnevenBlocksError
-    return first_growth[0], first_growth[1], first_growth[2], first_growth[3]
+    return growths[0]
 
 
 def _normalize_op_call(op_call: OpCall, blocks: RepeatedBlocks, block_index: int) -> OpCall:
     """A call without what grows, and without the number of its block."""
-    path = (
-        _rename_block(op_call.path, blocks, 0)
-        if _find_block_index(op_call.path, blocks) == block_index
-        else op_call.path
-    )
+    is_inside = blocks.index_of(op_call.path) == block_index
+    path = blocks.rename(op_call.path, 0) if is_inside else op_call.path
     return replace(op_call, path=path, alive_bytes=0.0, saved_bytes=0.0, gradient_bytes=0.0, large_storages=0)
 
 
 def _shift_op_call(
     op_call: OpCall, shift: _MemoryCounters, blocks: RepeatedBlocks, offset: int, *, is_inserted: bool = False
 ) -> OpCall:
-    """A call where more blocks are under way. `is_inserted`: of a block that is put in; else the last traced block becomes the last of all, and
-    in backward the one before it too."""
-    block_index = _find_block_index(op_call.path, blocks)
-    path = op_call.path
+    """A call with more blocks alive. `is_inserted`: of an added block; otherwise the last traced block, and in backward the one before it too,
+    become the last of all."""
+    index, path = blocks.index_of(op_call.path), op_call.path
     first_shifted_block = TRACED_BLOCKS - 1 if op_call.phase == "forward" else TRACED_BLOCKS - 2
-    if block_index is not None and (is_inserted or block_index >= first_shifted_block):
-        path = _rename_block(op_call.path, blocks, block_index + offset)
-    alive, saved, gradients, large = (
-        counter + added for counter, added in zip(_read_counters(op_call), shift, strict=True)
-    )
+    if index is not None and (is_inserted or index >= first_shifted_block):
+        path = blocks.rename(path, index + offset)
+    alive, saved, gradients, large = _add_growth(_read_counters(op_call), shift, 1)
     return replace(
         op_call, path=path, alive_bytes=alive, saved_bytes=saved, gradient_bytes=gradients, large_storages=int(large)
     )
 
 
 def _extend_module_totals(
-    trace: StepTrace, blocks: RepeatedBlocks, forward_range: tuple[int, int], growth: _MemoryCounters
+    trace: StepTrace, blocks: RepeatedBlocks, forward_range: tuple[int, int], saved_bytes: float
 ) -> dict[str, ModuleTotals]:
-    """Figures of modules: each further block has those of a middle one, and what is around them that much more."""
-    op_calls = trace.calls[slice(*forward_range)]
-    flops, moved_bytes = sum(op_call.flops for op_call in op_calls), sum(op_call.moved_bytes for op_call in op_calls)
+    """Figures of modules: each added block has those of a middle one, and modules around the list that much more."""
+    op_calls, untraced = trace.calls[slice(*forward_range)], blocks.num_untraced
+    flops, moved_bytes = sum(call.flops for call in op_calls), sum(call.moved_bytes for call in op_calls)
     extended: dict[str, ModuleTotals] = {}
     for path, totals in trace.module_totals.items():
-        index = _find_block_index(path, blocks)
+        index = blocks.index_of(path)
         if index is None:
-            is_enclosing = not path or blocks.path == path or blocks.path.startswith(path + ".")
-            extended[path] = (
-                replace(
-                    totals,
-                    flops=totals.flops + blocks.num_untraced * flops,
-                    moved_bytes=totals.moved_bytes + blocks.num_untraced * moved_bytes,
-                    saved_bytes=totals.saved_bytes + blocks.num_untraced * growth[1],
-                )
-                if is_enclosing
-                else totals
+            is_enclosing = not path or is_within(blocks.path, path)
+            grown = replace(
+                totals,
+                flops=totals.flops + untraced * flops,
+                moved_bytes=totals.moved_bytes + untraced * moved_bytes,
+                saved_bytes=totals.saved_bytes + untraced * saved_bytes,
             )
+            extended[path] = grown if is_enclosing else totals
             continue
-        extended[_rename_block(path, blocks, index + (blocks.num_untraced if index == TRACED_BLOCKS - 1 else 0))] = (
-            totals
-        )
+        extended[blocks.rename(path, index + (untraced if index == TRACED_BLOCKS - 1 else 0))] = totals
         if index == TRACED_BLOCKS - 2:
-            extended |= {
-                _rename_block(path, blocks, index + offset): totals for offset in range(1, blocks.num_untraced + 1)
-            }
+            extended |= {blocks.rename(path, index + offset): totals for offset in range(1, untraced + 1)}
     return extended
 
 
 def extend_traces(traces: list[StepTrace], blocks: RepeatedBlocks) -> list[StepTrace] | None:
-    """The traces of all blocks; None where those that were traced do not tell of the others."""
+    """The traces of all blocks; None where the traced ones cannot be extrapolated."""
     try:
-        return [extend_trace(trace, blocks) for trace in traces]
+        return [_extend_trace(trace, blocks) for trace in traces]
     except _UnevenBlocksError:
         return None
 
 
 def extend_pipeline_units(units: tuple[PipelineUnit, ...], blocks: RepeatedBlocks) -> tuple[PipelineUnit, ...] | None:
-    """Visits of all blocks by those of few; None where blocks differ."""
-    positions = [position for position, unit in enumerate(units) if _find_block_index(unit.path, blocks) is not None]
-    block_units = [units[position] for position in positions]
-    if [unit.path for unit in block_units] != [
-        blocks.block_path(index) for index in range(TRACED_BLOCKS)
-    ] or positions != list(range(positions[0], positions[0] + TRACED_BLOCKS)):
+    """The units of all blocks from those of few; None where blocks differ."""
+    positions = [position for position, unit in enumerate(units) if blocks.index_of(unit.path) is not None]
+    start = min(positions, default=0)
+    block_units = units[start : start + TRACED_BLOCKS]
+    paths = [blocks.block_path(index) for index in range(TRACED_BLOCKS)]
+    if len(positions) != TRACED_BLOCKS or [unit.path for unit in block_units] != paths:
         return None
     if replace(block_units[2], path=block_units[1].path) != block_units[1]:
         return None
     middle_units = tuple(replace(block_units[2], path=blocks.block_path(index)) for index in range(2, blocks.count - 1))
     last_unit = replace(block_units[3], path=blocks.block_path(blocks.count - 1))
-    return (*units[: positions[2]], *middle_units, last_unit, *units[positions[3] + 1 :])
+    return (*units[: start + 2], *middle_units, last_unit, *units[start + TRACED_BLOCKS :])

@@ -17,9 +17,9 @@ from torch import nn
 
 from echelon.data.sample_digest import digest
 from echelon.engine.process_groups import WorldCommunicator
+from echelon.errors import first_line
 from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.module_tree import module_hooks
 from echelon.verifier import explain_failure, job_reader, known_bugs
 from echelon.verifier.candidate_run import CandidateRun, Replication

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from echelon.engine.process_groups import WorldCommunicator
-from echelon.errors import EchelonError, VerificationError
+from echelon.errors import EchelonError, VerificationError, first_line
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.determinism import DeterministicMode
 from echelon.verifier import diagnose_failure, tolerances
 from echelon.verifier.candidate_run import CandidateRun

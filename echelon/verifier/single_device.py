@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from echelon.errors import first_line
 from echelon.job import Job
 from echelon.plan.batch_split import SampleRange
 from echelon.plan.plan import Plan
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.determinism import DeterministicMode, disable_randomness
 from echelon.verifier import tolerances
 from echelon.verifier.choose_reference import ReferenceChoice

@@ -18,10 +18,9 @@ from echelon.engine.checkpoint.run_attributes import ModelState, set_trainable
 from echelon.engine.full_state import gather_full_tensors
 from echelon.engine.precision import autocast
 from echelon.engine.run import Run
-from echelon.errors import JobError
+from echelon.errors import JobError, first_line
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.determinism import DeterministicMode, randomness_disabled
 from echelon.trials.isolation import IsolatedJob
 from echelon.trials.module_tree import is_torchscript

@@ -13,14 +13,13 @@ import torch
 
 from echelon.engine.checks.read_order_check import require_independent_samples
 from echelon.engine.process_groups import WorldCommunicator
-from echelon.errors import PlanError, VerificationError
+from echelon.errors import PlanError, VerificationError, first_line
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import require_executable
 from echelon.plan.check_model import splits_batch
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.profiler.sample_coupling import first_line
 from echelon.trials.isolation import IsolatedJob
 from echelon.trials.trial_context import preserve_job_state
 from echelon.verifier.build_certificate import build_certificate

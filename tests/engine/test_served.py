@@ -85,7 +85,7 @@ def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: RankPool) -> None:
 def test_rules_that_servers_cannot_keep_are_refused() -> None:
     rows = [nn.Parameter(torch.zeros(3, 2))]
     for optimizer, words in (
-        (torch.optim.Adam(rows, amsgrad=True), "amsgrad= is not done by servers"),
+        (torch.optim.Adam(rows, amsgrad=True), "servers do not support amsgrad="),
         (torch.optim.SGD(rows, lr=0.1, momentum=0.9, maximize=True), "negate the loss"),
         (torch.optim.RMSprop(rows), "no server computes RMSprop"),
     ):

@@ -127,7 +127,8 @@ class Beside(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "why"), [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer itself")]
+    ("model", "why"),
+    [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer outside its module")],
 )
 def test_a_model_that_cannot_be_sharded_either_trains_whole_on_every_rank(model: type[nn.Module], why: str) -> None:
     subject = JobSource(make(model=model, batch_size=16))
@@ -269,7 +270,7 @@ def test_a_setting_that_the_model_does_not_allow_is_left_out_and_it_is_said(tmp_
         assert prepared.fallback in prepared.warnings
     prepared = resolve_plan(JobSource(make(model=Beside, batch_size=16)), "dp=2 zero=3 keep")
     assert str(prepared.plan) == "dp=2"
-    assert "layer.weight is held by a layer itself" in prepared.fallback
+    assert "layer.weight is held by a layer outside its module" in prepared.fallback
 
 
 @pytest.mark.extra

@@ -341,7 +341,7 @@ def test_parameters_that_a_layer_holds_beside_its_module_are_not_traced_past() -
     module = Beside()
     found = profile(vector_job(module))
     assert found.traced == "real"
-    assert any("weight is held by a layer itself, beside its module" in note for note in found.notes)
+    assert any("weight is held by a layer outside its module" in note for note in found.notes)
     assert module.weight.grad is None
 
 
