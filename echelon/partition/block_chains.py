@@ -1,4 +1,4 @@
-"""Chains: runs of repeated blocks, each of which gets exactly the hidden states of the one before, which nothing else reads."""
+"""Find chains: runs of repeated blocks, each of which receives exactly the hidden states of the previous one, which nothing else reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from echelon.tree import tree_tensors
 from echelon.trials.module_tree import list_modules
 from echelon.trials.trial_run import Forward, RunStep
 
-REDUCING_CUTS = ("row", "attention")  #: cuts after which the ranks add up
+REDUCING_CUTS = ("row", "attention")  #: cuts with an all-reduce
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
-    """Blocks in the order of their calls, and the argument that is their hidden states."""
+    """Blocks in the order of their calls, and the argument with their hidden states."""
 
     units: tuple[str, ...]
     argument: str
@@ -95,6 +95,6 @@ def find_block_chains(model: nn.Module, run_step: RunStep, placements: Iterable[
 
 
 def _supports_sequence_shards(model: nn.Module, block: str, reducing_paths: Iterable[str]) -> bool:
-    """Whether a block has something to add up, and no norm that would take its statistics over a part."""
+    """Whether a block has an all-reduce to replace, and no norm with statistics over positions."""
     has_batch_norm = any(isinstance(submodule, _NormBase) for submodule in model.get_submodule(block).modules())
     return not has_batch_norm and any(is_within(path, block) for path in reducing_paths)

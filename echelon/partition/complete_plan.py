@@ -1,16 +1,16 @@
-"""What a plan leaves open about a model: how the tensor axis cuts its modules, and where the stages of a pipeline begin."""
+"""Complete a plan for a model: served tables, cuts over the tensor axis, sequence segments, pipeline stages."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echelon.errors import EchelonError, PlanError, UnsplittableModelError, first_line
+from echelon.errors import EchelonError, PlanError, UnsplittableModelError, describe_error
 from echelon.job import Job, call_loss, call_model, cast_model
 from echelon.partition.find_sequence_parallel import find_segments
 from echelon.partition.find_tp import TensorCuts, find_tensor_cuts
@@ -38,11 +38,8 @@ SearchResult = TypeVar("SearchResult")
 
 @trial_context()
 def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
-    """`plan` with the placements and stages that it lacks, for this model. `profile`: where it is known already.
-
-    A plan that cannot be completed is refused with what to use instead.
-    """
-    isolated = IsolatedJob(job)  # cuts are found by running the model, whose state and the loss's stay as they are
+    """`plan` with the placements and stages that it lacks, for this model; an error with a remedy if there are none."""
+    isolated = IsolatedJob(job)  # cuts are found by running the model; its state and the loss's must not change
     with isolated.active():
         return _complete(plan, isolated.job, profile)
 
@@ -70,12 +67,11 @@ def _complete(plan: Plan, job: Job, profile: Profile | None) -> Plan:
 
 @trial_context()
 def compute_fingerprint(job: Job) -> str:
-    """The fingerprint of the job's model, as profiles and plans name it."""
+    """The fingerprint of the job's model, as in profiles and plans."""
     return _fingerprint_parameters(_build_fake_model(job))
 
 
 def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
-    """With the tables that the servers hold."""
     if profile is None:
         from echelon.profiler.profile_model import profile as make_profile
 
@@ -85,7 +81,6 @@ def _with_tables(plan: Plan, job: Job, profile: Profile | None) -> Plan:
 
 
 def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: str = "") -> UnsplittableModelError:
-    """That `axis` finds nothing to cut, and what to use instead."""
     either = f"{smaller_degree}, or " if smaller_degree else ""
     remedy = f"use {either}dp={plan.ranks} zero=3, which also shares the memory"
     problem = Problem.of(plan, axis, rule, remedy, nothing_to_cut=True)
@@ -94,7 +89,7 @@ def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ModelOutline:
-    """What is known of a job without running it, in the names that its profile has for it."""
+    """The part of a profile that needs no run."""
 
     model: str
     fsdp_units: tuple[str, ...]
@@ -120,10 +115,9 @@ def _with_placements(plan: Plan, job: Job) -> Plan:
         cuts = find_job_cuts(job, plan.mesh.tp)
     except EchelonError:
         raise
-    except Exception as error:  # a user's forward that does not run so
-        raise _nothing_to_cut_error(
-            plan, "tp", f"the cuts are found by running the model on the CPU, and there it fails ({type(error).__name__}: {first_line(error)})"
-        ) from error  # fmt: skip
+    except Exception as error:  # a user's forward that does not run on the CPU
+        rule = f"the cuts are found by running the model on the CPU, and there it fails ({describe_error(error)})"
+        raise _nothing_to_cut_error(plan, "tp", rule) from error
     if not cuts.placements:
         reason = next(iter(cuts.replicated.values()), "it has no parameters")
         raise _nothing_to_cut_error(plan, "tp", f"nothing of the model can be cut ({reason})")
@@ -137,78 +131,71 @@ def _with_placements(plan: Plan, job: Job) -> Plan:
 
 
 def _with_segments(plan: Plan, job: Job) -> Plan:
-    """With where each rank has a part of the sequence."""
     tp, placements = plan.mesh.tp, plan.tensor.placements
     sequence_cut = _search_model(job, lambda model, run_step: find_segments(model, run_step, tp, placements))
     if not sequence_cut.segments:
-        problem = Problem.of(
-            plan, "sequence", f"no blocks of the model work on a part of the sequence ({sequence_cut.reason})",
-            "put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well",
-            plan_changes=(("sequence", False),),
-        )  # fmt: skip
+        rule = f"no blocks of the model work on a part of the sequence ({sequence_cut.reason})"
+        remedy = "put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well"
+        problem = Problem.of(plan, "sequence", rule, remedy, plan_changes=(("sequence", False),))
         raise PlanError(f"sequence: {problem.rule}; {problem.remedy}", [problem])
     return plan.replace(placements=sequence_cut.placements, segments=sequence_cut.segments)
 
 
 @trial_context()
 def find_job_cuts(job: Job, tp_size: int) -> TensorCuts:
-    """How the job's model is cut over so many ranks, and what stays whole."""
+    """How the job's model is cut over `tp_size` ranks, and what stays whole."""
     return _search_model(job, lambda model, run_step: find_tensor_cuts(model, run_step, tp_size))
 
 
 def _search_model(job: Job, search: Callable[[nn.Module, RunStep], SearchResult]) -> SearchResult:
-    """What `search(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
+    """The result of `search(model, run_step)` on real numbers, in float64 if the model supports it."""
     with preserve_random_states():
         try:
             return _search_in_dtype(job, search, torch.float64)
         except EchelonError:
             raise
-        except Exception:  # some models run in no other type than their own
+        except Exception:  # some models run in their own dtype only
             return _search_in_dtype(job, search, None)
 
 
-def _search_in_dtype(
-    job: Job, search: Callable[[nn.Module, RunStep], SearchResult], dtype: torch.dtype | None
-) -> SearchResult:
+def _search_in_dtype(job: Job, search: Callable[[nn.Module, RunStep], SearchResult], dtype: Any) -> SearchResult:
     torch.manual_seed(job.seed)
-    original_model = make_model(job)
-    model, batch = original_model, ExampleBatches(job).batch(2)
+    model, batch = make_model(job), ExampleBatches(job).batch(2)
     if dtype is not None:
-        model, batch = (
-            cast_model(model, dtype),
-            map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch),
-        )
+        model = cast_model(model, dtype)
+        batch = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
     return search(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
 
 
 def _gather_logits(placement: Placement) -> Placement:
-    """What passes between stages is whole."""
+    """Stages pass full tensors."""
     return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
 
 
 def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     num_stages, pp = stage_count(plan), plan.mesh.pp
-    unit_calls = profile.pipeline_units if profile is not None else ()
-    if not unit_calls:
+    units = profile.pipeline_units if profile is not None else ()
+    if not units:
         try:
-            unit_calls = find_pipeline_units(job)
+            units = find_pipeline_units(job)
         except EchelonError:
             raise
-        except Exception as error:  # whatever a user's forward does with values it does not have
-            raise _nothing_to_cut_error(
-                plan, "pp", f"stages are found by running the model without numbers, and there it fails ({type(error).__name__}: {first_line(error)})"
-            ) from error  # fmt: skip
-    if not unit_calls:
+        except Exception as error:  # a user's forward may do anything with missing values
+            rule = (
+                f"stages are found by running the model on fake tensors, and there it fails ({describe_error(error)})"
+            )
+            raise _nothing_to_cut_error(plan, "pp", rule) from error
+    if not units:
         raise _nothing_to_cut_error(plan, "pp", NO_STAGES_REASON)
-    if len(unit_calls) < num_stages:
-        remedy = f"pp={len(unit_calls)} or less" if num_stages == pp else "schedule=1f1b, which has one stage per rank"
-        rule = f"{num_stages} stages, and the model has {len(unit_calls)} units that forward calls in sequence"
+    if len(units) < num_stages:
+        remedy = f"pp={len(units)} or less" if num_stages == pp else "schedule=1f1b, which has one stage per rank"
+        rule = f"{num_stages} stages, and the model has {len(units)} units that forward calls in sequence"
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree=remedy)
-    stages = find_stages(plan, unit_calls)
+    stages = find_stages(plan, units)
     if stages is None:
-        rule = (
-            f"{num_stages} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules "
-            "that keep statistics"
+        places = (
+            f"between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules that keep statistics"
         )
+        rule = f"{num_stages} stages, and there are too few places {places}"
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree="fewer stages, or tp=1")
     return plan.replace(stages=stages)

@@ -1,19 +1,18 @@
-"""Where sequence parallelism works (plan/sequence_segment.py), found by trying.
+"""Find by trial runs where sequence parallelism works (plan/sequence_segment.py).
 
-A chain is a run of repeated blocks, each of which gets exactly the hidden states of the one before, which nothing else reads. The model
-runs once as it is, with its gradients. Then it runs as one rank would: a chain gets that rank's shard of the hidden states, modules that
-need the full sequence get what they got before (of which exactly this rank's shard must have reached them), rows return this rank's shard
-of what they returned. Every block's hidden states and their gradients must be this rank's shard of the reference, and every buffer equal.
-
-The gradients of parameters show where those are used: they are complete on each rank, or add up over the ranks.
+The model runs once as a reference, with gradients. Then it runs as one rank would: a chain of blocks receives that rank's shard of the hidden states,
+modules that need the full sequence receive their reference inputs (of which exactly this rank's shard must have reached them), rows return this
+rank's shard of their reference output. The hidden states of every block and their gradients must be this rank's shard of the reference, and every
+buffer equal. Parameter gradients must be complete on each rank, or add up over the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +37,12 @@ from echelon.trials.trial_run import (
     training_mode,
 )
 
-_FULL_INPUT_CUTS = ("column", "attention")  #: cuts that need the whole of their input
+_FULL_INPUT_CUTS = ("column", "attention")  #: cuts that need their full input
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSegments:
-    """What was found: the segments, how modules are cut for them, and why there are none where that is so."""
+    """The segments, how modules are cut for them, and why there are none."""
 
     segments: tuple[SequenceSegment, ...]
     placements: tuple[Placement, ...]
@@ -56,50 +55,37 @@ def find_segments(
     """The segments of `model` (real numbers), cut by `placements` over `tp_size` ranks; `run_step()` computes its loss."""
     draw_sizes = record_draw_sizes(model, run_step, find_fsdp_units(list_modules(model)))
     data_dependent = find_data_dependent_modules(model, run_step)
-    with deterministic_training(model):
-        return _find_in_chains(model, make_repeatable(model, run_step), tp_size, placements, draw_sizes, data_dependent)
-
-
-def _find_in_chains(
-    model: nn.Module,
-    run_step: RunStep,
-    tp_size: int,
-    placements: Sequence[Placement],
-    draw_sizes: Mapping[str, list[int]],
-    data_dependent: Container[str],
-) -> SequenceSegments:
     reason = "it has no repeated blocks that pass on hidden states of samples, positions and channels"
     segments: list[SequenceSegment] = []
-    for chain in list(find_block_chains(model, run_step, placements)):
-        try:
-            if any(unit in data_dependent for unit in chain.units):
-                raise TrialMismatchError("it reads values, and with others it may compute what needs the full sequence")
-            segment, segment_placements = _try_chain(model, run_step, tp_size, placements, chain, draw_sizes)
-            segments.append(segment)
-            placements = segment_placements
-        except TrialMismatchError as error:
-            reason = f"{chain.units[0]}: {error}"
+    with deterministic_training(model):
+        repeatable = make_repeatable(model, run_step)
+        for chain in list(find_block_chains(model, repeatable, placements)):
+            make_trial = partial(_ChainTrial, model, repeatable, tp_size, placements, chain, draw_sizes)
+            try:
+                if any(unit in data_dependent for unit in chain.units):
+                    raise TrialMismatchError(
+                        "it reads values, and with others it may compute what needs the full sequence"
+                    )
+                segment, placements = _try_chain(model, repeatable, tp_size, make_trial)
+                segments.append(segment)
+            except TrialMismatchError as error:
+                reason = f"{chain.units[0]}: {error}"
     return SequenceSegments(tuple(segments), tuple(placements), "" if segments else reason)
 
 
 def _try_chain(
-    model: nn.Module,
-    run_step: RunStep,
-    tp_size: int,
-    placements: Sequence[Placement],
-    chain: BlockChain,
-    draw_sizes: Mapping[str, list[int]],
+    model: nn.Module, run_step: RunStep, tp_size: int, make_trial: Callable[[], _ChainTrial]
 ) -> tuple[SequenceSegment, Sequence[Placement]]:
-    """The segment that a chain is, at all parameter values and in evaluation."""
+    """The segment of a chain, tested at all parameter values and in evaluation."""
     accepted: tuple[_ChainTrial, SequenceSegment, Sequence[Placement]] | None = None
     for trial_index, values_name in enumerate(iterate_parameter_values(model, run_step)):
         if accepted is not None and values_name == "initial":
             continue
         try:
-            trial = _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
+            trial = make_trial()
         except TrialMismatchError:
             raise
-        except Exception:  # a model that does not take such parameters; the next are others
+        except Exception:  # a model that does not accept such parameters; the next differ
             if values_name == "initial":
                 raise
             continue
@@ -110,19 +96,15 @@ def _try_chain(
             continue
         accepted = trial, *trial.find_segment()
         with training_mode(model, training=False):
-            if _has_evaluation_loss(run_step):
-                evaluated = _ChainTrial(model, run_step, tp_size, placements, chain, draw_sizes)
-                if evaluated.find_segment() != accepted[1:]:
-                    raise TrialMismatchError(
-                        "it works on a part of the sequence otherwise in evaluation than in training"
-                    )
+            if _has_evaluation_loss(run_step) and make_trial().find_segment() != accepted[1:]:
+                raise TrialMismatchError("it works on a part of the sequence otherwise in evaluation than in training")
     if accepted is None:
         raise TrialMismatchError("its loss is not a number")
     return accepted[1:]
 
 
 def _has_evaluation_loss(run_step: RunStep) -> bool:
-    """Whether the model has a loss when it does not train."""
+    """Whether the model has a differentiable loss in evaluation."""
     try:
         loss, _ = run_step()
         return sum_loss(loss).requires_grad
@@ -142,17 +124,16 @@ class _ChainTrial:
     ) -> None:
         self.model, self.run_step, self.tp_size = model, run_step, tp_size
         self.placements, self.chain = placements, chain
-        inside = [entry for entry in placements if self._is_in_chain(entry.path)]
-        self.rows = [entry.path for entry in inside if entry.cut in REDUCING_CUTS]
-        self.columns = [entry.path for entry in inside if entry.cut in _FULL_INPUT_CUTS]
-        #: Modules without a part in a pair.
+        inside = [placement for placement in placements if self._is_in_chain(placement.path)]
+        self.rows = [placement.path for placement in inside if placement.cut in REDUCING_CUTS]
+        self.columns = [placement.path for placement in inside if placement.cut in _FULL_INPUT_CUTS]
+        paired = (*self.rows, *self.columns)
+        submodules = (path for unit in chain.units for path, _ in model.get_submodule(unit).named_modules(prefix=unit))
+        #: Modules of the blocks without one of a pair.
         self.unpaired_modules = [
-            path
-            for unit in chain.units
-            for path, module in model.get_submodule(unit).named_modules(prefix=unit)
-            if path != unit and not any(f"{entry}.".startswith(f"{path}.") for entry in (*self.rows, *self.columns))
+            path for path in submodules if path not in chain.units and not any(is_within(p, path) for p in paired)
         ]
-        self.reference = ReferencePass(model, run_step, chain, (*self.rows, *self.columns), self.unpaired_modules)
+        self.reference = ReferencePass(model, run_step, chain, paired, self.unpaired_modules)
         self.parameters = self.reference.parameters
         self.sequence_dim = 0 if self.reference.mixes_positions(0) and not self.reference.mixes_positions(1) else 1
         self.sequence_length = self.reference.hidden_states(chain.units[0]).shape[self.sequence_dim]
@@ -162,10 +143,10 @@ class _ChainTrial:
         if any(size % self.sequence_length for size in sizes):
             raise TrialMismatchError("it draws random numbers per sample, of which each shard would draw its own")
         self.draws_random = bool(sizes)
-        #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
+        #: Row -> the modules that may receive the full sequence for it: its columns, or one that holds them.
         self.gather_choices = self._list_gather_choices()
         self.choice_index = dict.fromkeys(map(module_kind, self.rows), 0)
-        #: Kinds of modules that work on the whole sequence only.
+        #: Kinds of modules that need the full sequence.
         self.regathered_kinds: set[str] = set()
 
     def find_segment(self) -> tuple[SequenceSegment, Sequence[Placement]]:
@@ -183,19 +164,22 @@ class _ChainTrial:
             if reducing_rows or self._is_partial_gradient(name, [grads.get(name) for grads in rank_gradients]):
                 partial_parameters.append(name)
                 if placement is not None:
-                    placements[placement.path] = _as_stored(placement, self.reference.block_of(name))
+                    # Ranks with different shards of a sequence cannot share a layer's outputs: its weight is gathered instead, while the
+                    # block runs. Not only while the layer runs: which positions call it may differ between ranks.
+                    block = self.reference.block_of(name)
+                    placements[placement.path] = replace(placement, cut="stored", gathered_in=block)
+        regathered = {path: module_kind(path) in self.regathered_kinds for path in gathers}
         segment = SequenceSegment(
             blocks=self.chain.units, argument=self.chain.argument, dim=self.sequence_dim, uses_rng=self.draws_random,
             partial_gradients=tuple(partial_parameters),
             gathers=tuple(
-                SequenceGather(path=path, arguments=tuple(sorted(names)), returns_sequence=module_kind(path) in self.regathered_kinds)
-                for path, names in gathers.items()
+                SequenceGather(path=path, arguments=tuple(sorted(names)), returns_sequence=regathered[path]) for path, names in gathers.items()
             ),
         )  # fmt: skip
         return segment, tuple(placements.values())
 
     def check_at_values(self, first_trial: _ChainTrial, segment: SequenceSegment, rank: int) -> None:
-        """Try what was found at `first_trial` parameter values on one rank."""
+        """Test the segment of `first_trial` at these parameter values on one rank."""
         if self.sequence_dim != first_trial.sequence_dim:
             raise TrialMismatchError("which dimension holds the positions depends on its weights")
         self.choice_index, self.regathered_kinds = first_trial.choice_index, first_trial.regathered_kinds
@@ -206,9 +190,10 @@ class _ChainTrial:
 
     def _is_partial_gradient(self, name: str, rank_gradients: Sequence[Tensor | None]) -> bool:
         full_gradient = self.reference.parameter_gradients.get(name)
-        if full_gradient is None or all(gradient is None for gradient in rank_gradients):
-            if full_gradient is None and all(gradient is None for gradient in rank_gradients):
-                return False  # nothing learns there
+        has_gradients = any(gradient is not None for gradient in rank_gradients)
+        if full_gradient is None or not has_gradients:
+            if full_gradient is None and not has_gradients:
+                return False
             raise TrialMismatchError(f"the gradient of {name} is another one on a part of the sequence")
         gradients = [torch.zeros_like(full_gradient) if gradient is None else gradient for gradient in rank_gradients]
         references = self.reference.parameter_gradients.values()
@@ -235,7 +220,7 @@ class _ChainTrial:
         return choices
 
     def _find_gathers(self) -> dict[str, set[str]]:
-        """Modules that are given the whole sequence, with the arguments that are parts before that."""
+        """Modules that receive the full sequence, with the arguments that arrive as shards."""
         while True:
             try:
                 gathers: dict[str, set[str]] = {}
@@ -263,7 +248,7 @@ class _ChainTrial:
                 total = sum_loss(loss)
             except TrialMismatchError:
                 raise
-            except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
+            except Exception as error:  # whatever the code raises, it does not work on a part of the sequence
                 row = trial.pending_row
                 problem = f"{type(error).__name__} on a part of the sequence: {first_line(error)}"
                 raise TrialMismatchError(f"{row}: {problem}" if row else problem, row=row) from error
@@ -271,10 +256,8 @@ class _ChainTrial:
                 raise TrialMismatchError("the loss differs")
             for name, value in self.reference.buffers.items():
                 if not are_trees_close(buffers.get(name), value):
-                    module = name.rpartition(".")[0]
-                    raise TrialMismatchError(
-                        f"{name} differs", module=module if module in self.unpaired_modules else ""
-                    )
+                    path = name.rpartition(".")[0]
+                    raise TrialMismatchError(f"{name} differs", module=path if path in self.unpaired_modules else "")
             if with_gradients:
                 gradients = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
                 named = zip(self.parameters, gradients, strict=True)
@@ -283,9 +266,3 @@ class _ChainTrial:
                     path = trial.wrong_gradient_paths[0] or self.chain.units[0]
                     raise TrialMismatchError(f"the gradient of the input of {path} differs")
         return trial
-
-
-def _as_stored(placement: Placement, unit: str) -> Placement:
-    """Ranks that hold different parts of a sequence cannot share a layer's outputs: its weight is gathered instead, while the block runs.
-    Not only while the layer runs: which positions call it may differ between ranks."""
-    return replace(placement, cut="stored", gathered_in=unit)

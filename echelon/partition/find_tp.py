@@ -1,8 +1,9 @@
-"""How a model is cut over the tensor axis: which modules, in which way, and why the others are not."""
+"""Find how a model is cut over the tensor axis: which modules, in which way, and why the others are not."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -43,10 +44,11 @@ class TensorCuts:
 
     placements: tuple[Placement, ...]
     replicated: dict[str, str]  #: module that stays whole on every rank -> why
-    stored_reasons: dict[str, str]  #: module that is cut at rest only -> why
-    cut_share: float  #: of the parameters' bytes that are cut
-    paired_share: float  #: of the parameters' bytes that are cut in pairs or by heads, which talk once
-    stored_share: float  #: of the parameters' bytes that are cut at rest only
+    stored_reasons: dict[str, str]  #: module that is sharded at rest only -> why
+    #: Fractions of the parameters' bytes: cut in any way; cut in pairs or by heads, with one all-reduce; sharded at rest only.
+    cut_share: float
+    paired_share: float
+    stored_share: float
 
 
 def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> TensorCuts:
@@ -72,10 +74,11 @@ def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> Tenso
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def share(*cuts: str) -> float:
-        return _count_cut_bytes(model, (item for item in placements.values() if item.cut in cuts)) / total_bytes
+        names = cuts_by_parameter(placement for placement in placements.values() if placement.cut in cuts)
+        named = model.named_parameters(remove_duplicate=False)
+        return sum({id(value): value.nbytes for name, value in named if name in names}.values()) / total_bytes
 
-    paired_share = share("column", "between", "row", "attention")
-    stored_share = share("stored")
+    paired_share, stored_share = share("column", "between", "row", "attention"), share("stored")
     cut_share = paired_share + stored_share + share("gather", "logits", "vocabulary")
     return TensorCuts(tuple(placements.values()), replicated, stored_reasons, cut_share, paired_share, stored_share)
 
@@ -94,39 +97,36 @@ def _drop_overlapping_pairs(pairs: Iterable[ColumnRowPair]) -> Iterable[ColumnRo
 
 def _pair_placements(model: nn.Module, pair: ColumnRowPair) -> Iterable[Placement]:
     candidate, layout = pair.candidate, pair.layout
-    common_fields: dict[str, Any] = {
-        "unit": layout.shard_multiple,
-        "uses_rng": pair.draws_random,
-        "source": "hint" if candidate.is_hinted else "pair",
-    }
+    source = "hint" if candidate.is_hinted else "pair"
+    common: dict[str, Any] = {"unit": layout.shard_multiple, "uses_rng": pair.draws_random, "source": source}
     for path in candidate.columns:
         slices = _output_slices(model.get_submodule(path), layout.fused_sizes)
-        yield Placement(path=path, cut="column", slices=slices, **common_fields)
+        yield Placement(path=path, cut="column", slices=slices, **common)
     for path in candidate.between:
-        yield Placement(path=path, cut="between", slices=_channel_slices(model.get_submodule(path)), **common_fields)
+        yield Placement(path=path, cut="between", slices=_channel_slices(model.get_submodule(path)), **common)
     divided_attributes = tuple(f"{path}.{name}" if path else name for path, name in layout.divided_attributes)
     dim = 0 if is_hf_conv1d(model.get_submodule(candidate.row)) else 1
     yield Placement(
         path=candidate.row, cut="row", slices=(TensorSlice("weight", dim),), divided_attributes=divided_attributes,
-        view_module=layout.refitted_module, partial_gradients=pair.partial_parameters, **common_fields,
+        view_module=layout.refitted_module, partial_gradients=pair.partial_parameters, **common,
     )  # fmt: skip
 
 
 def _output_slices(module: Any, fused_sizes: tuple[int, ...] = ()) -> tuple[TensorSlice, ...]:
-    """A layer whose outputs are cut."""
+    """The cut of a layer's outputs."""
     transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
     weight = TensorSlice("weight", 1 if is_hf_conv1d(module) or transposed else 0, fused_sizes)
     return (weight,) if module.bias is None else (weight, TensorSlice("bias", 0, fused_sizes))
 
 
 def _channel_slices(module: nn.Module) -> tuple[TensorSlice, ...]:
-    """A module that has a row for each channel."""
+    """The cut of a module that works channel by channel."""
     named_tensors = (*module._parameters.items(), *module._buffers.items())
     return tuple(TensorSlice(name, 0) for name, value in named_tensors if value is not None and value.dim())
 
 
 def _stored_slices(module: nn.Module, tp_size: int) -> tuple[TensorSlice, ...]:
-    """A module that is cut at rest: its matrices, along their longest dim; vectors are not worth a message."""
+    """The cut of a module at rest: its matrices, along their longest dim; vectors are not worth a collective."""
     return tuple(
         TensorSlice(name, list(value.shape).index(max(value.shape)))
         for name, value in module._parameters.items()
@@ -213,27 +213,27 @@ def _align_tied_parameters(
     users: dict[int, list[tuple[str, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in module._parameters.items():
-            # One that holds it without being called only lends it a name.
+            # A holder that is never called does not use it.
             if value is not None and (path in analysis.called_modules or id(value) in analysis.parameters_read_outside):
                 users.setdefault(id(value), []).append((path, name))
     tied_uses = [tied_users for tied_users in users.values() if len(tied_users) > 1]
-    # Giving one up may leave another without its partner: until nothing changes.
 
     def cuts_differ(uses: list[tuple[str, str]]) -> bool:
         return len({_parameter_cut(placements.get(path), name) for path, name in uses}) > 1
 
+    # Giving up one cut may leave another without its partner.
     while conflicting_uses := next(filter(cuts_differ, tied_uses), None):
         tied_paths = [path for path, _ in conflicting_uses]
-        paths_of_pairs = [pair.candidate.paths for pair in pairs if {*pair.candidate.paths} & {*tied_paths}]
-        for path in (*tied_paths, *sorted({path for paths in paths_of_pairs for path in paths})):
+        partners = {path for pair in pairs if {*pair.candidate.paths} & {*tied_paths} for path in pair.candidate.paths}
+        for path in (*tied_paths, *sorted(partners)):
             if placements.pop(path, None) is not None:
                 replicated[path] = f"{' and '.join(tied_paths)} share a parameter and cannot be cut alike"
 
 
 def _parameter_cut(placement: Placement | None, name: str) -> object:
     """How a parameter is cut in one of the modules that hold it."""
-    part = next((part for part in placement.slices if part.name == name), None) if placement is not None else None
-    return (part.dim, part.fused_sizes, placement.unit) if placement is not None and part is not None else None
+    parts = [part for part in placement.slices if part.name == name] if placement is not None else []
+    return (parts[0].dim, parts[0].fused_sizes, placement.unit) if placement is not None and parts else None
 
 
 def _find_stored_cuts(
@@ -244,11 +244,12 @@ def _find_stored_cuts(
     replicated: dict[str, str],
     attention_outputs: set[str],
 ) -> dict[str, str]:
-    """Store what has no cut of its own as shards, gathered while a module runs outside of which nothing reads it.
+    """Shard modules without another cut at rest, gathered while a module runs outside of which nothing reads them.
 
-    Found by trying: elsewhere it is NaN, which must reach neither the loss nor a buffer.
+    Found by trial: elsewhere the parameters are NaN, which must reach neither the loss nor a buffer.
     """
-    tied_parameters, storable_paths = _find_tied_parameters(model), []
+    uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    storable_paths = []
     for path in [*replicated, *sorted(attention_outputs)]:
         if path.rpartition(".")[0] in placements and path in attention_outputs:
             continue  # an out_proj goes with its attention
@@ -258,12 +259,12 @@ def _find_stored_cuts(
             replicated[path] = "max_norm changes its rows in forward, which a copy of them would not keep"
         elif all(value.dim() < 2 for value in own_parameters):
             replicated[path] = f"{type(module).__name__} has vectors only"
-        elif any(id(value) in tied_parameters for value in own_parameters):
+        elif any(uses[id(value)] > 1 for value in own_parameters):
             replicated.setdefault(path, "it shares a parameter")
         elif _stored_slices(module, tp_size):
             storable_paths.append(path)
     expected = {True: _run_detached(run_step)}
-    with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
+    with suppress(Exception), training_mode(model, training=False):  # it may have a loss in training only
         expected[False] = _run_detached(run_step)
     is_read_within = partial(_is_read_only_within, model, run_step, tp_size, expected)
     gather_scopes: dict[str, str | None] = {path: path for path in storable_paths}
@@ -283,23 +284,15 @@ def _find_stored_cuts(
 
 
 def _iterate_enclosing_paths(path: str) -> Iterator[str]:
-    """A module and those around it."""
+    """A module and those around it, innermost first."""
     yield path
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
-def _find_tied_parameters(model: nn.Module) -> set[int]:
-    seen: set[int] = set()
-    tied: set[int] = set()
-    for _, value in model.named_parameters(remove_duplicate=False):
-        (tied if id(value) in seen else seen).add(id(value))
-    return tied
-
-
 def _run_detached(run_step: RunStep) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a step, and the buffers that it leaves."""
+    """The loss of a step, and the buffers after it."""
     loss, buffers = run_step()
     first_tensor = tree_tensors(loss)[0]
     return first_tensor.detach(), buffers
@@ -308,55 +301,56 @@ def _run_detached(run_step: RunStep) -> tuple[Tensor, dict[str, Tensor]]:
 def _is_read_only_within(
     model: nn.Module, run_step: RunStep, tp_size: int, expected: Mapping[bool, Any], gather_scopes: Mapping[str, str]
 ) -> bool:
-    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
+    """Whether the matrices of modules (path -> gathering module), and their sizes, are read only while the gathering module runs.
 
-    `expected`: what a step leaves in training, and in evaluation where there is a loss.
+    `expected`: the result of a step in training, and in evaluation if there is a loss.
     """
     called: set[str] = set()
 
     def make_gathering_forward(path: str, gather_scope: str) -> Forward:
-        module, original_forward = model.get_submodule(path), model.get_submodule(gather_scope).forward
+        original_forward = model.get_submodule(gather_scope).forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             called.add(path)
-            with _swapped_parameters(module, copies[path]):
+            with _swapped_parameters(modules[path], copies[path]):
                 return original_forward(*args, **kwargs)
 
         return forward
 
     modules = {path: model.get_submodule(path) for path in gather_scopes}
-    originals = {
-        path: {part.name: module.get_parameter(part.name) for part in _stored_slices(module, tp_size)}
-        for path, module in modules.items()
-    }
+    slices = {path: _stored_slices(module, tp_size) for path, module in modules.items()}
+    originals = [modules[path].get_parameter(part.name) for path, parts in slices.items() for part in parts]
     copies = {
-        path: {name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in named.items()}
-        for path, named in originals.items()
+        path: {part.name: _copy_parameter(module, part) for part in slices[path]} for path, module in modules.items()
     }
+    saved_values = [copy for named in copies.values() for copy in named.values()]
     with ExitStack() as stack, torch.no_grad():
         for module in modules.values():
             stack.enter_context(_swapped_parameters(module, _make_sharded_placeholders(module, tp_size)))
         for path, scope in gather_scopes.items():
             stack.enter_context(replaced_forward(model.get_submodule(scope), make_gathering_forward(path, scope)))
         try:
-            for named in originals.values():
-                for value in named.values():
-                    value.fill_(math.nan)
+            for value in originals:
+                value.fill_(math.nan)
             for training, expected_result in expected.items():
                 with torch.enable_grad(), training_mode(model, training=training), _WeightNormSizeCheck():
                     if not are_trees_close(_run_detached(run_step), expected_result):
                         return False
             return called == set(gather_scopes)
-        except Exception:  # code that looks at values may refuse those
+        except Exception:  # code that looks at values may refuse NaN
             return False
         finally:
-            for path, named in originals.items():
-                for name, value in named.items():
-                    value.copy_(copies[path][name])
+            for value, saved_value in zip(originals, saved_values, strict=True):
+                value.copy_(saved_value)
+
+
+def _copy_parameter(module: nn.Module, part: TensorSlice) -> nn.Parameter:
+    value = module.get_parameter(part.name)
+    return nn.Parameter(value.detach().clone(), value.requires_grad)
 
 
 class _WeightNormSizeCheck(TorchFunctionMode):
-    """Refuses sizes that torch's kernels take without looking: `_weight_norm` then writes beyond its output and the process aborts."""
+    """Rejects sizes that torch's kernel does not check: `_weight_norm` would write out of bounds and abort the process."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._weight_norm and len(args) > 1:
@@ -367,13 +361,13 @@ class _WeightNormSizeCheck(TorchFunctionMode):
 
 
 def _make_sharded_placeholders(module: nn.Module, tp_size: int) -> dict[str, nn.Parameter]:
-    """What is there at rest, in size."""
-    values = {part: module.get_parameter(part.name) for part in _stored_slices(module, tp_size)}
-    shapes = {part: part.largest_shard_shape(value.shape, tp_size, 1) for part, value in values.items()}
-    return {
-        part.name: nn.Parameter(value.new_full(shapes[part], math.nan), value.requires_grad)
-        for part, value in values.items()
-    }
+    """Parameters of the shards' sizes."""
+    placeholders = {}
+    for part in _stored_slices(module, tp_size):
+        value = module.get_parameter(part.name)
+        shard = value.new_full(part.largest_shard_shape(value.shape, tp_size, 1), math.nan)
+        placeholders[part.name] = nn.Parameter(shard, value.requires_grad)
+    return placeholders
 
 
 @contextmanager
@@ -386,9 +380,3 @@ def _swapped_parameters(module: nn.Module, values: dict[str, nn.Parameter]) -> I
     finally:
         module._parameters.update(before)
         refresh_flat_weights(module)
-
-
-def _count_cut_bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
-    names = cuts_by_parameter(placements)
-    named = model.named_parameters(remove_duplicate=False)
-    return float(sum({id(value): value.nbytes for name, value in named if name in names}.values()))

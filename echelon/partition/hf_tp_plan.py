@@ -1,8 +1,8 @@
-"""What a model's authors say about cutting it: transformers' `base_model_tp_plan` and `_tp_plan`.
+"""The tensor-parallel plan of a transformers model: `base_model_tp_plan` and `_tp_plan`.
 
     {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
 
-A hint only proposes: it is tried like any other pair; what it says of single layers (to gather) needs no hint.
+Its pairs are only candidates, tested like any others; cuts of single layers need no hint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.partition.tp_layouts import Candidate
 
 
 def find_hinted_pairs(model: nn.Module) -> Iterator[Candidate]:
-    """The pairs that the model's own plan names: of one parent, its columns into its row."""
+    """The pairs in the model's own plan: the columns of one parent into its row."""
     styles = _read_tp_styles(model)
     layers = [path for path in styles if is_matmul_layer(model.get_submodule(path))]
     columns_by_parent: dict[str, list[str]] = {}
@@ -32,7 +32,7 @@ def find_hinted_pairs(model: nn.Module) -> Iterator[Candidate]:
 
 
 def _read_tp_styles(model: nn.Module) -> dict[str, str]:
-    """Module -> how the model's plan cuts it, whichever part of the model the plan belongs to."""
+    """Module -> style, from the plans of all parts of the model."""
     styles: dict[str, str] = {}
     paths = [path for path, _ in model.named_modules()]
     for prefix, submodule in model.named_modules():

@@ -1,7 +1,7 @@
-"""Whether each rank may draw its own random numbers between columns and their row: only what is drawn for each column by itself.
+"""Whether each rank may draw its own random numbers between columns and their row: only if each column has its own.
 
-A number per sample or position serves all columns on one device. Ranks that drew their own would compute another model, which no
-comparison of values shows: trials fix random numbers, and elsewhere they differ anyway.
+A number per sample or position applies to all columns on one device. Ranks with their own would compute another model, which no comparison of values
+shows: trials fix random numbers, and elsewhere they differ anyway.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.partition.tp_layers import accept_input_by_name
-from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, copy_detached, running_as_rank
-from echelon.plan.placement import compute_shard_sizes
+from echelon.partition.tp_trial import ColumnRowPair, RecordedCall, running_as_rank
 from echelon.tree import tree_tensors
 from echelon.trials.random_state import preserve_random_states
 from echelon.trials.trial_run import Forward, copied_buffers, replaced_forward, training_mode, wrapped_forwards
 
 
 class DrawSizeRecorder(TorchDispatchMode):
-    """How many random numbers are drawn at a time."""
+    """Records how many random numbers each operator draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,29 +45,26 @@ class DrawSizeRecorder(TorchDispatchMode):
         return forward
 
 
-def draws_per_column(model: nn.Module, pair: ColumnRowPair, recorded: RecordedCall) -> bool:
+def draws_per_column(pair: ColumnRowPair, recorded: RecordedCall) -> bool:
     """Whether the random numbers drawn between the columns and the row shrink with the columns."""
-    layout = pair.layout
-    shard_sizes = compute_shard_sizes(recorded.row_width, layout.tp_size, layout.shard_multiple)
+    layout, width = pair.layout, recorded.row_width
     with preserve_random_states():
-        full_sizes = _record_draw_sizes(model, pair, recorded, nullcontext())
+        full_sizes = _record_draw_sizes(recorded, nullcontext())
         for rank in {0, layout.tp_size - 1}:
             try:
-                as_rank = running_as_rank(model, pair.candidate, recorded, layout, rank)
-                rank_sizes = _record_draw_sizes(model, pair, recorded, as_rank)
-            except Exception:  # numbers that were held still did not show that it fails on a part
+                rank_sizes = _record_draw_sizes(recorded, running_as_rank(recorded, layout, rank))
+            except Exception:  # with fixed random numbers it did not fail on a shard
                 return False
-            if [size * recorded.row_width for size in rank_sizes] != [size * shard_sizes[rank] for size in full_sizes]:
+            local_width = recorded.local_range(layout, rank)[1]
+            if [size * width for size in rank_sizes] != [size * local_width for size in full_sizes]:
                 return False
     return True
 
 
-def _record_draw_sizes(
-    model: nn.Module, pair: ColumnRowPair, recorded: RecordedCall, rank_context: AbstractContextManager[None]
-) -> list[int]:
-    recorder = DrawSizeRecorder()
+def _record_draw_sizes(recorded: RecordedCall, rank_context: AbstractContextManager[None]) -> list[int]:
+    model, recorder = recorded.model, DrawSizeRecorder()
     recorder.is_recording = False
-    args, kwargs = copy_detached((recorded.args, recorded.kwargs))
+    args, kwargs = recorded.copy_inputs()
 
     def start_recording(_: str, module: Any) -> Forward:
         column_forward = module.forward
@@ -84,13 +80,12 @@ def _record_draw_sizes(
         recorder.is_recording = False
         return recorded.row_output.clone()
 
-    row = model.get_submodule(pair.candidate.row)
     with (
         training_mode(model, training=True),
         copied_buffers(model, recorded.buffers_before),
         rank_context,
-        wrapped_forwards(model, pair.candidate.columns, start_recording),
-        replaced_forward(row, accept_input_by_name(row, stop_recording)),
+        wrapped_forwards(model, recorded.candidate.columns, start_recording),
+        replaced_forward(recorded.row, accept_input_by_name(recorded.row, stop_recording)),
     ):
         recorder.wrap_forward(model.get_submodule(recorded.ancestor))(*args, **kwargs)
     return recorder.sizes

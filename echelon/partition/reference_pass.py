@@ -1,4 +1,4 @@
-"""The model as it is, before it is tried on parts of the sequence: what its modules were given and gave, the loss, gradients and buffers."""
+"""The reference run for trials on shards of the sequence: inputs and outputs of modules, loss, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.trials.trial_run import (
 
 
 class TrialMismatchError(Exception):
-    """A trial that failed: at the columns of a row, or at a module that needs the whole sequence."""
+    """A failed trial: at the columns of a row, or at a module that needs the full sequence."""
 
     def __init__(self, message: str, *, row: str = "", module: str = "") -> None:
         super().__init__(message)
@@ -36,20 +36,15 @@ class ReferencePass:
     """One run of the model with its gradients."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        run_step: RunStep,
-        chain: BlockChain,
-        paired_modules: Sequence[str],
-        unpaired_modules: Sequence[str],
+        self, model: nn.Module, run_step: RunStep, chain: BlockChain, paired: Sequence[str], unpaired: Sequence[str]
     ) -> None:
-        """`paired_modules`: modules of pairs, which must be called so often; `unpaired_modules`: modules of the blocks without a part in one."""
+        """`paired`: modules of pairs, which must be called once; `unpaired`: modules of the blocks without one of a pair."""
         self.model, self.run_step, self.chain = model, run_step, chain
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.inputs: dict[str, dict[str, Any]] = {}
         self.outputs: dict[str, Tensor] = {}
         self.output_gradients: dict[str, Tensor | None] = {}
-        self._run_recorded(paired_modules, unpaired_modules)
+        self._run_recorded(paired, unpaired)
 
     def _run_recorded(self, paired_modules: Sequence[str], unpaired_modules: Sequence[str]) -> None:
         watched_outputs = dict[str, Tensor]()
@@ -57,7 +52,9 @@ class ReferencePass:
         recorded_paths |= {enclosing_path for path in paired_modules for enclosing_path in self.enclosing_modules(path)}
         calls: Counter[str] = Counter()
 
-        def make_recording_forward(path: str, original_forward: Forward) -> Forward:
+        def make_recording_forward(path: str, module: Any) -> Forward:
+            original_forward = module.forward
+
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls[path] += 1
                 tensors = iterate_tensor_arguments(args, kwargs)
@@ -70,19 +67,14 @@ class ReferencePass:
             def record_output(path: str, tensor: Tensor) -> Tensor:
                 if path not in self.chain.units:
                     watched_outputs[path] = tensor
-                    tensor = tensor.clone()  # others may read it as well, or change it in place
+                    tensor = tensor.clone()  # others may read it, or change it in place
                 if path:
                     self.outputs[path] = tensor.detach().clone()
                 return tensor
 
             return forward
 
-        with (
-            wrapped_forwards(
-                self.model, recorded_paths, lambda path, module: make_recording_forward(path, module.forward)
-            ),
-            torch.enable_grad(),
-        ):
+        with wrapped_forwards(self.model, recorded_paths, make_recording_forward), torch.enable_grad():
             loss, self.buffers = self.run_step()
             total = sum_loss(loss)
             if not total.requires_grad:
@@ -110,12 +102,12 @@ class ReferencePass:
         return next(block for block in self.chain.units if path.startswith(block + "."))
 
     def hidden_states(self, block: str) -> Tensor:
-        """The hidden states that a block was given."""
+        """A block's input."""
         hidden_states: Tensor = self.inputs[block][self.chain.argument]
         return hidden_states
 
     def mixes_positions(self, dim: int) -> bool:
-        """Whether in the first block positions along `dim` see each other: samples never do."""
+        """Whether the first block mixes positions along `dim`, which it never does with samples."""
         first_block = self.chain.units[0]
         module, outputs = self.model.get_submodule(first_block), list[Tensor]()
         original_forward = module.forward
@@ -137,7 +129,7 @@ class ReferencePass:
 
 
 def record_draw_sizes(model: nn.Module, run_step: RunStep, blocks: Sequence[str]) -> dict[str, list[int]]:
-    """How many random numbers the blocks draw at a time in training. Not under `deterministic_training`: there none does."""
+    """How many random numbers each operator of the blocks draws in training; not for use inside `deterministic_training`."""
     recorders = {block: DrawSizeRecorder() for block in blocks}
     with (
         preserve_random_states(),
@@ -149,7 +141,7 @@ def record_draw_sizes(model: nn.Module, run_step: RunStep, blocks: Sequence[str]
 
 
 def sum_loss(loss: Any) -> Tensor:
-    """A loss as one number."""
+    """A loss as a scalar."""
     first_tensor = tree_tensors(loss)[0]
     return first_tensor if first_tensor.dim() == 0 else first_tensor.sum()
 
@@ -160,17 +152,16 @@ def get_first_output(output: Any) -> Any:
 
 
 def map_first_output(output: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An output with its first tensor changed, where it is a tensor or begins with one."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if type(output) in (list, tuple) and output and isinstance(output[0], Tensor):
-        return type(output)([change(output[0]), *output[1:]])
-    return output
+    """An output with its first tensor changed, if it is a tensor or begins with one."""
+    first = get_first_output(output)
+    if not isinstance(first, Tensor):
+        return output
+    return change(output) if first is output else type(output)([change(first), *output[1:]])
 
 
 def map_argument(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the one of that name or place changed."""
+    """Arguments with the one of that name or position changed."""
     changed = tuple(change(value) if str(position) == argument else value for position, value in enumerate(args))
     return changed, {name: change(value) if name == argument else value for name, value in kwargs.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import first_line
+from echelon.errors import describe_error
 from echelon.partition.block_chains import iterate_tensor_arguments
 from echelon.partition.reference_pass import TrialMismatchError, get_first_output, map_argument, map_first_output
 from echelon.plan.placement import compute_shard_sizes
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 def module_kind(path: str) -> str:
-    """Modules in the same place of their blocks are of one kind."""
+    """The same for modules at the same place in their blocks."""
     return re.sub(r"\d+", "*", path)
 
 
 class RankTrial:
-    """The model as one rank would run it."""
+    """The model as run by one rank."""
 
     def __init__(self, chain_trial: _ChainTrial, rank: int) -> None:
         self.chain_trial, self.rank = chain_trial, rank
         shard_sizes = compute_shard_sizes(chain_trial.sequence_length, chain_trial.tp_size)
         self.shard_start, self.shard_size = sum(shard_sizes[:rank]), shard_sizes[rank]
-        self.pending_row = ""  #: the row that is on its way
+        self.pending_row = ""  #: the row whose columns have been called
         self.gathers: dict[str, set[str]] = {}
         self.parameter_gradients: dict[str, Tensor] = {}
-        self.wrong_gradient_paths: list[str] = []  #: rows whose gradients were other ones
+        self.wrong_gradient_paths: list[str] = []  #: rows whose gradients differ
 
     def iterate_replaced_forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
-        """Modules and what they compute meanwhile, each once."""
+        """Modules and their forward during the trial, each once."""
         chain_trial, model = self.chain_trial, self.chain_trial.model
         gathering_modules = {
             path: row
@@ -59,7 +59,7 @@ class RankTrial:
             yield module, forward
 
     def local_shard(self, tensor: Tensor) -> Tensor:
-        """This rank's part of `tensor`; empty where it is no sequence."""
+        """This rank's shard of `tensor`; empty if it is no sequence."""
         dim = self.chain_trial.sequence_dim
         if tensor.dim() != 3 or tensor.shape[dim] != self.chain_trial.sequence_length:
             return tensor.new_empty(0)
@@ -88,7 +88,7 @@ class RankTrial:
         return forward
 
     def _check_unpaired(self, path: str, original_forward: Forward) -> Forward:
-        """A module that works position by position gives its part of what it gave; one that does not needs the whole."""
+        """A module that works position by position returns its shard of the reference; otherwise it needs the full sequence."""
         reference_inputs = self.chain_trial.reference.inputs[path]
         reference_output = self.chain_trial.reference.outputs[path]
         regathers = module_kind(path) in self.chain_trial.regathered_kinds
@@ -101,12 +101,9 @@ class RankTrial:
                 for name, tensor in inputs.items()
                 if name in reference_inputs and are_tensors_close(tensor, self.local_shard(reference_inputs[name]))
             ]
-            full_inputs = [name for name in inputs.keys() - set(sharded_inputs) if name in reference_inputs]
-            if (
-                not sharded_inputs
-                or inputs.keys() != reference_inputs.keys()
-                or not all(are_tensors_close(inputs[name], reference_inputs[name]) for name in full_inputs)
-            ):
+            others = inputs.keys() & reference_inputs.keys() - set(sharded_inputs)
+            others_are_full = all(are_tensors_close(inputs[name], reference_inputs[name]) for name in others)
+            if not sharded_inputs or inputs.keys() != reference_inputs.keys() or not others_are_full:
                 return original_forward(*args, **kwargs)
             if regathers:
                 out = gathered_forward(*args, **kwargs)
@@ -116,7 +113,7 @@ class RankTrial:
             except TrialMismatchError:
                 raise
             except Exception as error:
-                raise TrialMismatchError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
+                raise TrialMismatchError(f"{path}: {describe_error(error)}", module=path) from error
             first = get_first_output(out)
             if not isinstance(first, Tensor) or not are_tensors_close(first, self.local_shard(reference_output)):
                 raise TrialMismatchError(f"the output of {path} is no shard of its full output", module=path)
@@ -130,9 +127,7 @@ class RankTrial:
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = dict(iterate_tensor_arguments(args, kwargs))
             if inputs.keys() != reference_inputs.keys() or not are_trees_close(inputs, reference_inputs):
-                raise TrialMismatchError(
-                    f"the input of {path} differs where a shard of the sequence comes in", row=path
-                )
+                raise TrialMismatchError(f"the input of {path} differs for a shard of the sequence", row=path)
             out = original_forward(*args, **kwargs)
             self.pending_row = ""
             if not self.local_shard(get_first_output(out)).numel():
@@ -158,7 +153,7 @@ class RankTrial:
 
 
 class _TakeShard(torch.autograd.Function):
-    """One rank's shard; backward returns the full gradient, of which the shard's must be a shard."""
+    """One rank's shard; backward returns the full gradient, and checks that it received a shard of it."""
 
     @staticmethod
     def forward(ctx: Any, full_tensor: Tensor, rank_trial: RankTrial, path: str) -> Tensor:

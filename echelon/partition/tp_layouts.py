@@ -1,7 +1,7 @@
-"""Ways to deal out the columns of a pair to ranks; tp_trial.py tries which of them works.
+"""Ways to distribute the columns of a pair over ranks; tp_trial.py finds out which one works.
 
-A fused projection is dealt out part by part (queries, keys, values). Head counts and widths that the code keeps in attributes are divided
-too. Where heads cannot be dealt out evenly, their columns stay together.
+A fused projection is cut part by part (queries, keys, values). Attributes with head counts and widths are divided too. If heads cannot be
+distributed evenly, the columns of a head stay together.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from echelon.partition.tp_layers import count_outputs, get_channel_attributes
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may be a pair: the row reads the columns alone, through the modules between, and nothing else reads those."""
+    """A possible pair: the row reads only the columns, through the modules between, and nothing else reads those."""
 
     columns: tuple[str, ...]
     row: str
     between: tuple[str, ...] = ()
-    is_hinted: bool = False  #: the model's authors say so
+    is_hinted: bool = False  #: from the model's own tp plan
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -31,9 +31,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """How the columns of a pair are dealt out."""
+    """How the columns of a pair are distributed."""
 
-    fused_sizes: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
+    fused_sizes: tuple[int, ...]  #: outputs of a single, fused column
     divided_attributes: tuple[tuple[str, str], ...]  #: (module path, attribute)
     shard_multiple: int  #: columns that stay together
     tp_size: int
@@ -43,7 +43,7 @@ class ColumnLayout:
 def iterate_layouts(
     model: nn.Module, candidate: Candidate, ancestor: str, row_width: int, tp_size: int
 ) -> Iterator[ColumnLayout]:
-    """Every layout that may work, the plain ones first. `ancestor`: the module that holds the candidate; `row_width`: of what its row is given."""
+    """Every layout that may work, the simple ones first. `ancestor`: the module that holds the candidate; `row_width`: of the row's input."""
     for refitted_module in (None, ancestor):
         for fused_sizes in _iterate_fused_sizes(model, candidate.columns, row_width):
             for divided_attributes in _iterate_attribute_sets(model, candidate, ancestor, row_width):
@@ -52,7 +52,7 @@ def iterate_layouts(
 
 
 def _iterate_fused_sizes(model: nn.Module, columns: tuple[str, ...], row_width: int) -> Iterator[tuple[int, ...]]:
-    """Ways in which a fused projection may be laid out."""
+    """Possible parts of a fused projection."""
     yield ()
     if len(columns) > 1:
         return
@@ -107,13 +107,10 @@ def _counts_heads(name: str) -> bool:
 def _list_shard_multiples(
     model: nn.Module, divided_attributes: Sequence[tuple[str, str]], row_width: int, tp_size: int
 ) -> list[int]:
-    """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
-    counts = {getattr(model.get_submodule(path), name) for path, name in divided_attributes}
-    counts |= {
-        value
-        for path, _ in divided_attributes
-        for name, value in _iterate_integer_attributes(model.get_submodule(path))
-        if _counts_heads(name)
-    }
+    """How many columns may have to stay together: one, or a head's if the heads cannot be distributed evenly."""
+    modules = [model.get_submodule(path) for path, _ in divided_attributes]
+    counts = {getattr(module, name) for module, (_, name) in zip(modules, divided_attributes, strict=True)}
+    integers = [attribute for module in modules for attribute in _iterate_integer_attributes(module)]
+    counts |= {value for name, value in integers if _counts_heads(name)}
     uneven = [count for count in counts if count % tp_size and count < row_width and row_width % count == 0]
     return [1, *sorted(row_width // count for count in uneven)]

@@ -1,9 +1,9 @@
-"""Layers that can be cut over ranks with no communication in between: columns into a row, found by trying.
+"""Find layers that can be cut over ranks without communication in between: columns into a row.
 
     up ──> activation ──> down          q, k, v ──> heads ──> out          convolution ──> batch norm ──> convolution
 
-Which module reads which gives the candidates; tp_trial.py tries them. Modules in between that work channel by channel (batch norm, a
-depthwise convolution) are cut along.
+Candidates follow from which module reads which; tp_trial.py tests them. Modules in between that work channel by channel (batch norm, a depthwise
+convolution) are cut with the columns.
 """
 
 from __future__ import annotations
@@ -40,71 +40,65 @@ from echelon.trials.trial_run import (
 
 @dataclass(frozen=True, slots=True)
 class PairAnalysis:
-    """What a model's modules can be cut into."""
+    """How a model's modules can be cut."""
 
     pairs: tuple[ColumnRowPair, ...]
     called_modules: frozenset[str]  #: modules without children, and attention, that forward calls
-    #: Ids of parameters that are also used outside the calls of the modules that hold them, or whose sizes are read there.
+    #: Ids of parameters that are also used outside the calls of their modules, or whose sizes are read there.
     parameters_read_outside: frozenset[int]
     sizes_read_outside: frozenset[int]
-    #: Modules whose outputs only a cross entropy reads, and nothing changes in place: shards do not know their views.
+    #: Modules whose outputs only a cross entropy reads, without in-place changes: shards do not know their views.
     cross_entropy_inputs: frozenset[str]
 
 
 def find_pairs(model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterable[Candidate] = ()) -> PairAnalysis:
-    """Every pair of `model` for so many ranks; `run_step()` computes its loss on real numbers (float64 best)."""
+    """Every pair of `model` for `tp_size` ranks; `run_step()` computes its loss on real numbers (float64 best)."""
     random_modules, data_dependent = find_random_modules(model, run_step), find_data_dependent_modules(model, run_step)
     with deterministic_training(model):
-        analysis, recorded_calls = _analyze(model, run_step, tp_size, hints, random_modules)
-    pairs = [
+        analysis, calls = _analyze(model, run_step, tp_size, hints, random_modules)
+    pairs = tuple(
         pair
         for pair in analysis.pairs
-        if recorded_calls[pair.candidate].ancestor not in data_dependent
-        and (not pair.draws_random or draws_per_column(model, pair, recorded_calls[pair.candidate]))
-    ]
-    return replace(analysis, pairs=tuple(pairs))
+        if calls[pair.candidate].ancestor not in data_dependent
+        and (not pair.draws_random or draws_per_column(pair, calls[pair.candidate]))
+    )
+    return replace(analysis, pairs=pairs)
 
 
 def _analyze(
     model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterable[Candidate], random_modules: Container[str]
 ) -> tuple[PairAnalysis, Mapping[Candidate, RecordedCall]]:
-    """What can be cut, and what the candidates did in training."""
+    """The analysis, and the candidates' calls in training."""
     training_reads = _trace_reads(model, run_step)
     traced_runs = [training_reads]
-    with suppress(Exception), training_mode(model, training=False):  # it may have no loss but in training
+    with suppress(Exception), training_mode(model, training=False):  # it may have a loss in training only
         traced_runs.append(_trace_reads(model, run_step))
-    parameters_read = frozenset(parameter_id for run in traced_runs for parameter_id in run.glue_reads)
-    sizes_read = frozenset(parameter_id for run in traced_runs for parameter_id in run.glue_size_reads)
-    read_outside = parameters_read | sizes_read
-    calls = Counter(call.path for call in training_reads.unit_calls)
-    hinted_candidates = [candidate for candidate in hints if all(calls[path] == 1 for path in candidate.paths)]
-    candidates = [
-        candidate
-        for candidate in (*hinted_candidates, *_iterate_candidates(model, training_reads.unit_calls, calls))
-        # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
-        if not any(
-            id(parameter) in read_outside
-            for path in candidate.paths
-            for parameter in model.get_submodule(path).parameters()
-        )
-        and not any(
-            run.bypasses_row(candidate) or run.modules_with_shared_buffers & {*candidate.between} for run in traced_runs
-        )
-    ]
-    repeatable, has_evaluation = make_repeatable(model, run_step), len(traced_runs) > 1
-    pairs, recorded_calls = _try_candidates(
-        model, repeatable, tp_size, candidates, random_modules, has_evaluation=has_evaluation
-    )
-    read_calls = {source_index for call in training_reads.unit_calls for source_index, _ in call.reads}
+    parameters_read = frozenset(key for run in traced_runs for key in run.glue_reads)
+    sizes_read = frozenset(key for run in traced_runs for key in run.glue_size_reads)
+    unit_calls = training_reads.unit_calls
+    counts = Counter(call.path for call in unit_calls)
+    hinted_candidates = [candidate for candidate in hints if all(counts[path] == 1 for path in candidate.paths)]
+
+    def is_isolated(candidate: Candidate) -> bool:
+        # Trials shard the activations but not the parameters, and would not notice.
+        modules = [model.get_submodule(path) for path in candidate.paths]
+        if {id(parameter) for module in modules for parameter in module.parameters()} & (parameters_read | sizes_read):
+            return False
+        shares_buffers = any(run.modules_with_shared_buffers & {*candidate.between} for run in traced_runs)
+        return not shares_buffers and not any(run.bypasses_row(candidate) for run in traced_runs)
+
+    all_candidates = (*hinted_candidates, *_iterate_candidates(model, unit_calls, counts))
+    candidates, repeatable = list(filter(is_isolated, all_candidates)), make_repeatable(model, run_step)
+    has_evaluation = len(traced_runs) > 1
+    pairs, recorded_calls = _try_candidates(model, repeatable, tp_size, candidates, random_modules, has_evaluation)
+    read_calls = {source_index for call in unit_calls for source_index, _ in call.reads}
+    logits_calls = training_reads.cross_entropy_calls - read_calls - training_reads.mutated_calls
     analysis = PairAnalysis(
         pairs=tuple(pairs.values()),
-        called_modules=frozenset(call.path for traced_run in traced_runs for call in traced_run.unit_calls),
+        called_modules=frozenset(call.path for run in traced_runs for call in run.unit_calls),
         parameters_read_outside=parameters_read,
         sizes_read_outside=sizes_read,
-        cross_entropy_inputs=frozenset(
-            training_reads.unit_calls[index].path
-            for index in training_reads.cross_entropy_calls - read_calls - training_reads.mutated_calls
-        ),
+        cross_entropy_inputs=frozenset(unit_calls[index].path for index in logits_calls),
     )
     return analysis, recorded_calls
 
@@ -115,37 +109,34 @@ def _try_candidates(
     tp_size: int,
     candidates: Sequence[Candidate],
     random_modules: Container[str],
-    *,
     has_evaluation: bool,
 ) -> tuple[dict[str, ColumnRowPair], Mapping[Candidate, RecordedCall]]:
-    """The candidates that work at all parameter values, by their rows, and what they did at the first."""
+    """The candidates that work at all parameter values, by their rows, and their calls at the first."""
     first_calls: dict[Candidate, RecordedCall] = {}
     pairs: dict[str, ColumnRowPair] = {}
     for trial_index, values_name in enumerate(iterate_parameter_values(model, run_step)):
         if first_calls and (values_name == "initial" or not pairs):
-            continue  # initial values say nothing that others have not
+            continue  # initial values add nothing
         try:
             remaining = [pair.candidate for pair in pairs.values()] if first_calls else candidates
             recorded_runs = [record_calls(model, remaining, run_step)]
             if has_evaluation and not first_calls:
                 with training_mode(model, training=False):
                     recorded_runs.append(record_calls(model, candidates, run_step))
-        except Exception:  # a model that does not take such parameters; the next are others
+        except Exception:  # a model that does not accept such parameters; the next differ
             continue
         if first_calls:
             rank, recorded, is_trained = (tp_size - 1) * (trial_index % 2), recorded_runs[0], values_name == "trained"
             for row, pair in list(pairs.items()):
-                candidate = pair.candidate
-                if candidate not in recorded or not works_at_values(
-                    model, candidate, recorded[candidate], pair.layout, rank, check_gradients=is_trained
-                ):
+                call = recorded.get(pair.candidate)
+                if call is None or not works_at_values(call, pair.layout, rank, check_gradients=is_trained):
                     del pairs[row]
             continue
         first_calls = recorded_runs[0]
         for candidate in candidates:
             if candidate.row not in pairs and candidate in first_calls:
-                calls = [recorded_run[candidate] for recorded_run in recorded_runs if candidate in recorded_run]
-                layout_and_partial = find_layout(model, run_step, candidate, calls, tp_size)
+                calls = [run[candidate] for run in recorded_runs if candidate in run]
+                layout_and_partial = find_layout(calls, run_step, tp_size)
                 if layout_and_partial is not None:
                     draws_random = first_calls[candidate].ancestor in random_modules
                     pairs[candidate.row] = ColumnRowPair(candidate, *layout_and_partial, draws_random)
@@ -166,18 +157,18 @@ def _trace_reads(model: nn.Module, run_step: RunStep) -> _ReadTracer:
 
 
 class _ReadTracer(UnitCallTracer):
-    """Also records which calls a cross entropy reads, modules that compute with other modules' parameters, and buffers read elsewhere."""
+    """Also records which calls a cross entropy reads, modules that use other modules' parameters, and buffers read elsewhere."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_unit_tracked)
         self.cross_entropy_calls: set[int] = set()
-        #: Visits whose outputs, or what was made of them before a cross entropy read it, were changed in place.
+        #: Calls whose outputs, or values computed from them before a cross entropy, were changed in place.
         self.mutated_calls: set[int] = set()
-        #: What comes of a cross entropy, which is no part of anything.
+        #: Values computed from a cross entropy: no shards.
         self._cross_entropy_results = WeakTensorKeyDictionary()
-        #: Visits that the loss or a buffer is computed from.
+        #: Calls that the loss or a buffer is computed from.
         self.result_calls: set[int] = set()
-        #: Modules that work channel by channel, by path, of which a buffer with a row for each channel is read outside.
+        #: Channel-wise modules with a per-channel buffer that is read outside.
         self.modules_with_shared_buffers: set[str] = set()
         self._model = model
         self._channel_buffers = [
@@ -189,8 +180,8 @@ class _ReadTracer(UnitCallTracer):
         ]
 
     def bypasses_row(self, candidate: Candidate) -> bool:
-        """Whether what the columns gave reaches the loss or a buffer by another way than the row: a penalty, say. A rank would take it of
-        its part."""
+        """Whether the columns' outputs reach the loss or a buffer other than through the row (a penalty), which a rank would compute on its
+        shard."""
         pair_modules = {*candidate.columns, *candidate.between}
         reached_calls: set[int] = set()
         for call_index, call in enumerate(self.unit_calls):
@@ -204,13 +195,13 @@ class _ReadTracer(UnitCallTracer):
             cross_entropy_input = args[0] if args else (kwargs or {})["input"]
             self.cross_entropy_calls |= {call_index for call_index, _ in self.find_origins([cross_entropy_input])}
         out = self._call_tracking_writes(func, types, args, kwargs)
-        # Not `.dtype`, which a part has as well.
+        # Not `.dtype`, which a shard has as well.
         if getattr(func, "__name__", "") != "__get__" or isinstance(out, Tensor | torch.Size):
             self._record_shared_buffers(tree_leaves((args, kwargs)))
         return out
 
     def _call_tracking_writes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` gives; notes what it changes in place."""
+        """The result of `func`; records what it changes in place."""
         inputs = tree_tensors((args, kwargs))
         tracked_inputs = [(x, x._version, self.find_origins([x])) for x in inputs if self.find_origins([x])]
         out = super().__torch_function__(func, types, args, kwargs)
@@ -241,7 +232,7 @@ class _ReadTracer(UnitCallTracer):
 
 
 class _ForeignTensorRecorder(TorchFunctionMode):
-    """Notes what is computed with and not a module's own, while it runs."""
+    """Reports inputs of operators that are not a module's own, while it runs."""
 
     def __init__(self, own_tensor_ids: set[int], record: Callable[[list[Any]], None]) -> None:
         super().__init__()
@@ -253,7 +244,7 @@ class _ForeignTensorRecorder(TorchFunctionMode):
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """Whether a module's parameters are its own business: one without children, or attention, which does not call its child."""
+    """Whether a module is a leaf with parameters or channels, or attention, which does not call its child."""
     if list(module.children()) and type(module) is not nn.MultiheadAttention:
         return False
     return next(module.parameters(), None) is not None or get_channel_attributes(module) is not None
@@ -280,7 +271,7 @@ def _iterate_candidates(
 
 
 def _trace_sources(model: nn.Module, calls: Sequence[UnitCall], row_index: int) -> tuple[list[int], list[int]]:
-    """The visits that a row reads, (columns, between), seen through modules that work channel by channel."""
+    """The calls that a row reads, (columns, between), looking through channel-wise modules."""
     columns: set[int] = set()
     between: set[int] = set()
     pending = {source_index for source_index, _ in calls[row_index].reads}

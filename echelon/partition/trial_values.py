@@ -1,7 +1,7 @@
-"""Parameter values at which a cut is tried: what holds for the initial ones alone may be an accident.
+"""Parameter values at which a cut is tested: one that works at the initial ones only may work by accident.
 
-A gate that starts at zero, a branch whose last layer does, a clamp that is not reached yet: at initial values such code computes nothing
-that a cut could change. So a cut is tried at values that differ in every number, at larger and smaller ones, and after training steps.
+A gate that starts at zero, a zero-initialized last layer, a clamp that is not reached yet: at initial values a cut may change nothing there. So cuts
+are tested at random values, larger and smaller ones, and after training steps.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from echelon.tree import tree_tensors
 from echelon.trials.trial_run import RunStep
 
-#: Noise, relative to a parameter's own size, and its size where the parameter is zero.
+#: Noise, relative to a parameter's RMS, and the RMS assumed for a zero parameter.
 _NOISE_SCALE, _ZERO_PARAMETER_SCALE = 0.5, 0.1
 _SCALE_FACTORS = {"shaken": 1.0, "larger": 8.0, "smaller": 1 / 32}
-#: Training steps, and how far each moves a parameter relative to its size.
+#: Training steps, and how far each moves a parameter relative to its RMS.
 _TRAINING_STEPS, _STEP_SCALE = 2, 0.2
-
-#: In the order in which they are tried.
+#: In the order of the tests.
 PARAMETER_VALUES = (*_SCALE_FACTORS, "trained", "initial")
 
 
 @contextmanager
 def parameter_values(model: nn.Module, name: str, run_step: RunStep) -> Iterator[None]:
-    """Inside, the model's parameters have the values of this name (one of VALUES); `run_step()` gives the loss."""
+    """Inside, the model's parameters have these values (one of PARAMETER_VALUES); `run_step()` computes the loss."""
     parameters = [value for value in model.parameters() if value.is_floating_point() or value.is_complex()]
     if name == "initial":
         yield
@@ -77,14 +76,14 @@ def _rms(value: Tensor, default: float = _ZERO_PARAMETER_SCALE) -> float:
 def iterate_parameter_values(
     model: nn.Module, run_step: RunStep, names: Sequence[str] = PARAMETER_VALUES
 ) -> Iterator[str]:
-    """The names in turn, with the model at those values. Where the model cannot be set to them they are left out."""
+    """The names in turn, with the model at those values; skips values that the model cannot be trained to."""
     for name in names:
         with suppress(_TrainingStepError), parameter_values(model, name, _wrap_step_errors(run_step)):
             yield name
 
 
 class _TrainingStepError(Exception):
-    """The model does not run at the values that a training step needs."""
+    """A training step failed."""
 
 
 def _wrap_step_errors(run_step: RunStep) -> Callable[[], Any]:

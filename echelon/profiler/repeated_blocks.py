@@ -196,7 +196,8 @@ def _extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     forward_growth = _compute_block_growth(trace.calls, blocks, forward[1], forward[2], (1, 2))
     backward_growth = _compute_block_growth(trace.calls, blocks, backward[2], backward[1], (2, 1))
     extended: list[OpCall] = []
-    shift, untraced = (0.0,) * 4, blocks.num_untraced
+    untraced = blocks.num_untraced
+    shift: _MemoryCounters = (0.0,) * 4
     for call_index, op_call in enumerate(trace.calls):
         extended.append(_shift_op_call(op_call, shift, blocks, untraced))
         for (begin, end), growth, direction in ((forward[2], forward_growth, 1), (backward[2], backward_growth, -1)):
