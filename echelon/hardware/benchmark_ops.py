@@ -129,20 +129,8 @@ def convolution_ops(device: str, dtype: torch.dtype, *batches: int) -> Iterator[
         (3, 32, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (128, 256, 3, 16, 2, 1),
         (256, 512, 1, 8, 2, 1), (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
     ]  # fmt: skip
-    sizes = (
-        (64, 32),
-        (64, 16),
-        (128, 8),
-        (256, 4),
-        (32, 32),
-        (128, 16),
-        (256, 8),
-        (512, 4),
-        (16, 32),
-        (32, 16),
-        (64, 8),
-    )
-    shapes += [(channels, channels, 3, side, 1, 1) for channels, side in sizes]
+    squares = ((64, 32), (64, 16), (128, 8), (256, 4), (32, 32), (128, 16), (256, 8), (512, 4), (16, 32), (32, 16))
+    shapes += [(channels, channels, 3, side, 1, 1) for channels, side in (*squares, (64, 8))]
     return _convolution_ops(device, dtype, batches, shapes)
 
 

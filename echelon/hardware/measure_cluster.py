@@ -62,7 +62,6 @@ def known_cluster(*, store: DocumentCache | None = None) -> Cluster | None:
 
 
 def _compute_machine_key() -> str:
-    """What identifies a machine: name, processor, cores, GPUs visible to this process."""
     gpus = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
     parts = ["machine", platform.node(), _read_processor_name(), str(usable_cores()), *gpus]
     return " ".join([*parts, f"visible={visible_devices()}"])

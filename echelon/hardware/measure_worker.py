@@ -208,7 +208,6 @@ class MeasureWorker:
         return {"grain": grain, "retained": retained / transient, "workspace": 0.0}
 
     def _measure_overhead(self) -> float:
-        """Seconds per operator of a tiny model."""
         layers = nn.Sequential(*[part for _ in range(24) for part in (nn.Linear(4, 4), nn.ReLU())]).to(self.device)
         x = torch.ones(1, 4, device=self.device)
 
@@ -233,7 +232,6 @@ class MeasureWorker:
             self.report_rate(name, len(parameters) / self.time_call(step, synchronous=True))
 
     def _measure_optimizers(self) -> None:
-        """Elements per second of each optimizer that torch has a fused kernel for, fused and not."""
         shapes = [(4096, 4096)] * 4 if self.device == "cuda" else [(1024, 1024)] * 4
         optimizers: dict[str, Any] = {
             "AdamW": torch.optim.AdamW,
@@ -268,7 +266,6 @@ class MeasureWorker:
         self.report("overlap", operation="all_reduce", share=overlap)
 
     def _measure_overlap(self) -> float:
-        """Fraction of an all-reduce that overlaps with computation."""
         message = torch.ones(2**22, device=self.device)
         matrix = torch.ones(1024, 1024, device=self.device)
 

@@ -89,8 +89,6 @@ def _nothing_to_cut_error(plan: Plan, axis: str, rule: str, *, smaller_degree: s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ModelOutline:
-    """The part of a profile that needs no run."""
-
     model: str
     fsdp_units: tuple[str, ...]
 

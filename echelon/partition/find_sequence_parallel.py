@@ -76,7 +76,6 @@ def find_segments(
 def _try_chain(
     model: nn.Module, run_step: RunStep, tp_size: int, make_trial: Callable[[], _ChainTrial]
 ) -> tuple[SequenceSegment, Sequence[Placement]]:
-    """The segment of a chain, tested at all parameter values and in evaluation."""
     accepted: tuple[_ChainTrial, SequenceSegment, Sequence[Placement]] | None = None
     for trial_index, values_name in enumerate(iterate_parameter_values(model, run_step)):
         if accepted is not None and values_name == "initial":
@@ -104,7 +103,6 @@ def _try_chain(
 
 
 def _has_evaluation_loss(run_step: RunStep) -> bool:
-    """Whether the model has a differentiable loss in evaluation."""
     try:
         loss, _ = run_step()
         return sum_loss(loss).requires_grad
@@ -146,8 +144,7 @@ class _ChainTrial:
         #: Row -> the modules that may receive the full sequence for it: its columns, or one that holds them.
         self.gather_choices = self._list_gather_choices()
         self.choice_index = dict.fromkeys(map(module_kind, self.rows), 0)
-        #: Kinds of modules that need the full sequence.
-        self.regathered_kinds: set[str] = set()
+        self.regathered_kinds: set[str] = set()  #: kinds of modules that need the full sequence
 
     def find_segment(self) -> tuple[SequenceSegment, Sequence[Placement]]:
         """The segment, and how modules are cut for it."""

@@ -84,7 +84,6 @@ def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> Tenso
 
 
 def _drop_overlapping_pairs(pairs: Iterable[ColumnRowPair]) -> Iterable[ColumnRowPair]:
-    """Pairs that do not overlap; the first come first."""
     taken_paths: set[str] = set()
     divided_attributes: set[tuple[str, str]] = set()
     for pair in pairs:
@@ -113,14 +112,12 @@ def _pair_placements(model: nn.Module, pair: ColumnRowPair) -> Iterable[Placemen
 
 
 def _output_slices(module: Any, fused_sizes: tuple[int, ...] = ()) -> tuple[TensorSlice, ...]:
-    """The cut of a layer's outputs."""
     transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
     weight = TensorSlice("weight", 1 if is_hf_conv1d(module) or transposed else 0, fused_sizes)
     return (weight,) if module.bias is None else (weight, TensorSlice("bias", 0, fused_sizes))
 
 
 def _channel_slices(module: nn.Module) -> tuple[TensorSlice, ...]:
-    """The cut of a module that works channel by channel."""
     named_tensors = (*module._parameters.items(), *module._buffers.items())
     return tuple(TensorSlice(name, 0) for name, value in named_tensors if value is not None and value.dim())
 
@@ -231,7 +228,6 @@ def _align_tied_parameters(
 
 
 def _parameter_cut(placement: Placement | None, name: str) -> object:
-    """How a parameter is cut in one of the modules that hold it."""
     parts = [part for part in placement.slices if part.name == name] if placement is not None else []
     return (parts[0].dim, parts[0].fused_sizes, placement.unit) if placement is not None and parts else None
 
@@ -292,7 +288,6 @@ def _iterate_enclosing_paths(path: str) -> Iterator[str]:
 
 
 def _run_detached(run_step: RunStep) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a step, and the buffers after it."""
     loss, buffers = run_step()
     first_tensor = tree_tensors(loss)[0]
     return first_tensor.detach(), buffers
@@ -361,7 +356,6 @@ class _WeightNormSizeCheck(TorchFunctionMode):
 
 
 def _make_sharded_placeholders(module: nn.Module, tp_size: int) -> dict[str, nn.Parameter]:
-    """Parameters of the shards' sizes."""
     placeholders = {}
     for part in _stored_slices(module, tp_size):
         value = module.get_parameter(part.name)

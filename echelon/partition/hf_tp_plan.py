@@ -32,7 +32,6 @@ def find_hinted_pairs(model: nn.Module) -> Iterator[Candidate]:
 
 
 def _read_tp_styles(model: nn.Module) -> dict[str, str]:
-    """Module -> style, from the plans of all parts of the model."""
     styles: dict[str, str] = {}
     paths = [path for path, _ in model.named_modules()]
     for prefix, submodule in model.named_modules():

@@ -52,7 +52,6 @@ def iterate_layouts(
 
 
 def _iterate_fused_sizes(model: nn.Module, columns: tuple[str, ...], row_width: int) -> Iterator[tuple[int, ...]]:
-    """Possible parts of a fused projection."""
     yield ()
     if len(columns) > 1:
         return
@@ -94,7 +93,6 @@ def _iterate_attribute_sets(
 
 
 def _iterate_integer_attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Attributes that may count something."""
     for name, value in vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield name, value

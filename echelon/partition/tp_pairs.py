@@ -162,14 +162,10 @@ class _ReadTracer(UnitCallTracer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_unit_tracked)
         self.cross_entropy_calls: set[int] = set()
-        #: Calls whose outputs, or values computed from them before a cross entropy, were changed in place.
-        self.mutated_calls: set[int] = set()
-        #: Values computed from a cross entropy: no shards.
-        self._cross_entropy_results = WeakTensorKeyDictionary()
-        #: Calls that the loss or a buffer is computed from.
-        self.result_calls: set[int] = set()
-        #: Channel-wise modules with a per-channel buffer that is read outside.
-        self.modules_with_shared_buffers: set[str] = set()
+        self.mutated_calls: set[int] = set()  #: calls whose outputs were changed in place, before a cross entropy
+        self._cross_entropy_results = WeakTensorKeyDictionary()  #: values computed from a cross entropy: no shards
+        self.result_calls: set[int] = set()  #: calls that the loss or a buffer is computed from
+        self.modules_with_shared_buffers: set[str] = set()  #: with a per-channel buffer that is read outside
         self._model = model
         self._channel_buffers = [
             (path, module._buffers, name)
@@ -201,7 +197,6 @@ class _ReadTracer(UnitCallTracer):
         return out
 
     def _call_tracking_writes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func`; records what it changes in place."""
         inputs = tree_tensors((args, kwargs))
         tracked_inputs = [(x, x._version, self.find_origins([x])) for x in inputs if self.find_origins([x])]
         out = super().__torch_function__(func, types, args, kwargs)

@@ -65,8 +65,7 @@ class RecordedCall:
     row_input: Tensor
     row_output: Tensor
     channel_dim: int  #: the dim of `row_input` that is cut
-    #: The model's buffers before and after the call.
-    buffers_before: dict[str, Tensor]
+    buffers_before: dict[str, Tensor]  #: of the model
     buffers_after: dict[str, Tensor]
 
     @property
@@ -164,7 +163,6 @@ def find_layout(
 
 
 def _layout_works(recorded: RecordedCall, layout: ColumnLayout) -> bool:
-    """Whether each rank's columns lead to exactly its shard of the row's input."""
     columns = recorded.candidate.columns
     sizes = layout.fused_sizes or tuple(count_outputs(recorded.model.get_submodule(path)) for path in columns)
     all_sizes, tp_size = (*sizes, recorded.row_width), layout.tp_size
@@ -303,7 +301,6 @@ def _find_partial_parameters(recorded: RecordedCall, run_step: RunStep) -> tuple
 
 
 def _reach_loss_only_through(row: Any, run_step: RunStep, parameters: list[nn.Parameter]) -> bool:
-    """Whether the loss depends on parameters through a row alone."""
     row_forward = row.forward
     detached = accept_input_by_name(row, lambda row_input: row_forward(row_input.detach()))
     with replaced_forward(row, detached), torch.enable_grad():
@@ -370,7 +367,6 @@ def _divided_attributes(model: nn.Module, layout: ColumnLayout, row_width: int, 
 
 @contextmanager
 def _sharded_pair(recorded: RecordedCall, layout: ColumnLayout, rank: int) -> Iterator[None]:
-    """Inside, the columns and the modules between compute with one rank's shards."""
     model, candidate = recorded.model, recorded.candidate
     between = [model.get_submodule(path) for path in candidate.between]
     tensor_slots: list[dict[str, Any]] = [

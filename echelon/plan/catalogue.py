@@ -78,10 +78,9 @@ def catalogue_device(name: str) -> Device:
     price = HOURLY_PRICES.get(name)
     if name in PROCESSORS:
         memory, bandwidth, cores, tflops, half_tflops, dtypes, source = PROCESSORS[name]
-        peaks = {"fp32": tflops * _TERA} | ({"half": half_tflops * _TERA} if half_tflops else {})
-        sheet = DataSheet(
-            peaks=peaks, vector=tflops * _TERA, bandwidth=bandwidth * _GIGA, units=cores, source=source, price=price
-        )
+        vector, bandwidth = tflops * _TERA, bandwidth * _GIGA
+        peaks = {"fp32": vector} | ({"half": half_tflops * _TERA} if half_tflops else {})
+        sheet = DataSheet(peaks=peaks, vector=vector, bandwidth=bandwidth, units=cores, source=source, price=price)
         return Device(kind="cpu", name=name, memory=int(memory * 2**30), cores=cores, instructions=dtypes, sheet=sheet)
     memory, bandwidth, units, vector_tflops, legacy, tflops_by_precision, source = DEVICES[name]
     sheet = DataSheet(
@@ -273,9 +272,8 @@ def _build_group(path: str | Path, group: GroupTable, cluster_name: str, network
                 rate = f"{link.rate / _GIGA:.4g} GB/s per {unit} and direction"
                 note = f"{path} does not describe [{section}]: assuming {link.kind} of {rate} ({link.source})"
                 notes += [note] if is_used[section] else []
-    cluster = build_cluster(
-        cluster_name, device, count, group.nodes, intra_node=links["inside"], inter_node=links["between"]
-    )
+    intra_node, inter_node = links["inside"], links["between"]
+    cluster = build_cluster(cluster_name, device, count, group.nodes, intra_node=intra_node, inter_node=inter_node)
     return replace(cluster, notes=tuple(notes))
 
 
@@ -283,12 +281,11 @@ def _read_device(path: str | Path, table: DeviceTable, known_name: str | None) -
     missing = [key for key in _REQUIRED_OF_UNKNOWN_DEVICES if getattr(table, key) is None]
     if known_name is None and missing:
         raise DocumentError(f"{path}: device {table.name} is not in the catalogue and needs {', '.join(missing)}")
-    placeholder = DataSheet(peaks={"fp32": 1.0}, vector=1.0, bandwidth=1.0, units=1)
-    device = (
-        catalogue_device(known_name)
-        if known_name
-        else Device(kind="cuda", name=table.name, memory=1, sheet=placeholder)
-    )
+    if known_name is not None:
+        device = catalogue_device(known_name)
+    else:
+        placeholder = DataSheet(peaks={"fp32": 1.0}, vector=1.0, bandwidth=1.0, units=1)
+        device = Device(kind="cuda", name=table.name, memory=1, sheet=placeholder)
     assert device.sheet is not None
     changes: dict[str, Any] = {name: getattr(table, name) for name in ("units", "power", "legacy", "price", "source")}
     changes["bandwidth"] = table.bandwidth_gb_s and table.bandwidth_gb_s * _GIGA

@@ -46,37 +46,30 @@ class Certificate(Document):
     steps: int
     verified: bool
     findings: tuple[Finding, ...]
-    #: First tensor in forward order that is off; empty when verified.
-    divergent: str = ""
+    divergent: str = ""  #: first tensor in forward order that is off; empty when verified
     #: The same comparison in the plan's own precision, for information: of it findings have only what no rounding does.
     drift: tuple[Finding, ...] = ()
-    #: What a reader must know: batch statistics local or synchronised, dropout set to zero, parts in fp32.
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: for readers: batch statistics local or synchronized, dropout set to zero, ...
     #: What the job was made from, by name: files, variables and arguments that it read, its sources, code and data.
     inputs: dict[str, str] = field(default_factory=dict)
-    #: Hash of the traced operators; empty: they were not traced.
-    graph_hash: str = ""
+    graph_hash: str = ""  #: hash of the traced operators; empty: they were not traced
     #: Whether two runs of one device agreed. False: nothing can be said of the plan, and `divergent` says where they differ.
     deterministic: bool = True
-    #: What it was compared with. "plan" is weaker: a mistake that both plans share is not seen.
-    reference: ReferenceKind = "device"
-    #: That plan.
-    reference_plan: Plan | None = None
+    reference: ReferenceKind = "device"  #: "plan" is weaker: a mistake that both plans share is not seen
+    reference_plan: Plan | None = None  #: that plan
 
     def __post_init__(self) -> None:
         within_bounds = all(finding.is_within_bound for finding in self.findings)
         if (self.reference == "plan") != (self.reference_plan is not None):
-            raise ValueError(
-                f"reference={self.reference!r} and reference_plan={self.reference_plan}: one implies the other"
-            )
+            given = f"reference={self.reference!r} and reference_plan={self.reference_plan}"
+            raise ValueError(f"{given}: one implies the other")
         if self.verified and not self.deterministic:
             raise ValueError("verified=True and deterministic=False: a job that differs from itself proves no plan")
         if not self.findings:
             raise ValueError("findings: a proof compares at least one kind of tensor")
         if self.verified != within_bounds:
-            raise ValueError(
-                f"verified={self.verified}, but {'all' if within_bounds else 'not all'} findings are within bounds"
-            )
+            found = "all" if within_bounds else "not all"
+            raise ValueError(f"verified={self.verified}, but {found} findings are within bounds")
         if self.verified == bool(self.divergent):
             raise ValueError(f"verified={self.verified} and divergent={self.divergent!r}: one of the two is wrong")
 

@@ -93,9 +93,7 @@ def _check_coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
     path = "dp" if plan.mesh.dp > 1 else "micro"
     if profile.samples_coupled:
         rule = "a sample's loss depends on the others of its batch: splitting the batch changes the objective"
-        remedy = (
-            "use dp=1 without micro; or return the loss as (sum, count) if it is a mean over unequal numbers of items"
-        )
+        remedy = "use dp=1 without micro; or return the loss as (sum, count) if it is a mean over unequal counts"
         yield Problem.of(plan, path, rule, remedy, plan_changes=unsplit_batch_changes(plan))
     elif profile.samples_coupled is None:
         rule = "whether samples depend on each other, as in contrastive losses, is unknown"
@@ -127,9 +125,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[OptimizerProfile]) -> Iter
             continue
         reason = "it reads across parameters"
         if optimizer.untested_reason:
-            reason = (
-                f"it could not be tested on small parameters ({optimizer.untested_reason}) and may read all of them"
-            )
+            reason = f"it could not be tested on small parameters ({optimizer.untested_reason}) and may read all"
         elif optimizer.uses_rng:
             reason = "it draws random numbers, whose order depends on all parameters"
         elif optimizer.update_scope == "tensor":
@@ -161,10 +157,8 @@ def check_stored_weights(plan: Plan, units: Sequence[str], pipeline_calls: Seque
         for placement, unit in _find_ungathered_unit(plan, units):
             scope = placement.gathered_in or "the model"
             cause = f"{unit} would be recomputed later with a shard of its weight"
-            rule, remedy = (
-                f"{placement.path} is used all over {scope}, and {cause}",
-                f"leave `recompute` out, or use {alternative}",
-            )
+            rule = f"{placement.path} is used all over {scope}, and {cause}"
+            remedy = f"leave `recompute` out, or use {alternative}"
             yield Problem.of(plan, "recompute", rule, remedy, plan_changes=(("recompute", "none"),))
 
 

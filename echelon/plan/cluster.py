@@ -109,8 +109,7 @@ class CollectiveTiming:
     backend: str
     ranks: int
     points: tuple[tuple[float, float], ...]  #: (bytes, seconds), ascending
-    #: Fraction that overlaps with computation: 0 where the ranks' own cores do the copying.
-    overlap: float = 0.0
+    overlap: float = 0.0  #: fraction that overlaps with computation: 0 where the ranks' own cores do the copying
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
@@ -146,18 +145,15 @@ class CollectiveTiming:
 class DataSheet:
     """A device's data sheet: prices what was not measured."""
 
-    #: Dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4; bf16 where it is slower than half.
-    peaks: dict[str, float]
+    peaks: dict[str, float]  #: dense FLOP/s of matrix products by precision; bf16 only if slower than half
     vector: float  #: FLOP/s of everything but matrix products, in fp32
     bandwidth: float  #: bytes/s of its memory
     units: int  #: multiprocessors: matrix products are tiled over them
-    #: Allowed power, as a fraction of the rated power: below 1 it clocks lower.
-    power: float = 1.0
+    power: float = 1.0  #: allowed power, as a fraction of the rated power: below 1 it clocks lower
     #: Fraction of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
     legacy: float = 1.0
     source: str = ""
-    #: Of one device for an hour, in any currency.
-    price: float | None = None
+    price: float | None = None  #: of one device for an hour, in any currency
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.peaks) - set(_PRECISION_FALLBACKS))
@@ -196,10 +192,8 @@ class Interconnect:
 
     kind: str
     rate: float
-    #: Devices that share it, where several nodes form one domain; 0: those of a node.
-    domain: int = 0
-    #: Fraction of the rate that large collectives reach, where it was measured.
-    share: float | None = None
+    domain: int = 0  #: devices that share it, where several nodes form one domain; 0: those of a node
+    share: float | None = None  #: fraction of the rate that large collectives reach, where it was measured
     source: str = ""
 
     def __post_init__(self) -> None:

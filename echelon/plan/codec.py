@@ -28,8 +28,7 @@ class Document:
     __slots__ = ()
     KIND: ClassVar[str]
     VERSION: ClassVar[int] = 1
-    #: Whether only its hash makes it valid: people edit plans, nobody edits a proof.
-    HASH_REQUIRED: ClassVar[bool] = False
+    HASH_REQUIRED: ClassVar[bool] = False  #: people edit plans, nobody edits a proof
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """This document as JSON text."""

@@ -132,23 +132,20 @@ def hash_files(paths: Iterable[str | Path]) -> dict[str, str]:
 def user_source_files(modules: Mapping[str, Any]) -> list[Path]:
     """Source files among loaded `modules` (as sys.modules) that are the user's own: outside Python, site-packages and echelon."""
     paths = sysconfig.get_paths()
-    roots = [
-        *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).resolve().parents[1]),
-    ]
+    roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    roots.append(str(Path(__file__).resolve().parents[1]))  # echelon
     libraries = tuple({form + os.sep for root in roots for form in (root, os.path.realpath(root))})
+
+    def is_library(file: str) -> bool:
+        return file.startswith(libraries) or "site-packages" in file
+
     files = set()
     for module in list(modules.values()):
         file = getattr(module, "__file__", None)
         # Thousands of modules are loaded: only those that remain are resolved.
-        if (
-            isinstance(file, str)
-            and file.endswith(".py")
-            and not file.startswith(libraries)
-            and "site-packages" not in file
-        ):
+        if isinstance(file, str) and file.endswith(".py") and not is_library(file):
             path = Path(file).resolve()
-            if not str(path).startswith(libraries) and "site-packages" not in path.parts:
+            if not is_library(str(path)):
                 files.add(path)
     return sorted(files)
 

@@ -48,9 +48,8 @@ def apply_problem_changes(plan: Plan, problems: Iterable[Any]) -> tuple[Plan, st
     if not errors or not all(problem.plan_changes for problem in errors):
         return None
     # zero=0 last: without shards the other changes of sharding have no effect.
-    changes = dict(
-        sorted((c for problem in errors for c in problem.plan_changes), key=lambda change: change[0] == "zero")
-    )
+    all_changes = [change for problem in errors for change in problem.plan_changes]
+    changes = dict(sorted(all_changes, key=lambda change: change[0] == "zero"))
     if changes.get("zero") == 0:
         changes |= {"shard_as_one": False, "keep_gradients": False}
     return plan.replace(**changes), "; ".join(f"{each.path}={each.value}: {each.rule}" for each in errors)

@@ -71,8 +71,7 @@ class Forecast(Document):
     time: TimeForecast
     memory: MemoryForecast
     capacity: float  #: bytes that one rank may use
-    #: Where the memory peaks.
-    peak_at: str = ""
+    peak_at: str = ""  #: where the memory peaks
     notes: tuple[str, ...] = ()
 
     @property

@@ -23,8 +23,7 @@ class TensorSlice:
 
     name: str  #: in its module
     dim: int
-    #: Sizes along `dim` that are cut one by one (the q, k and v of a fused projection); empty: not fused.
-    fused_sizes: tuple[int, ...] = ()
+    fused_sizes: tuple[int, ...] = ()  #: sizes along `dim` that are cut one by one (q, k, v); empty: not fused
 
     def largest_shard_shape(self, shape: Sequence[int], shards: int, unit: int) -> tuple[int, ...]:
         """The shape of the first rank's shard, which is the largest."""
@@ -38,20 +37,14 @@ class Placement:
 
     path: str
     cut: Cut
-    #: The tensors that are cut; the others are whole on every rank.
-    slices: tuple[TensorSlice, ...] = ()
-    #: Columns that stay together (a head): each rank has a multiple of them.
-    unit: int = 1
-    #: Paths of module attributes that are divided by the size of the axis: head counts, widths.
-    divided_attributes: tuple[str, ...] = ()
-    #: column, row: whether something between them draws random numbers, separately on each rank.
-    uses_rng: bool = False
+    slices: tuple[TensorSlice, ...] = ()  #: the tensors that are cut; the others are whole on every rank
+    unit: int = 1  #: columns that stay together (a head): each rank has a multiple of them
+    divided_attributes: tuple[str, ...] = ()  #: module attributes to divide by the axis: head counts, widths
+    uses_rng: bool = False  #: column, row: whether something between them draws random numbers, separately on each rank
     #: row: parameters anywhere in the model that act on the columns and stay whole; their gradients are summed over the ranks.
     partial_gradients: tuple[str, ...] = ()
-    #: row: the module in which views ask for all columns and get the local ones; None: none does.
-    view_module: str | None = None
-    #: stored: the module ("": the model) during which the parameters are whole.
-    gathered_in: str = ""
+    view_module: str | None = None  #: row: the module in which views ask for all columns and get the local ones
+    gathered_in: str = ""  #: stored: the module ("": the model) during which the parameters are whole
     #: The model's own tp plan, a known module, a pair found by trial, or a cut that always works.
     source: Literal["hint", "known", "pair", "universal"] = "universal"
 

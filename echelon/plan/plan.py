@@ -33,14 +33,11 @@ MAX_REPLICAS = 3
 class DataPlan:
     """How the data ranks share the batch and exchange gradients."""
 
-    #: Relative share of the batch per data rank, larger on faster devices; empty: equal.
-    batch_shares: tuple[int, ...] = ()
-    #: zero 2-3: accumulate full gradients and reduce them once per step instead of once per micro-batch.
-    keep_gradients: bool = False
+    batch_shares: tuple[int, ...] = ()  #: relative shares of the data ranks, larger on faster devices; empty: equal
+    keep_gradients: bool = False  #: zero 2-3: reduce full gradients once per step instead of once per micro-batch
     #: zero 1-3: shard the model as one unit instead of block by block; required where the samples decide which blocks run.
     shard_as_one: bool = False
-    #: zero=0: gradient megabytes per all-reduce.
-    bucket_megabytes: int = 25
+    bucket_megabytes: int = 25  #: zero=0: gradient megabytes per all-reduce
 
     def __post_init__(self) -> None:
         if any(type(share) is not int or share < 1 for share in self.batch_shares):
@@ -53,8 +50,7 @@ class TensorPlan:
     """How modules are cut over tp."""
 
     placements: tuple[Placement, ...] = ()
-    #: Modules with parameters that every rank of tp holds in full.
-    replicated: tuple[ReplicatedModule, ...] = ()
+    replicated: tuple[ReplicatedModule, ...] = ()  #: modules with parameters that every rank of tp holds in full
     #: Sequence parallelism: between the cut modules (norms, dropouts, residuals) each rank holds its part of the sequence.
     sequence: bool = False
     segments: tuple[SequenceSegment, ...] = ()
@@ -73,17 +69,12 @@ class PipelinePlan:
 class ServerPlan:
     """What a parameter server holds (exchange=server)."""
 
-    #: How the parameters outside the served tables are exchanged.
-    dense: ExchangeMode = "allreduce"
-    #: How many steps a rank may be ahead of the slowest. 0: synchronous; None: unbounded.
-    staleness: int | None = 0
+    dense: ExchangeMode = "allreduce"  #: how the parameters outside the served tables are exchanged
+    staleness: int | None = 0  #: how many steps a rank may be ahead of the slowest; None: unbounded
     servers: int = 1
-    #: Servers that hold each row.
-    replicas: int = 1
-    #: Tables with fewer rows stay on the ranks.
-    min_table_rows: int = DEFAULT_MIN_ROWS
-    #: The tables on the servers; empty: chosen by `min_table_rows`.
-    tables: tuple[ServedTable, ...] = ()
+    replicas: int = 1  #: servers that hold each row
+    min_table_rows: int = DEFAULT_MIN_ROWS  #: tables with fewer rows stay on the ranks
+    tables: tuple[ServedTable, ...] = ()  #: the tables on the servers; empty: chosen by `min_table_rows`
 
     def __post_init__(self) -> None:
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
@@ -103,29 +94,22 @@ class Plan(Document):
     VERSION: ClassVar[int] = 5
 
     mesh: Mesh = field(default_factory=Mesh)
-    #: ZeRO stage: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
-    zero: int = 0
-    #: Samples per micro-batch per data rank; None: the rank's whole share.
-    micro: int | None = None
-    #: None: the job's.
-    precision: Precision | None = None
-    #: Batch statistics over each micro-batch ("local") or over the data ranks ("sync").
-    batchnorm: BatchNorm = "local"
+    zero: int = 0  #: ZeRO stage: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too
+    micro: int | None = None  #: samples per micro-batch per data rank; None: the rank's whole share
+    precision: Precision | None = None  #: None: the job's
+    batchnorm: BatchNorm = "local"  #: batch statistics over each micro-batch ("local") or over the data ranks ("sync")
     #: What repeated blocks recompute in backward: nothing; everything; everything but matrix products and attention.
     recompute: Recompute = "none"
     compile: bool = False
-    #: Fused optimizer kernels, where torch has them.
-    fused: bool = True
-    #: CPU threads per rank; None: cores / ranks on the node.
-    threads: int | None = None
+    fused: bool = True  #: fused optimizer kernels, where torch has them
+    threads: int | None = None  #: CPU threads per rank; None: cores / ranks on the node
     #: Gradients are summed over the ranks, or applied by a parameter server, which then holds the large tables.
     exchange: ExchangeMode = "allreduce"
     data: DataPlan = field(default_factory=DataPlan)
     tensor: TensorPlan = field(default_factory=TensorPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     server: ServerPlan = field(default_factory=ServerPlan)
-    #: Fingerprint of the model this plan was made for; None: any.
-    model: str | None = None
+    model: str | None = None  #: fingerprint of the model this plan was made for; None: any
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):

@@ -19,10 +19,8 @@ class Problem:
     rule: str
     remedy: str
     severity: Literal["error", "warning"] = "error"
-    #: Whether this model has nothing to cut along the axis, so that zero=3 over as many data ranks would do.
-    nothing_to_cut: bool = False
-    #: Whether the engine lacks it so far; it can still be forecast from data sheets.
-    not_implemented: bool = False
+    nothing_to_cut: bool = False  #: whether the model has nothing to cut along the axis: zero=3 would do
+    not_implemented: bool = False  #: whether the engine lacks it so far; it can still be forecast from data sheets
     #: Changes that make the plan executable on the same ranks; if every error has some, echelon falls back to that plan.
     plan_changes: tuple[tuple[str, Any], ...] = ()
 

@@ -144,8 +144,7 @@ class TableProfile:
     dtype: str = "float32"
     lookups: Amount = Amount()  #: ids per forward
     optimizer: str = ""  #: the optimizer that trains it
-    #: Why no server can hold it, with a remedy; empty: one can.
-    unsupported_reason: str = ""
+    unsupported_reason: str = ""  #: why no server can hold it, with a remedy; empty: one can
 
     @property
     def parameter_name(self) -> str:
@@ -180,8 +179,7 @@ class OptimizerProfile:
     #: What the update of an element reads: its own gradient and state, its full parameter (a norm, factors), or several parameters.
     update_scope: UpdateScope = "element"
     uses_rng: bool = False  #: whether its step draws random numbers
-    #: Why it could not be tested; its update_scope is "model" then.
-    untested_reason: str = ""
+    untested_reason: str = ""  #: why it could not be tested; its update_scope is "model" then
 
     def has_fused_kernel(self, *, sharded: bool) -> bool:
         """Whether a plan that asks for fused kernels gets one."""
@@ -208,25 +206,20 @@ class Profile(Document):
     buffers: int = 0  #: bytes
     fsdp_units: tuple[str, ...] = ()
     fsdp_unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
-    #: Where a pipeline can be cut; empty: nowhere.
-    pipeline_units: tuple[PipelineUnit, ...] = ()
+    pipeline_units: tuple[PipelineUnit, ...] = ()  #: where a pipeline can be cut; empty: nowhere
     tables: tuple[TableProfile, ...] = ()
-    #: Whether a sample's gradient depends on the others of its batch other than through batch norms (contrastive losses). None: unknown.
-    samples_coupled: bool | None = False
+    samples_coupled: bool | None = False  #: whether samples interact other than through batch norms; None: unknown
     coupling_unknown_reason: str = ""
     batch_norms: tuple[str, ...] = ()  #: paths
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
-    #: Why the parameters cannot be sharded over data ranks; empty: they can, as far as is known.
-    unshardable_reason: str = ""
-    #: Why ranks may run different blocks, and would deadlock if sharded block by block; empty: they do not.
-    varying_blocks_reason: str = ""
+    unshardable_reason: str = ""  #: why the parameters cannot be sharded over data ranks
+    varying_blocks_reason: str = ""  #: why ranks may run different blocks, and deadlock if sharded block by block
     clips_gradients: bool = False
     #: fake: nothing was run; real: the model cannot be traced, so that a small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = ()
-    #: Hash of the traced operators: name, module, phase, shapes of each, in order.
-    graph_hash: str = ""
+    graph_hash: str = ""  #: hash of the traced operators: name, module, phase, shapes of each, in order
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -237,9 +230,7 @@ class Profile(Document):
             raise ValueError("moments: a step has at least one")
         reason = self.coupling_unknown_reason
         if (self.samples_coupled is None) != bool(reason):
-            raise ValueError(
-                f"samples_coupled={self.samples_coupled} and coupling_unknown_reason={reason!r} contradict"
-            )
+            raise ValueError(f"samples_coupled={self.samples_coupled}, coupling_unknown_reason={reason!r} contradict")
 
     @property
     def elements(self) -> int:

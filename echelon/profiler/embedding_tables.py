@@ -73,16 +73,13 @@ def _find_module_obstacle(module: nn.Module, use_counts: Mapping[int, int]) -> s
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq= counts ids over the whole batch, of which each rank has a part; leave it out"
     return (
-        "its weight has a gradient hook, which rows on a server would not have; remove it"
-        if weight._backward_hooks
-        else ""
+        "its weight has a gradient hook, which rows on a server would lack; remove it" if weight._backward_hooks else ""
     )
 
 
 def _find_optimizer_groups(
     job: Job, model: nn.Module, modules: Iterable[str]
 ) -> dict[str, tuple[Optimizer, Mapping[str, Any]]]:
-    """The optimizer and parameter group of each table, on placeholders."""
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     placeholders = make_meta_parameters(trainable)
     optimizers = make_trial_optimizers(job, placeholders)

@@ -89,7 +89,6 @@ class FakeModel:
         return self._trace_materialized(forward, batch)
 
     def _trace_materialized(self, forward: ForwardFunction, batch: Any) -> list[UnitCall]:
-        """The calls with random values; none if other values lead to other calls or shapes."""
         unit_calls: list[UnitCall] = []
         expected_outputs: list[Any] | None = None
         outputs: list[Any] = []

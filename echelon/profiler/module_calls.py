@@ -37,8 +37,7 @@ class UnitCall:
 
     path: str
     reads: set[UnitOutput] = field(default_factory=set)
-    #: Names of parameters and buffers that the glue just before it computes with.
-    glue_parameters: set[str] = field(default_factory=set)
+    glue_parameters: set[str] = field(default_factory=set)  #: parameters and buffers of the glue just before it
     flops: float = 0.0  #: of its matrix products
     changes_buffers: bool = False  #: of its module
 
@@ -55,9 +54,7 @@ def _iterate_units(module: nn.Module, path: str, blocks: set[str]) -> Iterator[s
     # A module with both parameters and children may use its children's without calling them (MultiheadAttention).
     is_atomic = not children or path in blocks or (path and next(module.parameters(recurse=False), None) is not None)
     if is_atomic and not (contains_block and path not in blocks):
-        has_forward = (
-            type(module).forward is not nn.Module.forward
-        )  # a ParameterDict has none: its parameters are the glue's
+        has_forward = type(module).forward is not nn.Module.forward  # a ParameterDict's parameters are the glue's
         if has_forward and any(True for _ in (*module.parameters(), *module.buffers())):
             yield path
         return
@@ -103,10 +100,8 @@ class UnitCallTracer(TorchFunctionMode):
         #: Ids of parameters and buffers (`buffer_ids`) that the glue computes with, and after how many calls.
         self.glue_reads: dict[int, set[int]] = {}
         self.buffer_ids: Set[int] = frozenset()
-        #: Ids of parameters whose sizes the glue reads.
-        self.glue_size_reads: set[int] = set()
-        #: Whether the glue takes derivatives, through units of other stages.
-        self.takes_derivatives = False
+        self.glue_size_reads: set[int] = set()  #: ids of parameters whose sizes the glue reads
+        self.takes_derivatives = False  #: whether the glue takes derivatives, through units of other stages
         self._origins_by_tensor = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,9 +125,7 @@ class UnitCallTracer(TorchFunctionMode):
                 self._origins_by_tensor[tensor] = self.find_origins([tensor]) | origins
         return out
 
-    def handle_call(
-        self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def handle_call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """For `intercept_unit_calls`."""
         unit_call = UnitCall(path, set(self.find_origins(tree_tensors((args, kwargs)))))
         call_index = len(self.unit_calls)
@@ -177,9 +170,8 @@ def trace_unit_calls(
         if tracer.takes_derivatives or watch.glue_changed_buffers or (reads_values and watch.glue_changed_any_buffer):
             return []
         called_units = {unit_call.path for unit_call in tracer.unit_calls}
-        uncalled_units = _find_used_units(
-            model, [path for path in paths if path not in called_units], loss, called_units
-        )
+        uncalled_paths = [path for path in paths if path not in called_units]
+        uncalled_units = _find_used_units(model, uncalled_paths, loss, called_units)
         if not uncalled_units:
             unit_calls = [*tracer.unit_calls, UnitCall("", set(tracer.find_origins(tree_tensors(loss))))]
             for unit_call in tracer.unit_calls:
@@ -196,8 +188,6 @@ def trace_unit_calls(
 
 
 class _BufferWatch:
-    """Tracks which units and whether the glue change buffers."""
-
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self._model = model
         units = {id(value) for path in paths for value in model.get_submodule(path).buffers()}
@@ -209,8 +199,7 @@ class _BufferWatch:
         ]
         self._initial_versions = self._read_versions()
         self._versions_at_first_unit: list[tuple[int, int]] | None = None
-        #: Ids of the previous buffers of units that changed theirs.
-        self.changed_buffer_ids: set[int] = set()
+        self.changed_buffer_ids: set[int] = set()  #: ids of the previous buffers of units that changed theirs
         #: Paths of units that change buffers; batch norms are known to, even where values are invented.
         self.changing_units = {path for path in paths if _has_running_stats(model.get_submodule(path))}
 

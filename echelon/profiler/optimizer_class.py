@@ -144,9 +144,8 @@ def classify_optimizers(
             except _TrialFailedError as error:
                 reads, draws, untried = "model", True, str(error)
             name, names = type(optimizer).__name__, frozenset(options)
-            optimizer_classes.append(
-                OptimizerClass(name=name, reads=reads, draws=draws, untried=untried, parameters=names)
-            )
+            result = OptimizerClass(name=name, reads=reads, draws=draws, untried=untried, parameters=names)
+            optimizer_classes.append(result)
     return tuple(optimizer_classes)
 
 
@@ -216,7 +215,6 @@ def _cap_shape(shape: Sequence[int], sides: Sequence[int], vector_size: int = 0)
 
 
 def _group_options(placeholders: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, str]:
-    """The options of each parameter of the optimizer, learning rates aside."""
     names = {id(value): name for name, value in placeholders.items()}
     return {
         names[id(value)]: repr([group.get(key) for key in optimizer.defaults if key != "lr"])
@@ -253,9 +251,7 @@ class _OptimizerTrials:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     rescale_offsets: dict[str, Tensor] = field(default_factory=dict)
     drew_random: bool = False
-    replaced_storage: bool = (
-        False  #: whether a step replaced a parameter's memory (`p.data = ...`), which shards do not follow
-    )
+    replaced_storage: bool = False  #: whether a step replaced a parameter's memory (`p.data = ...`)
     baseline: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -344,7 +340,6 @@ class _OptimizerTrials:
 
 
 def _restrict_to_parameters(optimizer: Optimizer, values: Sequence[nn.Parameter]) -> None:
-    """Make it step on `values` alone, in their order."""
     order = {id(value): index for index, value in enumerate(values)}
     disable_device_kernels(optimizer)
     for group in optimizer.param_groups:

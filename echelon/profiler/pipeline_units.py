@@ -59,13 +59,9 @@ def _trace_pipeline_units(model: nn.Module, example: ExampleBatches, loss: Forwa
         return ()
     units = []
     for index, unit_call in enumerate(unit_calls[:-1]):
-        crossing_values = find_crossing_values(unit_calls, index)
-        crossing_bytes = _fit_crossing_bytes(crossing_values, small_outputs, large_outputs)
-        cost, changes_buffers = _estimate_work(model, unit_call), unit_call.changes_buffers
-        unit = PipelineUnit(
-            path=unit_call.path, cost=cost, boundary_bytes=crossing_bytes, changes_buffers=changes_buffers
-        )
-        units.append(unit)
+        received = _fit_crossing_bytes(find_crossing_values(unit_calls, index), small_outputs, large_outputs)
+        path, cost, changes = unit_call.path, _estimate_work(model, unit_call), unit_call.changes_buffers
+        units.append(PipelineUnit(path=path, cost=cost, boundary_bytes=received, changes_buffers=changes))
     return tuple(units)
 
 
@@ -95,7 +91,7 @@ def _estimate_work(model: nn.Module, unit_call: UnitCall) -> float:
 
 
 def _fit_crossing_bytes(
-    values: Sequence[UnitOutput], small_outputs: Sequence[CallOutput], large_outputs: Sequence[CallOutput]
+    values: Sequence[UnitOutput], small_outputs: list[CallOutput], large_outputs: list[CallOutput]
 ) -> Amount:
     small_bytes, large_bytes = (
         sum(_output_bytes(outputs[call_index], output_index) for call_index, output_index in values)

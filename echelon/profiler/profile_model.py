@@ -53,8 +53,6 @@ _DOUBLE_BACKWARD_REASON = "the model differentiates its own derivative (autograd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedModel:
-    """A model and its steps at two batch sizes."""
-
     model: nn.Module
     small: StepTrace
     large: StepTrace
@@ -154,7 +152,6 @@ def _trace_or_run(job: Job, example: ExampleBatches, device: str, notes: list[st
 
 
 def _find_sharding_obstacle(model: nn.Module, trace: StepTrace) -> str:
-    """What the model does to parameters that would not work on shards."""
     compiled = next((path or "the model" for path, module in model.named_modules() if is_torchscript(module)), None)
     if compiled is not None:
         return f"{compiled} was compiled by torch.jit, and its parameters cannot be replaced"
@@ -232,7 +229,6 @@ def _run_fake_steps(
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, under all of their names."""
     return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
 
 
@@ -246,7 +242,6 @@ def _make_fake_tensors(model: nn.Module, make_fake: _MakeFake) -> dict[str, Tens
 def _are_blocks_uniform(
     job: Job, model: nn.Module, make_fake: _MakeFake, repeated_blocks: RepeatedBlocks, batch: Any, device: str
 ) -> bool:
-    """Whether a step treats all repeated blocks alike."""
     model.train()
     tensors = _make_fake_tensors(model, make_fake)
 
@@ -282,11 +277,8 @@ def _run_real_steps(job: Job, example: ExampleBatches) -> _TracedModel:
     if any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it on the CPU to profile it"
         raise JobError(f"the model is on the meta device and cannot be traced on fake tensors; {remedy}")
-    parameters, tensors, blocks = (
-        _describe_parameters(model),
-        _named_tensors(model),
-        find_fsdp_units(list_modules(model)),
-    )
+    parameters, tensors = _describe_parameters(model), _named_tensors(model)
+    blocks = find_fsdp_units(list_modules(model))
     small, large = (
         _record_step(job, model, tensors, example.batch(samples), samples, "cpu", blocks, uses_own_tensors=True)
         for samples in _REAL_BATCH_SIZES
@@ -349,8 +341,6 @@ def _autocast(job: Job, device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class _DoubleBackwardDetector(TorchFunctionMode):
-    """Whether autograd.grad or backward runs with create_graph."""
-
     def __init__(self) -> None:
         super().__init__()
         self.has_double_backward = False
@@ -411,5 +401,4 @@ def _parameter_bytes(module: nn.Module) -> int:
 
 
 def _describe_modules(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Path -> (class name, parameter bytes, children included)."""
     return {path: (type(module).__name__, _parameter_bytes(module)) for path, module in model.named_modules()}

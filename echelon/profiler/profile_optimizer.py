@@ -74,7 +74,6 @@ def _profile_optimizer(optimizer: Optimizer, notes: list[str], optimizer_class: 
 
 
 def _measure_temporary_bytes(optimizer: Optimizer, parameters: list[Tensor]) -> float:
-    """Peak bytes that the second step allocates."""
     disable_device_kernels(optimizer)
     gradients = [torch.empty_like(value) for value in parameters]
     for value, gradient in zip(parameters, gradients, strict=True):

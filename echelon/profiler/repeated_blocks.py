@@ -84,7 +84,6 @@ def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
 
 
 def _compute_module_signature(module: nn.Module) -> Any:
-    """What decides what a module computes; None: unknown."""
     attributes = {name: value for name, value in vars(module).items() if name not in _IGNORED_ATTRIBUTES}
     if any("hook" in name and isinstance(value, dict) and value for name, value in attributes.items()):
         return None
@@ -128,7 +127,6 @@ def is_uniform_in_forward(model: nn.Module, blocks: RepeatedBlocks, run_step: Ca
 
 
 def _safe_equal(first: Any, second: Any) -> bool:
-    """Whether two values are equal; what cannot be compared is not."""
     try:
         return bool(first == second)
     except Exception:  # a value with its own `__eq__`
@@ -160,8 +158,6 @@ def _record_glue(
 
 
 class _GlueRecorder(TorchDispatchMode):
-    """Records operators with the shapes that they read, in segments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.segments: list[Any] = []
@@ -183,7 +179,6 @@ def _leaf_signature(leaf: Any) -> Any:
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    """A tensor of the same form without history."""
     if not isinstance(leaf, Tensor):
         return leaf
     copied = leaf.detach().clone()
@@ -206,10 +201,8 @@ def _extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
             first_offset = untraced if direction < 0 else 0
             for added in range(1, untraced + 1):
                 block_shift, offset = _add_growth(shift, growth, added), first_offset + direction * added
-                block_calls = trace.calls[begin:end]
-                extended += [
-                    _shift_op_call(call, block_shift, blocks, offset, is_inserted=True) for call in block_calls
-                ]
+                calls = trace.calls[begin:end]
+                extended += [_shift_op_call(call, block_shift, blocks, offset, is_inserted=True) for call in calls]
             shift = _add_growth(shift, growth, untraced)
     totals = _extend_module_totals(trace, blocks, forward[2], saved_bytes=forward_growth[1])
     return replace(trace, calls=extended, module_totals=totals)

@@ -79,7 +79,6 @@ def detect_coupling(
 
 
 def _compare_calls(job: Job, example: ExampleBatches, samples: int, weigh_by_counts: bool) -> tuple[bool | None, str]:
-    """Compare the first calls, and later ones if state changes from call to call."""
     comparison, initial_state = _Comparison(job, example, weigh_by_counts), None
     with contextlib.suppress(Exception):  # opaque objects
         initial_state = comparison.snapshot_state()
@@ -133,7 +132,6 @@ def _split_in_halves(first_sample: int, samples: int) -> tuple[_BatchPart, list[
 
 
 def _list_splits(samples: int) -> list[list[_BatchPart]]:
-    """Halves, and unequal parts of at least two samples if there are enough."""
     quarter, half = samples // 4, samples // 2
     splits: list[tuple[int, ...]] = [(half, samples - half)]
     if quarter > 1:
@@ -143,7 +141,6 @@ def _list_splits(samples: int) -> list[list[_BatchPart]]:
 
 
 def _list_buffers(model: nn.Module) -> dict[tuple[str, str], tuple[dict[str, Tensor | None], Tensor | None]]:
-    """The slots and values of buffers, also of those that are None, by module path and name."""
     modules = [(path, module._buffers) for path, module in model.named_modules()]
     return {(path, name): (buffers, value) for path, buffers in modules for name, value in buffers.items()}
 
@@ -155,8 +152,6 @@ def _is_equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 class _Comparison:
-    """Compares ways of computing the same samples with the model in one dtype."""
-
     def __init__(
         self, job: Job, example: ExampleBatches, weigh_by_counts: bool, dtype: torch.dtype = torch.float32
     ) -> None:
@@ -166,8 +161,7 @@ class _Comparison:
         buffers = {key: value for key, (_, value) in _list_buffers(self._model).items()}
         self._initial_buffers = {key: None if value is None else value.clone() for key, value in buffers.items()}
         self.tolerance, self._weigh_by_counts = _GRADIENT_TOLERANCES[dtype], weigh_by_counts
-        #: What every call starts from; None: the initial buffers.
-        self._start_state: Snapshot | None = None
+        self._start_state: Snapshot | None = None  #: what every call starts from; None: the initial buffers
 
     def make_fresh(self, dtype: torch.dtype = torch.float32) -> _Comparison:
         """Another comparison, with the initial model."""
@@ -227,7 +221,6 @@ class _Comparison:
         return self.gradient_difference(full_batch, [full_batch._replace(seed=1)]) <= self.tolerance
 
     def _continue_call(self, full_batch: _BatchPart) -> None:
-        """A call that continues from the present state."""
         self._start_state = Snapshot({})
         self._compute_loss(full_batch)
 
@@ -299,7 +292,6 @@ class _Comparison:
         return False
 
     def _loss_on_random_outputs(self, output: Any, samples: list[Any], scale: float, part: _BatchPart) -> _LossMean:
-        """The loss of some of `samples` on rows of random outputs."""
         generator = torch.Generator().manual_seed(0)
         rows = slice(part.first_sample, part.first_sample + part.num_samples)
 
@@ -346,7 +338,6 @@ class _Comparison:
         return tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
 
     def _gradient_magnitudes(self) -> dict[str, float]:
-        """The largest value of each gradient."""
         named = [(name, value.grad) for name, value in self._model.named_parameters()]
         # Of a sparse gradient, the stored values.
         grads = {name: x.coalesce().values() if x.is_sparse else x for name, x in named if x is not None}
@@ -371,7 +362,6 @@ class _LossMean:
 
 
 def _read_count(loss: Tensor) -> float | None:
-    """The divisor of the (first) average in a loss; None: unknown."""
     loss_counts = read_counts(loss)
     return float(loss_counts.terms[0].count) if loss_counts.terms and not loss_counts.opaque_operators else None
 
