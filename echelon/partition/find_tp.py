@@ -36,6 +36,8 @@ from echelon.trials.trial_run import (
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 #: A cut, or why there is none.
 CutOrReason = tuple[Placement | None, str]
+_Placements = dict[str, Placement]  # by module path
+_Reasons = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> Tenso
     placements = {placement.path: placement for pair in pairs for placement in _pair_placements(model, pair)}
     replicated: dict[str, str] = {}
     attention_paths = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
-    attention_outputs = {f"{path}.out_proj" if path else "out_proj" for path in attention_paths}
+    out_projs = {f"{path}.out_proj" if path else "out_proj" for path in attention_paths}
     for path, module in model.named_modules():
-        if path in placements or path in attention_outputs or not any(True for _ in module.parameters(recurse=False)):
+        if path in placements or path in out_projs or not any(True for _ in module.parameters(recurse=False)):
             continue
         cut, reason = _find_single_cut(module, path, analysis, tp_size)
         if cut is not None:
@@ -70,7 +72,7 @@ def find_tensor_cuts(model: nn.Module, run_step: RunStep, tp_size: int) -> Tenso
     _align_tied_parameters(model, placements, replicated, pairs, analysis)
     with deterministic_training(model):
         repeatable = make_repeatable(model, run_step)
-        stored_reasons = _find_stored_cuts(model, repeatable, tp_size, placements, replicated, attention_outputs)
+        stored_reasons = _find_stored_cuts(model, repeatable, tp_size, placements, replicated, out_projs)
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def share(*cuts: str) -> float:
@@ -200,11 +202,7 @@ def _cut_outputs(path: str, cut: Cut, slices: tuple[TensorSlice, ...], size: int
 
 
 def _align_tied_parameters(
-    model: nn.Module,
-    placements: dict[str, Placement],
-    replicated: dict[str, str],
-    pairs: Iterable[ColumnRowPair],
-    analysis: PairAnalysis,
+    model: nn.Module, placements: _Placements, replicated: _Reasons, pairs: list[ColumnRowPair], analysis: PairAnalysis
 ) -> None:
     """A parameter that several modules share is cut the same way in all of them, or in none."""
     users: dict[int, list[tuple[str, str]]] = {}
@@ -236,18 +234,18 @@ def _find_stored_cuts(
     model: nn.Module,
     run_step: RunStep,
     tp_size: int,
-    placements: dict[str, Placement],
-    replicated: dict[str, str],
-    attention_outputs: set[str],
-) -> dict[str, str]:
+    placements: _Placements,
+    replicated: _Reasons,
+    out_projs: set[str],
+) -> _Reasons:
     """Shard modules without another cut at rest, gathered while a module runs outside of which nothing reads them.
 
     Found by trial: elsewhere the parameters are NaN, which must reach neither the loss nor a buffer.
     """
     uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
     storable_paths = []
-    for path in [*replicated, *sorted(attention_outputs)]:
-        if path.rpartition(".")[0] in placements and path in attention_outputs:
+    for path in [*replicated, *sorted(out_projs)]:
+        if path.rpartition(".")[0] in placements and path in out_projs:
             continue  # an out_proj goes with its attention
         module = model.get_submodule(path)
         own_parameters = [value for value in module._parameters.values() if value is not None]

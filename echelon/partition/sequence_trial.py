@@ -39,11 +39,10 @@ class RankTrial:
     def iterate_replaced_forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         """Modules and their forward during the trial, each once."""
         chain_trial, model = self.chain_trial, self.chain_trial.model
-        gathering_modules = {
-            path: row
-            for row, choices in chain_trial.gather_choices.items()
-            for path in choices[min(chain_trial.choice_index[module_kind(row)], len(choices) - 1)]
-        }
+        gathering_modules: dict[str, str] = {}
+        for row, choices in chain_trial.gather_choices.items():
+            choice = choices[min(chain_trial.choice_index[module_kind(row)], len(choices) - 1)]
+            gathering_modules |= dict.fromkeys(choice, row)
         recorded_others = [path for path in chain_trial.unpaired_modules if path in chain_trial.reference.outputs]
         for path in dict.fromkeys((*gathering_modules, *chain_trial.rows, *recorded_others, *chain_trial.chain.units)):
             module = model.get_submodule(path)
@@ -96,13 +95,10 @@ class RankTrial:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = dict(iterate_tensor_arguments(args, kwargs))
-            sharded_inputs = [
-                name
-                for name, tensor in inputs.items()
-                if name in reference_inputs and are_tensors_close(tensor, self.local_shard(reference_inputs[name]))
-            ]
-            others = inputs.keys() & reference_inputs.keys() - set(sharded_inputs)
-            others_are_full = all(are_tensors_close(inputs[name], reference_inputs[name]) for name in others)
+            known = {name: reference_inputs[name] for name in inputs if name in reference_inputs}
+            sharded_inputs = {name for name, x in known.items() if are_tensors_close(inputs[name], self.local_shard(x))}
+            others = known.keys() - sharded_inputs
+            others_are_full = all(are_tensors_close(inputs[name], known[name]) for name in others)
             if not sharded_inputs or inputs.keys() != reference_inputs.keys() or not others_are_full:
                 return original_forward(*args, **kwargs)
             if regathers:

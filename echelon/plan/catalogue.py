@@ -25,6 +25,7 @@ from echelon.plan.datasheets import (
     RATED_WATTS,
 )
 
+_Link = Interconnect | None
 _TERA, _GIGA = 1e12, 1e9
 #: Fraction of a card's nominal memory (in GiB) that torch sees: "80GB" cards show about 79 GiB.
 VISIBLE_MEMORY_FRACTION = 0.99
@@ -122,13 +123,7 @@ def inter_node_link(name: str, count: int | None = None) -> Interconnect | None:
 
 
 def build_cluster(
-    name: str,
-    device: Device,
-    devices_per_node: int,
-    node_count: int,
-    *,
-    intra_node: Interconnect | None,
-    inter_node: Interconnect | None,
+    name: str, device: Device, devices_per_node: int, node_count: int, *, intra_node: _Link, inter_node: _Link
 ) -> Cluster:
     """`node_count` nodes of `devices_per_node` devices (sockets of a processor), with the links that their ranks need."""
     if devices_per_node < 1 or node_count < 1 or devices_per_node * node_count > _MAX_DEVICES:

@@ -79,11 +79,8 @@ def digest_arguments(arguments: Sequence[str]) -> dict[str, str]:
         else:
             position += 1
             words_by_name[str(position)] = [word]
-    return {
-        f"argument {name}": digest_text(" ".join(words)) if words else "given"
-        for name, words in words_by_name.items()
-        if name not in _PER_RANK_OPTIONS
-    }
+    named = {f"argument {name}": words for name, words in words_by_name.items() if name not in _PER_RANK_OPTIONS}
+    return {name: digest_text(" ".join(words)) if words else "given" for name, words in named.items()}
 
 
 def _is_number(word: str) -> bool:
@@ -111,8 +108,5 @@ def current_digests(
 
 def describe_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What changed, both sides named: `argument --lr: 0.01 then, 0.5 now`."""
-    return [
-        f"{name}: {before.get(name, ABSENT)} then, {now.get(name, ABSENT)} now"
-        for name in sorted({*before, *now})
-        if before.get(name, ABSENT) != now.get(name, ABSENT)
-    ]
+    pairs = {name: (before.get(name, ABSENT), now.get(name, ABSENT)) for name in sorted({*before, *now})}
+    return [f"{name}: {old} then, {new} now" for name, (old, new) in pairs.items() if old != new]

@@ -64,11 +64,8 @@ def shard_attribute(value: int, rank: int, shards: int, *, width: int, unit: int
 
 def cuts_by_parameter(placements: Iterable[Placement]) -> dict[str, tuple[Placement, TensorSlice]]:
     """Parameters and buffers that are cut, by their name in the model."""
-    return {
-        f"{placement.path}.{tensor_slice.name}" if placement.path else tensor_slice.name: (placement, tensor_slice)
-        for placement in placements
-        for tensor_slice in placement.slices
-    }
+    cuts = [(placement, part) for placement in placements for part in placement.slices]
+    return {f"{placement.path}.{part.name}".removeprefix("."): (placement, part) for placement, part in cuts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,11 +198,8 @@ FLAG_WORDS = {
     "unfused": ("fused", False),
 }
 #: field of a group -> group.
-GROUPS = {
-    item.name: group
-    for group, kind in (("data", DataPlan), ("tensor", TensorPlan), ("pipeline", PipelinePlan), ("server", ServerPlan))
-    for item in dataclasses.fields(kind)
-}
+_GROUP_TYPES: dict[str, Any] = {"data": DataPlan, "tensor": TensorPlan, "pipeline": PipelinePlan, "server": ServerPlan}
+GROUPS = {item.name: group for group, kind in _GROUP_TYPES.items() for item in dataclasses.fields(kind)}
 
 
 def _require_positive(name: str, value: object, unit: str = "") -> None:

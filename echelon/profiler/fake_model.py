@@ -14,13 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from echelon.errors import EchelonError
-from echelon.profiler.module_calls import (
-    CallHandler,
-    UnitCall,
-    intercept_unit_calls,
-    list_unit_paths,
-    trace_unit_calls,
-)
+from echelon.profiler.module_calls import CallHandler, UnitCall, intercept_unit_calls, list_unit_paths, trace_unit_calls
 from echelon.tree import TreeSpec, map_tensors, tree_flatten
 from echelon.trials.deep_copies import deep_copy
 from echelon.trials.random_state import preserve_random_states

@@ -93,10 +93,8 @@ def _estimate_work(model: nn.Module, unit_call: UnitCall) -> float:
 def _fit_crossing_bytes(
     values: Sequence[UnitOutput], small_outputs: list[CallOutput], large_outputs: list[CallOutput]
 ) -> Amount:
-    small_bytes, large_bytes = (
-        sum(_output_bytes(outputs[call_index], output_index) for call_index, output_index in values)
-        for outputs in (small_outputs, large_outputs)
-    )
+    small_bytes = sum(_output_bytes(small_outputs[call], index) for call, index in values)
+    large_bytes = sum(_output_bytes(large_outputs[call], index) for call, index in values)
     slope = (large_bytes - small_bytes) / (_BATCH_SIZES[1] - _BATCH_SIZES[0])
     return Amount(small_bytes - slope * _BATCH_SIZES[0], slope)
 

@@ -189,7 +189,7 @@ def _trace_fake_steps(job: Job, example: ExampleBatches, device: str) -> _Traced
     large_batch = max(min(job.batch_size, _MAX_INPUT_BYTES // max(example.sample_bytes, 1)), 4)
     with preserve_random_states(), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, skip_value_checks():
         model = build_fake_model(job)
-        parameters = _describe_parameters(model)
+        make_traced = partial(_TracedModel, model=model, parameters=_describe_parameters(model), device=device)
         with unset_fake_temporarily():
             real_batches = {samples: example.batch(samples) for samples in (2, large_batch)}
         make_fake = partial(_make_fake, fake_mode, device)
@@ -203,17 +203,9 @@ def _trace_fake_steps(job: Job, example: ExampleBatches, device: str) -> _Traced
                 short_traces = run_steps()
             traces = extend_traces(short_traces, repeated)
             if traces is not None:
-                small, large = traces
-                return _TracedModel(
-                    model=model,
-                    small=small,
-                    large=large,
-                    parameters=parameters,
-                    device=device,
-                    repeated_blocks=repeated,
-                )
+                return make_traced(small=traces[0], large=traces[1], repeated_blocks=repeated)
         small, large = run_steps()
-    return _TracedModel(model=model, small=small, large=large, parameters=parameters, device=device)
+    return make_traced(small=small, large=large)
 
 
 def _run_fake_steps(

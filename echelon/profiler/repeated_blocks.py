@@ -188,8 +188,8 @@ def _copy_leaf(leaf: Any) -> Any:
 def _extend_trace(trace: StepTrace, blocks: RepeatedBlocks) -> StepTrace:
     """The trace of all blocks from that of few; raises where its blocks do not grow evenly."""
     forward, backward = (_find_block_ranges(trace.calls, blocks, phase) for phase in ("forward", "backward"))
-    forward_growth = _compute_block_growth(trace.calls, blocks, forward[1], forward[2], (1, 2))
-    backward_growth = _compute_block_growth(trace.calls, blocks, backward[2], backward[1], (2, 1))
+    forward_growth = _compute_block_growth(trace.calls, blocks, forward, 1, 2)
+    backward_growth = _compute_block_growth(trace.calls, blocks, backward, 2, 1)
     extended: list[OpCall] = []
     untraced = blocks.num_untraced
     shift: _MemoryCounters = (0.0,) * 4
@@ -238,19 +238,15 @@ def _find_block_ranges(op_calls: list[OpCall], blocks: RepeatedBlocks, phase: st
 
 
 def _compute_block_growth(
-    op_calls: list[OpCall],
-    blocks: RepeatedBlocks,
-    first_range: tuple[int, int],
-    second_range: tuple[int, int],
-    indices: tuple[int, int],
+    op_calls: list[OpCall], blocks: RepeatedBlocks, ranges: list[tuple[int, int]], first: int, second: int
 ) -> _MemoryCounters:
     """What each further block adds; the calls of two blocks must be the same otherwise."""
-    first_calls, second_calls = op_calls[slice(*first_range)], op_calls[slice(*second_range)]
-    first_keys = [_normalize_op_call(call, blocks, indices[0]) for call in first_calls]
-    if first_keys != [_normalize_op_call(call, blocks, indices[1]) for call in second_calls]:
+    first_calls, second_calls = (op_calls[slice(*ranges[index])] for index in (first, second))
+    first_keys = [_normalize_op_call(call, blocks, first) for call in first_calls]
+    if first_keys != [_normalize_op_call(call, blocks, second) for call in second_calls]:
         raise _UnevenBlocksError
     pairs = zip(first_calls, second_calls, strict=True)
-    growths = [_add_growth(_read_counters(second), _read_counters(first), -1) for first, second in pairs]
+    growths = [_add_growth(_read_counters(after), _read_counters(before), -1) for before, after in pairs]
     tolerance = _RELATIVE_TOLERANCE * max(abs(counter) for call in second_calls for counter in _read_counters(call))
     if any(abs(a - b) > tolerance for growth in growths for a, b in zip(growth, growths[0], strict=True)):
         raise _UnevenBlocksError
