@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.plan.profile import find_fsdp_units
 from echelon.tree import tree_tensors
-from echelon.trials.module_tree import list_modules
-from echelon.trials.trial_run import module_hooks, wrapped_forwards
+from echelon.trials.module_tree import list_modules, module_hooks
+from echelon.trials.trial_run import wrapped_forwards
 
 DERIVATIVE_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SIZE_FUNCTIONS = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def trace_unit_calls(
         tracer.buffer_ids = {id(value) for value in model.buffers()}
         with (
             intercept_unit_calls(model, paths, watch.wrap_handler(tracer.handle_call)),
-            module_hooks(model, called_modules.add, lambda _: None),
+            module_hooks(model, called_modules.add),
             tracer,
         ):
             loss = run_step()
