@@ -175,8 +175,7 @@ class TorchCallRewriter(TorchFunctionMode):
     def __init__(self, mode: DeterministicMode) -> None:
         super().__init__()
         self._mode = mode
-        #: The casts that were widened and the draws that were fixed.
-        self.changed_functions: set[str] = set()
+        self.changed_functions: set[str] = set()  #: the casts that were widened and the draws that were fixed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

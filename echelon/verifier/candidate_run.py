@@ -65,8 +65,7 @@ class CandidateRun:
             self.run = Run(job, plan, ranks.world, device=device, dtype=dtype, monitor_divergence=False)
         #: Paths of the modules whose dropout is off.
         self.modules_without_dropout = disable_randomness(self.run.model) if without_dropout else []
-        #: Steps that a loss scale made the run skip.
-        self.skipped_steps = 0
+        self.skipped_steps = 0  #: steps that a loss scale made the run skip
         #: Module path -> when the first step's forward entered it on this rank; filled with `per_sample`.
         self.forward_order: dict[str, int] = {}
         #: Whether the next step's outputs are recorded. Compiled modules run no hooks.

@@ -35,8 +35,7 @@ class Difference:
     step: int
     value: float
     reason: str = ""
-    #: The reference's tensor is so small that it was measured against the floor.
-    below_floor: bool = False
+    below_floor: bool = False  #: the reference's tensor is so small that it was measured against the floor
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.step}{', ' + self.reason if self.reason else ''})"

@@ -37,11 +37,9 @@ class VerificationContext:
         self, job: Job, plan: Plan, data: ReferenceData, steps: Sequence[int], choice: ReferenceChoice
     ) -> None:
         self.job, self.plan, self.data, self.steps, self.reference_choice = job, plan, data, steps, choice
-        #: Hash of the parameters' names and shapes.
-        self.model_hash = ""
+        self.model_hash = ""  #: hash of the parameters' names and shapes
         self.determinism = DeterministicMode(fix_random=True, widen_casts=True)
-        #: Whether the model draws random numbers at all, as far as is known.
-        self.draws_random_numbers = True
+        self.draws_random_numbers = True  #: whether the model draws random numbers at all, as far as is known
         self.bounds = Bounds()
         treatment = "random numbers are held at the middle of their distribution, casts are lifted to float64"
         self.notes = [f"not surveyed: {treatment}"]
@@ -59,12 +57,10 @@ class Comparator:
     ) -> None:  # fmt: skip
         """`start_values`: the reference's parameters and buffers before the first step, from `tolerances.copy_to_float64`."""
         self._context, self._start_values, self._in_float64 = context, start_values, in_float64
-        #: Module path -> when forward first entered it.
-        self.forward_order = forward_order
+        self.forward_order = forward_order  #: module path -> when forward first entered it
         self._parameter_tolerance = tolerances.ParameterTolerance(start_values)
         self.differences: list[Difference] = []
-        #: The first divergent tensor, if there is one.
-        self.first_divergence: Difference | None = None
+        self.first_divergence: Difference | None = None  #: the first divergent tensor, if there is one
         self._zero_gradients: dict[str, None] = {}
         self._outputs_note = ""
         #: The common factor of the first step's gradients, in a run that is not in float64.

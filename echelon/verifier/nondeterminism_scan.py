@@ -24,8 +24,7 @@ class NondeterminismScan(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        #: Module path -> the first operator that did.
-        self.low_precision_modules: dict[str, str] = {}
+        self.low_precision_modules: dict[str, str] = {}  #: module path -> its first such operator
         self.random_modules: dict[str, str] = {}
         self._model = model
         self._stack: list[str] = []

@@ -96,8 +96,7 @@ class Reference:
             self._loss_parameters = job_reader.loss_parameters(self.model, self.optimizers)
         #: Whether the plan's micro-batches run one after another, each seeded, because random numbers cannot be fixed.
         self.seeds_micro_batches = False
-        #: Module path -> when the first forward entered it.
-        self.forward_order: dict[str, int] = {}
+        self.forward_order: dict[str, int] = {}  #: module path -> when the first forward entered it
         self._outputs: dict[OutputSlice, TensorChecksum | None] = {}
         #: Operators that were changed in the optimizers' steps: random numbers fixed, casts widened.
         self.altered_update_ops: set[str] = set()

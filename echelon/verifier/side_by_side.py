@@ -33,8 +33,7 @@ class ProofSetup:
     ranks: WorldCommunicator
     steps: tuple[int, ...]
     determinism: DeterministicMode
-    #: What the plan is compared with; None: one device.
-    reference_plan: Plan | None = None
+    reference_plan: Plan | None = None  #: what the plan is compared with; None: one device
     context: VerificationContext | None = None
 
     def start_uncompiled_run(self, determinism: DeterministicMode, *, without_dropout: bool = True) -> CandidateRun:
@@ -47,13 +46,10 @@ class ProofSetup:
 class ProofResult:
     """The outcome of two runs side by side. The comparators are rank 0's."""
 
-    #: In float64, and in the plan's own precision.
-    comparator: Comparator | None
-    drift_comparator: Comparator | None
-    #: Steps that a loss scale made the run in its own precision skip.
-    skipped_steps: int
-    #: State of the loss that the plan does not keep as one device does.
-    loss_state: Objection | None
+    comparator: Comparator | None  #: in float64
+    drift_comparator: Comparator | None  #: in the plan's own precision
+    skipped_steps: int  #: steps that a loss scale made the run in its own precision skip
+    loss_state: Objection | None  #: state of the loss that the plan does not keep as one device does
 
 
 def run_side_by_side(setup: ProofSetup) -> ProofResult:

@@ -139,10 +139,8 @@ class WarmReference:
     """A reference whose first backward has run already."""
 
     reference: Reference
-    #: Of that backward; None once its step has been taken.
-    loss: Tensor | None
-    #: What the run started from, `tolerances.copy_to_float64`.
-    start_values: dict[str, Tensor]
+    loss: Tensor | None  #: of that backward; None once its step has been taken
+    start_values: dict[str, Tensor]  #: what the run started from, `tolerances.copy_to_float64`
     modules_without_dropout: list[str]
 
     def step(self, step: int) -> StepRecord:

@@ -70,8 +70,7 @@ class SpotChecks:
         self._data: ReferenceData | None = None
         #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared the first ones.
         self.last_agreed_step = FIRST_CHECKED_STEP - 1
-        #: Why there are no more checks; empty: there are.
-        self.stop_reason = ""
+        self.stop_reason = ""  #: why there are no more checks; empty: there are
         #: The share of a step's samples that one device can compute in time; None: not known yet.
         self._sample_share: float | None = None
         self._doubtful_steps = 0

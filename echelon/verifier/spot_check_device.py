@@ -55,8 +55,7 @@ class StepState:
     uncopyable: list[str]  #: those that cannot be copied
     trainable: dict[str, bool]  #: parameters frozen or unfrozen since the start
     extra_state: dict[str, Any]  #: from `get_extra_state()` of modules
-    #: The job's functions with their state before the step; None on other ranks.
-    functions: IsolatedJob | None
+    functions: IsolatedJob | None  #: the job's functions with their state before the step; None on other ranks
 
     @classmethod
     def gather(cls, run: Run, job: Job) -> StepState:
