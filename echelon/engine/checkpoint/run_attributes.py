@@ -49,7 +49,8 @@ def snapshot_model(model: nn.Module) -> Snapshot:
 def _state_dict_ids(model: nn.Module) -> set[int]:
     ids = set(map(id, model.parameters()))
     for module in model.modules():
-        ids |= {id(module._buffers[name]) for name in module._buffers.keys() - module._non_persistent_buffers_set}
+        names = set(module._buffers.keys()) - module._non_persistent_buffers_set  # TorchScript's keys are a list
+        ids |= {id(module._buffers[name]) for name in names}
     return ids
 
 
