@@ -179,9 +179,7 @@ def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
         except EchelonError:
             raise
         except Exception as error:  # a user's forward may do anything with missing values
-            rule = (
-                f"stages are found by running the model on fake tensors, and there it fails ({describe_error(error)})"
-            )
+            rule = f"stages are found by running the model on fake tensors, where it fails ({describe_error(error)})"
             raise _nothing_to_cut_error(plan, "pp", rule) from error
     if not units:
         raise _nothing_to_cut_error(plan, "pp", NO_STAGES_REASON)
@@ -191,9 +189,7 @@ def _with_stages(plan: Plan, job: Job, profile: Profile | None) -> Plan:
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree=remedy)
     stages = find_stages(plan, units)
     if stages is None:
-        places = (
-            f"between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules that keep statistics"
-        )
+        places = f"between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules with statistics"
         rule = f"{num_stages} stages, and there are too few places {places}"
         raise _nothing_to_cut_error(plan, "pp", rule, smaller_degree="fewer stages, or tp=1")
     return plan.replace(stages=stages)

@@ -63,9 +63,7 @@ def find_segments(
             make_trial = partial(_ChainTrial, model, repeatable, tp_size, placements, chain, draw_sizes)
             try:
                 if any(unit in data_dependent for unit in chain.units):
-                    raise TrialMismatchError(
-                        "it reads values, and with others it may compute what needs the full sequence"
-                    )
+                    raise TrialMismatchError("it reads values, and other values may need the full sequence")
                 segment, placements = _try_chain(model, repeatable, tp_size, make_trial)
                 segments.append(segment)
             except TrialMismatchError as error:

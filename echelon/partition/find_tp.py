@@ -313,9 +313,7 @@ def _is_read_only_within(
     modules = {path: model.get_submodule(path) for path in gather_scopes}
     slices = {path: _stored_slices(module, tp_size) for path, module in modules.items()}
     originals = [modules[path].get_parameter(part.name) for path, parts in slices.items() for part in parts]
-    copies = {
-        path: {part.name: _copy_parameter(module, part) for part in slices[path]} for path, module in modules.items()
-    }
+    copies = {path: {part.name: _copy_parameter(modules[path], part) for part in slices[path]} for path in modules}
     saved_values = [copy for named in copies.values() for copy in named.values()]
     with ExitStack() as stack, torch.no_grad():
         for module in modules.values():

@@ -36,7 +36,7 @@ class DrawSizeRecorder(TorchDispatchMode):
         return out
 
     def wrap_forward(self, wrapped_forward: Callable[..., Any]) -> Forward:
-        """`wrapped_forward`, in which draws are counted."""
+        """`wrapped_forward`, with its draws recorded."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self:

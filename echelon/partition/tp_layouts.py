@@ -75,11 +75,8 @@ def _iterate_attribute_sets(
         while len(parent) >= len(ancestor) and parent not in module_paths:
             module_paths.add(parent)
             parent = parent.rpartition(".")[0]
-    integer_attributes = [
-        (module_path, *attribute)
-        for module_path in sorted(module_paths)
-        for attribute in _iterate_integer_attributes(model.get_submodule(module_path))
-    ]
+    modules = [(path, model.get_submodule(path)) for path in sorted(module_paths)]
+    integer_attributes = [(path, *item) for path, module in modules for item in _iterate_integer_attributes(module)]
     head_counts = [(module_path, name) for module_path, name, _ in integer_attributes if _counts_heads(name)]
     widths = {count_outputs(model.get_submodule(path)) for path in candidate.columns} | {row_width}
     width_attributes = [(path, name) for path, name, value in integer_attributes if {value, 3 * value} & widths]

@@ -56,13 +56,12 @@ def find_pairs(model: nn.Module, run_step: RunStep, tp_size: int, hints: Iterabl
     random_modules, data_dependent = find_random_modules(model, run_step), find_data_dependent_modules(model, run_step)
     with deterministic_training(model):
         analysis, calls = _analyze(model, run_step, tp_size, hints, random_modules)
-    pairs = tuple(
-        pair
-        for pair in analysis.pairs
-        if calls[pair.candidate].ancestor not in data_dependent
-        and (not pair.draws_random or draws_per_column(pair, calls[pair.candidate]))
-    )
-    return replace(analysis, pairs=pairs)
+
+    def is_valid(pair: ColumnRowPair) -> bool:
+        call = calls[pair.candidate]
+        return call.ancestor not in data_dependent and (not pair.draws_random or draws_per_column(pair, call))
+
+    return replace(analysis, pairs=tuple(filter(is_valid, analysis.pairs)))
 
 
 def _analyze(

@@ -369,9 +369,7 @@ def _divided_attributes(model: nn.Module, layout: ColumnLayout, row_width: int, 
 def _sharded_pair(recorded: RecordedCall, layout: ColumnLayout, rank: int) -> Iterator[None]:
     model, candidate = recorded.model, recorded.candidate
     between = [model.get_submodule(path) for path in candidate.between]
-    tensor_slots: list[dict[str, Any]] = [
-        slots for module in between for slots in (module._parameters, module._buffers)
-    ]
+    tensor_slots: list[dict[str, Any]] = [slots for m in between for slots in (m._parameters, m._buffers)]
     original_slots = [dict(slots) for slots in tensor_slots]
     with wrapped_forwards(model, candidate.columns, lambda _, module: _make_sharded_forward(module, layout, rank)):
         try:

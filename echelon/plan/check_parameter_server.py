@@ -92,10 +92,8 @@ def _check_missing_tables(plan: Plan, profile: Profile) -> Iterator[Problem]:
         paths: dict[str, list[str]] = {}
         for table in tables:
             paths.setdefault(table.unsupported_reason, []).append(table.path or "the model itself")
-        reasons = "; ".join(
-            f"{', '.join(affected[:_MAX_LISTED])}{' ...' * (len(affected) > _MAX_LISTED)}: {reason}"
-            for reason, affected in paths.items()
-        )
+        more = {reason: " ..." * (len(affected) > _MAX_LISTED) for reason, affected in paths.items()}
+        reasons = "; ".join(f"{', '.join(affected[:_MAX_LISTED])}{more[why]}: {why}" for why, affected in paths.items())
         yield Problem.of(plan, "exchange", f"no table can be served ({reasons})", "or use exchange=allreduce")
         return
     rule = f"{profile.name} has no table (nn.Embedding, nn.EmbeddingBag) of rows={plan.server.min_table_rows} or more"

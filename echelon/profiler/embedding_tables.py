@@ -72,9 +72,7 @@ def _find_module_obstacle(module: nn.Module, use_counts: Mapping[int, int]) -> s
         return "max_norm= rescales rows as they are read, which servers do not; leave it out"
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq= counts ids over the whole batch, of which each rank has a part; leave it out"
-    return (
-        "its weight has a gradient hook, which rows on a server would lack; remove it" if weight._backward_hooks else ""
-    )
+    return "its weight has a gradient hook, which served rows would lack; remove it" if weight._backward_hooks else ""
 
 
 def _find_optimizer_groups(

@@ -161,11 +161,8 @@ def trace_unit_calls(
         tracer, watch, called_modules = UnitCallTracer(call_unit), _BufferWatch(model, paths), set[str]()
         named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         tracer.buffer_ids = {id(value) for value in model.buffers()}
-        with (
-            intercept_unit_calls(model, paths, watch.wrap_handler(tracer.handle_call)),
-            module_hooks(model, called_modules.add),
-            tracer,
-        ):
+        handle_call = watch.wrap_handler(tracer.handle_call)
+        with intercept_unit_calls(model, paths, handle_call), module_hooks(model, called_modules.add), tracer:
             loss = run_step()
         if tracer.takes_derivatives or watch.glue_changed_buffers or (reads_values and watch.glue_changed_any_buffer):
             return []

@@ -163,9 +163,7 @@ class _Subject:
         """What the optimizer reads, and whether it draws random numbers."""
         values = self.placeholders.items()
         small = {name: _cap_shape(value.shape, _SMALL_SIDES) for name, value in values}
-        large = {
-            name: _cap_shape(value.shape, (_LARGE_SIDE, _LARGE_SIDE), _LARGE_VECTOR_SIZE) for name, value in values
-        }
+        large = {name: _cap_shape(x.shape, (_LARGE_SIDE, _LARGE_SIDE), _LARGE_VECTOR_SIZE) for name, x in values}
         reads: UpdateScope = "element"
         for magnitudes in _GRADIENT_MAGNITUDES:
             try:

@@ -194,9 +194,8 @@ def _trace_fake_steps(job: Job, example: ExampleBatches, device: str) -> _Traced
             real_batches = {samples: example.batch(samples) for samples in (2, large_batch)}
         make_fake = partial(_make_fake, fake_mode, device)
         batches = {samples: map_tensors(make_fake, batch) for samples, batch in real_batches.items()}
-        run_steps = partial(
-            _run_fake_steps, job, model, make_fake, batches, device, find_fsdp_units(list_modules(model))
-        )
+        blocks = find_fsdp_units(list_modules(model))
+        run_steps = partial(_run_fake_steps, job, model, make_fake, batches, device, blocks)
         repeated = find_repeated_blocks(model)
         if repeated and _are_blocks_uniform(job, model, make_fake, repeated, batches[2], device):
             with shortened_model(model, repeated):

@@ -270,9 +270,8 @@ def _shift_op_call(
     if index is not None and (is_inserted or index >= first_shifted_block):
         path = blocks.rename(path, index + offset)
     alive, saved, gradients, large = _add_growth(_read_counters(op_call), shift, 1)
-    return replace(
-        op_call, path=path, alive_bytes=alive, saved_bytes=saved, gradient_bytes=gradients, large_storages=int(large)
-    )
+    shifted = replace(op_call, path=path, alive_bytes=alive, saved_bytes=saved, gradient_bytes=gradients)
+    return replace(shifted, large_storages=int(large))
 
 
 def _extend_module_totals(
