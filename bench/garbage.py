@@ -25,7 +25,7 @@ from echelon.server import Rule, Servers, Table, connect
 from echelon.server.local_servers import ChildProcess
 from echelon.server.protocol import shared_memory, wire
 from echelon.server.protocol.auth import ADMIN, SERVER, WORKER, CallerHandshake, authenticate
-from echelon.server.protocol.event_loop import parse_address
+from echelon.server.protocol.connection import parse_address
 from echelon.server.status import fetch_status
 
 IDS = np.arange(64)

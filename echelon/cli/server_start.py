@@ -156,7 +156,7 @@ def _join(controller: str, secret_file: Path | None, bind: str, options: dict[st
 
 def _run_controller(secret_file: Path, advertise: str | None, options: dict[str, Any], json: bool) -> None:
     from echelon.server.controller_process import ControllerProcess
-    from echelon.server.protocol.event_loop import parse_address
+    from echelon.server.protocol.connection import parse_address
 
     process = ControllerProcess(**options)
     address = f"{advertise}:{parse_address(process.address)[1]}" if advertise else process.address

@@ -1,4 +1,4 @@
-"""The parameter server: sharded, replicated, asynchronous within a bound, and it loses nothing that it acknowledged.
+"""The parameter server: sharded, replicated, asynchronous within a bound; no acknowledged push is lost.
 
     from echelon.server import Servers, Table, connect
 
@@ -7,7 +7,7 @@
         rows = client.pull({"emb": ids})["emb"]
         client.push({"emb": (ids, gradients)})
 
-Names are loaded when they are first used; numba, which compiles the loops, only when a server or client starts.
+Names are imported on first use, and numba, which compiles the kernels, with a server or client.
 """
 
 from importlib import import_module

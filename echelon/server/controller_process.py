@@ -16,7 +16,7 @@ from echelon.server.log import EventLogger, log_event
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action, Persist, WriteManifest, perform
 from echelon.server.protocol.auth import WORKER
-from echelon.server.protocol.event_loop import Connection, EventLoop, parse_address
+from echelon.server.protocol.event_loop import Connection, EventLoop
 from echelon.server.protocol.specs import Dense, spec_from_plain
 from echelon.server.store import shard_checkpoint
 
@@ -24,9 +24,9 @@ DOCUMENT_NAME = "controller.json"
 #: Blocks of one dense parameter: a typing mistake must not take all servers' memory.
 MAX_DENSE_BLOCKS = 1 << 24
 #: Requests of workers.
-_WORKER_REQUESTS = {
-    *(wire.JOIN, wire.WATCH, wire.DECLARE, wire.STATUS, wire.HEARTBEAT, wire.LEAVE, wire.CHECKPOINT, wire.EXPIRE)
-}
+_WORKER_REQUESTS = (
+    wire.JOIN, wire.WATCH, wire.DECLARE, wire.STATUS, wire.HEARTBEAT, wire.LEAVE, wire.CHECKPOINT, wire.EXPIRE,
+)  # fmt: skip
 
 
 class ControllerProcess:
@@ -55,48 +55,33 @@ class ControllerProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self._document_path = folder / DOCUMENT_NAME
         try:
-            # Until the process ends: what a dying controller still writes, its successor reads.
+            # Until the process ends, so that a successor reads what a dying controller still writes.
             self._lock = acquire_lock(folder / "controller.lock", timeout=5.0)
         except TimeoutError:
-            raise ServerError(
-                f"{folder}: another controller uses this folder; stop it, or give another folder"
-            ) from None
-        document = read_document(self._document_path)
-        restored_state = None
+            raise ServerError(f"{folder}: another controller uses it; stop that one, or give another folder") from None
+        document, restored_state = read_document(self._document_path), None
         if restore is not None and document is not None and not is_restart:
-            raise ServerError(
-                f"{folder}: holds a job already, which cannot begin from {restore}; leave out restore to continue it, or give a new folder"
-            )
+            advice = "leave out restore to continue it, or give a new folder"
+            raise ServerError(f"{folder}: holds a job already, which cannot begin from {restore}; {advice}")
         if restore is not None and document is None:
             # Verified before anyone connects: later, a shard that cannot be read is lost.
             manifest = shard_checkpoint.verify_checkpoint(restore)
             shards = int(manifest["shards"])
             restored_state = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
         self.controller = open_controller(
-            document,
-            num_shards=shards,
-            replicas=replicas,
-            expect=expect,
-            settings=settings,
-            now=time.monotonic(),
-            lease=lease,
-            restore=restored_state,
-        )
+            document, num_shards=shards, replicas=replicas, expect=expect, settings=settings, now=time.monotonic(),
+            lease=lease, restore=restored_state,
+        )  # fmt: skip
         if document is not None and not is_restart:
             requested = {"shards": shards, "replicas": replicas, **(settings or {})}
             _check_same_settings(folder, self.controller.job_settings(), requested)
         self.loop = EventLoop(self, secret)
-        self.address = self.loop.listen(*parse_address(bind))
-        self._peers: dict[Any, Connection] = {}
-        self._last_peer_id = 0
+        self.address = self.loop.listen(bind)
 
     def run(self) -> None:
         self.loop.run()
 
-    def on_open(self, connection: Connection) -> None:
-        self._last_peer_id += 1
-        connection.tag = self._last_peer_id
-        self._peers[self._last_peer_id] = connection
+    def on_open(self, connection: Connection) -> None: ...
 
     def on_frame(self, connection: Connection, frame: wire.Frame) -> None:
         if connection.role == WORKER and frame.kind not in _WORKER_REQUESTS:
@@ -115,7 +100,6 @@ class ControllerProcess:
 
     def on_close(self, connection: Connection) -> None:
         if connection.tag is not None:
-            self._peers.pop(connection.tag, None)
             self._perform(events.on_peer_lost(self.controller, time.monotonic(), connection.tag))
 
     def on_tick(self, now: float) -> None:
@@ -128,19 +112,15 @@ class ControllerProcess:
             elif isinstance(action, WriteManifest):
                 self._perform(events.on_manifest(self.controller, _complete_checkpoint(action)))
             else:
-                perform((action,), self.loop, self._connection_to, self._log_event)
-
-    def _connection_to(self, channel: str, peer: Any) -> Connection | None:
-        return self._peers.get(peer)
+                perform((action,), self.loop, lambda _, peer: self.loop.peers.get(peer), self._log_event)
 
     def _persist(self, document: Mapping[str, Any]) -> None:
         try:
             atomic_write(self._document_path, json.dumps(document, separators=(",", ":")))
         except OSError as error:
-            # Nobody may hear of what is not on the disk.
-            raise ServerError(
-                f"{self._document_path}: cannot be written ({error}); the controller ends, make room and start it again"
-            ) from error
+            # Nobody may hear of what is not on disk.
+            advice = "the controller ends, make room and start it again"
+            raise ServerError(f"{self._document_path}: cannot be written ({error}); {advice}") from error
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
@@ -160,9 +140,7 @@ def _check_same_settings(folder: Path, existing: Mapping[str, Any], requested: M
     names = [name for name in requested if requested[name] != existing.get(name)]
     if names:
         have, want = (", ".join(f"{name}={values.get(name)}" for name in names) for values in (existing, requested))
-        raise ServerError(
-            f"{folder}: holds a job with {have}, but {want} was requested; use its settings or a new folder"
-        )
+        raise ServerError(f"{folder}: holds a job with {have}, but {want} was requested; use those or a new folder")
 
 
 def _check_declaration(frame: wire.Frame) -> None:

@@ -18,13 +18,13 @@ from echelon.errors import LaunchError, ServerError
 from echelon.server.controller.state import SERVER_LEASE
 from echelon.server.log import COMPILING_EVENT
 from echelon.server.protocol.auth import make_secret
-from echelon.server.protocol.event_loop import parse_address
+from echelon.server.protocol.connection import parse_address
 from echelon.server.server_options import controller_config
 
 START_TIMEOUT = 120.0
-#: Compiling is announced after so many seconds; it takes about so many on an idle core.
-_COMPILE_NOTICE_DELAY, _TYPICAL_COMPILE_SECONDS = 2.0, 40
-#: Seconds before a process that ended is restarted, the first time and at most: one that ends at once must not fill the disk with logs.
+#: Seconds of compilation before its progress is printed.
+_COMPILE_NOTICE_DELAY = 2.0
+#: Seconds before a process that ended is restarted, at first and at most: one that ends at once must not fill the disk with logs.
 MIN_RESTART_DELAY, MAX_RESTART_DELAY = 0.5, 30.0
 
 
@@ -43,13 +43,8 @@ class ChildProcess:
         self.log = log
         self._log_offset = log.stat().st_size if log.exists() else 0
         with open(log, "ab") as log_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                start_new_session=True,
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log_file}
+            self.process = subprocess.Popen([sys.executable, "-c", command], start_new_session=True, **pipes)
         assert self.process.stdin is not None
         # The secret goes through the pipe: other users can read arguments and environments.
         with contextlib.suppress(BrokenPipeError):
@@ -98,7 +93,7 @@ class ChildProcess:
         return share
 
     def close_pipes(self) -> None:
-        """Tell the process to end: it does when its input ends."""
+        """End the process's input, at which it ends."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -113,33 +108,14 @@ class ChildProcess:
             self.process.wait()
 
 
-class _CompileNotice:
-    """Prints the progress of compilation once it takes long."""
-
-    def __init__(self) -> None:
-        self._started_at = time.monotonic()
-        self._reported_share = -1.0
-
-    def report(self, share: float) -> None:
-        if time.monotonic() - self._started_at < _COMPILE_NOTICE_DELAY:
-            return
-        if self._reported_share < 0:
-            typical = f"about {_TYPICAL_COMPILE_SECONDS} s, longer on a busy machine"
-            _print_line(f"compiling the server's kernels, once ({typical})")
-            self._reported_share = 0.0
-        if share >= self._reported_share + 0.25:
-            self._reported_share = share
-            _print_line(f"compiling the server's kernels: {share:.0%}")
-
-
 class Servers:
-    """`n` servers and a controller, started here; they end with this process, or with `close`.
+    """`n` servers and a controller, which end with this process or `close`.
 
     `staleness`: None never waits; s lets no worker read more than s steps ahead of the slowest. `aggregate`, with 0: the gradients of a step
     are summed over workers and applied once. `folder` holds the controller's document and the logs; a job that it holds already continues,
-    with the same settings. `restore`: a checkpoint to begin from. `heads`: how many servers take pushes and reads, the others being replicas
+    with the same settings. `restore`: a checkpoint to start from. `heads`: how many servers take pushes and reads, the others being replicas
     only (None: all). A batch costs a frame per head: `Servers(2, replicas=2, heads=1)` is one server and its replica, and takes less CPU than
-    two of each. `lease`: seconds of silence after which a server is declared dead; more where processes may be starved of CPU.
+    two of each. `lease`: seconds of silence after which a server is declared dead; raise it if processes may be starved of CPU.
     """
 
     def __init__(
@@ -193,17 +169,12 @@ class Servers:
         """Start one more server, which joins by itself; its name."""
         self._start_count += 1
         name = f"s{self._start_count}"
+        host = self._hosts[(self._start_count - 1) % len(self._hosts)] if self._hosts else None
         config = {
-            "role": "server",
-            "secret": self.secret.hex(),
-            "controller": self.address,
-            "bind": f"{self._bind_host}:0",
-            "advertise": self._advertise,
-            "name": name,
-            "host": self._hosts[(self._start_count - 1) % len(self._hosts)] if self._hosts else None,
-            "memory": self._memory,
+            "role": "server", "name": name, "secret": self.secret.hex(), "controller": self.address, "host": host,
+            "bind": f"{self._bind_host}:0", "advertise": self._advertise, "memory": self._memory,
             "spill": None if self._spill is None else str(self._spill / name),
-        }
+        }  # fmt: skip
         self.servers[name] = ChildProcess(config, self.folder / f"{name}.log")
         return name
 
@@ -224,12 +195,10 @@ class Servers:
             if self._closing.is_set():
                 return
             for name, child in list(self.servers.items()):
-                exit_code = child.process.poll()
-                if exit_code is None:
+                if (exit_code := child.process.poll()) is None:
                     continue
                 reason = child.describe_end()
-                child.stop()
-                del self.servers[name]
+                self.servers.pop(name).stop()
                 if exit_code in (0, -signal.SIGTERM) and len(self.servers) >= self._replicas:
                     report(f"server {name} was ended; {len(self.servers)} are left")
                     continue
@@ -242,15 +211,13 @@ class Servers:
                 self._servers_to_replace -= 1
                 report(f"server {self.start()} started")
             if self.controller.process.poll() is not None and self._may_restart("controller"):
-                report(
-                    f"the controller died ({self.controller.describe_end()}); servers and workers continue while it restarts"
-                )
+                reason = self.controller.describe_end()
+                report(f"the controller died ({reason}); servers and workers continue while it restarts")
                 try:
                     self.restart_controller()
+                    report(f"the controller is back at {self.address}, from its document in {self.folder}")
                 except LaunchError as error:
                     report(f"the controller could not be restarted, and will be tried again: {error}")
-                else:
-                    report(f"the controller is back at {self.address}, from its document in {self.folder}")
 
     def _may_restart(self, kind: str) -> bool:
         """Whether to restart now; each restart within a minute doubles the delay of the next."""
@@ -268,7 +235,7 @@ class Servers:
             self.restart_dead()
 
     def serve_in_background(self) -> Servers:
-        """The same from a thread."""
+        """Replace them from a thread."""
         threading.Thread(target=self.serve_forever, name="echelon-servers", daemon=True).start()
         return self
 
@@ -276,7 +243,8 @@ class Servers:
         """Wait until every server is in the map and every shard has a head. The timeout starts over while servers compile."""
         from echelon.server.status import fetch_status
 
-        last_progress, notice = time.monotonic(), _CompileNotice()
+        started_at = last_progress = time.monotonic()
+        printed_share = -1.0
         while True:
             status: dict[str, Any] = {}
             with contextlib.suppress(ServerError, OSError):
@@ -289,7 +257,9 @@ class Servers:
             shares = [share for child in self.servers.values() if (share := child.read_compile_progress()) is not None]
             if shares:
                 last_progress = time.monotonic()
-                notice.report(max(shares))
+                if max(shares) >= printed_share + 0.25 and last_progress > started_at + _COMPILE_NOTICE_DELAY:
+                    printed_share = max(shares)
+                    _print_line(f"compiling the kernels, once (about 40 s on an idle machine): {printed_share:.0%}")
             if time.monotonic() > last_progress + timeout:
                 raise LaunchError(f"servers did not come up within {timeout:g} s: {self._describe_missing(status)}")
             time.sleep(0.02)
@@ -297,13 +267,11 @@ class Servers:
     def _describe_missing(self, status: Mapping[str, Any]) -> str:
         if not status:
             return f"the controller at {self.address} does not answer: {self.controller.describe_end()}"
-        missing = [name for name in self.servers if name not in status["servers"]]
-        if not missing:
-            return "all have joined, but some shards have no server yet; if the machine is too busy, use fewer servers"
-        return (
-            f"{', '.join(missing)} of {len(self.servers)} did not join the controller at {self.address}; {missing[0]}: "
-            f"{self.servers[missing[0]].describe_end()}; if the machine is too busy, use fewer servers"
-        )
+        problem = "all have joined, but some shards have no server yet"
+        if missing := [name for name in self.servers if name not in status["servers"]]:
+            problem = f"{', '.join(missing)} of {len(self.servers)} did not join the controller at {self.address}; {missing[0]}: "
+            problem += self.servers[missing[0]].describe_end()
+        return f"{problem}; if the machine is too busy, use fewer servers"
 
     def close(self) -> None:
         self._closing.set()

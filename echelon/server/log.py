@@ -1,4 +1,4 @@
-"""What a process of the parameter server says of itself: lines of JSON."""
+"""The log of a server or controller process: lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: What a server says while its loops are compiled.
+#: Logged while kernels are compiled.
 COMPILING_EVENT = "compiling"
 
 EventLogger = Callable[[str, Mapping[str, Any]], None]

@@ -1,4 +1,4 @@
-"""Servers over the nodes of a cluster: pure functions from what nodes have and hold to where one more should go."""
+"""Choose cluster nodes for servers: pure functions of the nodes' resources and servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """A node of the cluster, and what it has in all."""
+    """A node of the cluster, and its total resources."""
 
     id: str
     cpus: float
@@ -23,28 +23,26 @@ def choose_node(
     memory: float = 0.0,
     avoid: str | None = None,
 ) -> str | None:
-    """The node for one more server: that with the fewest of ours, then the largest; None where it fits on none.
+    """The node for one more server: with the fewest servers, then the largest; None if it fits on no node.
 
-    `avoid`: one that does not answer; only if there is no other.
+    `avoid`: a node that does not answer, used only if there is no other.
     """
-    candidates = [
-        node
-        for node in nodes
-        if node.cpus >= cpus * (servers_per_node.get(node.id, 0) + 1)
-        and node.memory >= memory * (servers_per_node.get(node.id, 0) + 1)
-    ]
-    best = min(
-        candidates,
-        key=lambda node: (node.id == avoid, servers_per_node.get(node.id, 0), -node.cpus, -node.memory, node.id),
-        default=None,
-    )
+
+    def has_room(node: NodeResources) -> bool:
+        count = servers_per_node.get(node.id, 0) + 1
+        return node.cpus >= cpus * count and node.memory >= memory * count
+
+    def cost(node: NodeResources) -> tuple[bool, int, float, float, str]:
+        return node.id == avoid, servers_per_node.get(node.id, 0), -node.cpus, -node.memory, node.id
+
+    best = min(filter(has_room, nodes), key=cost, default=None)
     return None if best is None else best.id
 
 
 def find_crowded_node(
     nodes: Sequence[NodeResources], servers_per_node: Mapping[str, int], *, cpus: float = 0.0, memory: float = 0.0
 ) -> str | None:
-    """A node with at least two servers more than another that has room for one: after a lost node came back, or a new one came."""
+    """A node with at least two servers more than another that has room for one: after a node joined or came back."""
     target = choose_node(nodes, servers_per_node, cpus=cpus, memory=memory)
     fullest = max(servers_per_node, key=lambda node: (servers_per_node[node], node), default=None)
     if target is None or fullest is None or servers_per_node[fullest] < servers_per_node.get(target, 0) + 2:

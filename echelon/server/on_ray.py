@@ -1,11 +1,11 @@
-"""Servers, controller and workers on a Ray cluster: Ray places, starts and watches them; rows travel over our own connections.
+"""Servers, controller and workers on a Ray cluster: Ray places, starts and watches them; rows use our own connections.
 
     with RayServers(4, replicas=2) as servers:
         results = servers.run(train, 8)              # train(client, worker) in 8 processes over the nodes
 
 Ray never restarts or retries: a restarted actor would be empty, and a repeated call might apply a push twice. A server that dies is replaced
 by a new one with another name, which joins and receives its shards from their heads. The controller's leases decide that a server is dead,
-long before Ray knows; Ray only says where to start the next one.
+long before Ray does; Ray only says where the next one can start.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, LaunchError, ServerError
-from echelon.server.client.client import Client
 from echelon.server.controller.state import SERVER_LEASE
 from echelon.server.log import log_event
 from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import make_secret
-from echelon.server.ray_actors import Result, ServerActor, Worker
-from echelon.server.ray_workers import run_workers, summarize_error
+from echelon.server.ray_actors import Result, ServerActor, Worker, WorkerFunction, run_workers, summarize_error
 from echelon.server.server_options import controller_config
 from echelon.server.status import fetch_status, send_request
 
-#: Seconds until all servers must be in the map: cold nodes compile first.
+#: Seconds until all servers must have joined: cold nodes compile first.
 START_TIMEOUT = 300.0
-#: Seconds that an actor may wait for its node; then it may go to any.
+#: Seconds that an actor may wait for its node before any node will do.
 PLACEMENT_TIMEOUT = 60.0
 #: Seconds between checks for servers that hang and for crowded nodes.
 HEALTH_CHECK_INTERVAL = 2.0
-#: A server that the controller has not heard for so long is replaced, even if Ray takes it for alive (a stopped process).
+#: Seconds without a heartbeat before a server is replaced, even if Ray considers it alive (a stopped process).
 SILENT_SERVER_TIMEOUT = 15.0
 #: Consecutive failures to start a server before giving up.
 MAX_START_FAILURES = 5
 
 
 class ServerHandle:
-    """A server or controller actor, from its request on."""
+    """A server or controller actor, which may not be placed yet."""
 
     def __init__(self, name: str, actor: Any, node: str | None) -> None:
         self.name, self.actor, self.node = name, actor, node
@@ -119,10 +117,8 @@ class RayServers:
         self._raise_if_failed()
         report = fetch_status(self.address, self.secret)
         with self._lock:
-            for name, entry in report["servers"].items():
-                handle = self.servers.get(name)
-                if handle is not None:
-                    entry |= {"node": handle.node, "pid": handle.pid}
+            for name in report["servers"].keys() & self.servers.keys():
+                report["servers"][name] |= {"node": self.servers[name].node, "pid": self.servers[name].pid}
         return report
 
     def start(self) -> str:
@@ -150,7 +146,7 @@ class RayServers:
 
     def run(
         self,
-        function: Callable[[Client, Worker], Result],
+        function: WorkerFunction[Result],
         count: int,
         *,
         cpus: float = 1.0,
@@ -164,9 +160,10 @@ class RayServers:
         is applied once, but the function begins again; `client.step` is where the others are. An error in the function ends all workers and
         is raised here. `options` are passed to `connect` (window, timeout).
         """
+        options |= {"address": self.address, "secret": self.secret}
         return run_workers(
-            self._ray, function, count, address=self.address, secret=self.secret, cpus=cpus, gpus=gpus, max_attempts=max_attempts,
-            options=options, check_servers=self._raise_if_failed,
+            self._ray, function, count, options=options, cpus=cpus, gpus=gpus, max_attempts=max_attempts,
+            check_servers=self._raise_if_failed,
         )  # fmt: skip
 
     def wait_until_ready(self, timeout: float = START_TIMEOUT) -> None:
@@ -182,9 +179,8 @@ class RayServers:
             if status and joined_servers >= self._target_servers and not status["unplaced"]:
                 return
             if time.monotonic() > deadline:
-                counts = f"{joined_servers} of {self._target_servers}"
-                resources = f"each asks for {self._server_resources()}; see `ray status`"
-                raise LaunchError(f"{counts} servers came up within {timeout:g} s; {resources}")
+                counts = f"{joined_servers} of {self._target_servers} servers came up within {timeout:g} s"
+                raise LaunchError(f"{counts}; each asks for {self._server_resources()}; see `ray status`")
             time.sleep(0.05)
 
     def serve_forever(self) -> None:
@@ -215,15 +211,21 @@ class RayServers:
 
     # Placement
 
-    def _start_controller(self, overrides: Mapping[str, Any]) -> ServerHandle:
-        """Start the controller on this node, where its folder is."""
+    def _start_actor(
+        self, role: str, name: str, config: Mapping[str, Any], *, node: str | None, soft: bool, **options: Any
+    ) -> ServerHandle:
+        """Start an actor on a node, or if `soft` elsewhere if that is not free; without a node Ray finds a place or grows the cluster."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        node = self._ray.get_runtime_context().get_node_id()
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
-        handle = ServerHandle("the controller", actor, node)
-        handle.address_ref = actor.start.remote("controller", {**self._config, **overrides}, self.secret)
+        strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=soft)
+        handle = ServerHandle(name, self._actor_class.options(scheduling_strategy=strategy, **options).remote(), node)
+        handle.address_ref = handle.actor.start.remote(role, config, self.secret)
+        return handle
+
+    def _start_controller(self, overrides: Mapping[str, Any]) -> ServerHandle:
+        """Start the controller on this node, where its folder is."""
+        node, config = self._ray.get_runtime_context().get_node_id(), {**self._config, **overrides}
+        handle = self._start_actor("controller", "the controller", config, node=node, soft=False, num_cpus=0)
         try:
             handle.address = self._ray.get(handle.address_ref, timeout=self._start_timeout)
         except self._ray.exceptions.RayError as error:
@@ -242,24 +244,18 @@ class RayServers:
         return {"cpus": self._cpus, "memory": float(self._memory or 0)}
 
     def _start_server(self, *, anywhere: bool = False, avoid: str | None = None) -> ServerHandle:
-        """Start a new, empty server. If no node has room, or the chosen one is not free, Ray finds a place or grows the cluster."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+        """Start a new, empty server."""
         with self._lock:
             self._start_count += 1
             name, node = f"s{self._start_count}", None
             if not anywhere:
                 counts = self._count_servers_per_node()
                 node = choose_node(self._alive_nodes(), counts, avoid=avoid, **self._server_resources())
-            strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
-            options = {"num_cpus": self._cpus, "scheduling_strategy": strategy}
-            if self._memory:
-                options["memory"] = self._memory
-            handle = self.servers[name] = ServerHandle(name, self._actor_class.options(**options).remote(), node)
             spill = None if self._spill is None else str(self._spill / name)
             config = {"controller": self.address, "name": name, "memory": self._memory, "spill": spill}
-            handle.address_ref = handle.actor.start.remote("server", config, self.secret)
-            return handle
+            options = {"num_cpus": self._cpus} | ({"memory": self._memory} if self._memory else {})
+            self.servers[name] = self._start_actor("server", name, config, node=node, soft=True, **options)
+            return self.servers[name]
 
     def _kill(self, handle: ServerHandle) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
@@ -290,8 +286,7 @@ class RayServers:
                     last_check = time.monotonic()
             except Exception as error:
                 if not self._closing.is_set():
-                    reason = summarize_error(error)
-                    self._fatal_error = LaunchError(f"the servers on Ray are not supervised any more: {reason}")
+                    self._fatal_error = LaunchError(f"the servers on Ray have no supervisor: {summarize_error(error)}")
                 return
 
     def _end_reason(self, handle: ServerHandle) -> str:
@@ -301,32 +296,30 @@ class RayServers:
             handle.is_unreachable = isinstance(error, self._ray.exceptions.ActorUnavailableError)
             return summarize_error(error)
 
-    def _ready_refs(self, refs: Sequence[Any]) -> set[Any]:
-        return set(self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) if refs else set()
+    def _poll(self, ref: Any) -> Any:
+        """The result of a call if it is ready, else None."""
+        return self._ray.get(ref) if self._ray.wait([ref], timeout=0)[0] else None
 
     def _update_placements(self, handles: Sequence[ServerHandle]) -> None:
-        """Note which actors are placed and started; those that wait for their node in vain may go to any."""
-        unplaced = [handle for handle in handles if handle.pid is None]
-        ready_refs = self._ready_refs([handle.location_ref for handle in unplaced])
-        for handle in unplaced:
-            if handle.location_ref in ready_refs:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    handle.node, _, handle.pid = self._ray.get(handle.location_ref)
+        """Record which actors are placed and started; start those that wait too long for their node on any."""
+        for handle in handles:
+            try:
+                if handle.pid is None and (location := self._poll(handle.location_ref)):
+                    handle.node, _, handle.pid = location
                     handle.last_heard = time.monotonic()
-            elif handle.node is not None and time.monotonic() - handle.requested_at > PLACEMENT_TIMEOUT:
+                if handle.pid is not None and handle.address is None:
+                    handle.address = self._poll(handle.address_ref)
+            except self._ray.exceptions.RayError as error:
+                if handle.pid is not None:
+                    self._replace_lost(handle, summarize_error(error))
+                continue
+            waited = time.monotonic() - handle.requested_at
+            if handle.pid is None and handle.node is not None and waited > PLACEMENT_TIMEOUT:
                 log_event("no room", {"server": handle.name, "node": handle.node})
                 with self._lock:
                     if self.servers.pop(handle.name, None) is not None:
                         self._kill(handle)
                         self._start_server(anywhere=True)
-        starting = [handle for handle in handles if handle.address is None and handle.pid is not None]
-        ready_refs = self._ready_refs([handle.address_ref for handle in starting])
-        for handle in starting:
-            if handle.address_ref in ready_refs:
-                try:
-                    handle.address = self._ray.get(handle.address_ref)
-                except self._ray.exceptions.RayError as error:
-                    self._replace_lost(handle, summarize_error(error))
 
     def _replace_lost(self, handle: ServerHandle, reason: str) -> None:
         if self._closing.is_set() or (handle is not self.controller and handle.name not in self.servers):
@@ -343,7 +336,7 @@ class RayServers:
             if self._failed_starts >= MAX_START_FAILURES:
                 raise LaunchError(f"{self._failed_starts} servers in a row could not be started; the last: {reason}")
             if sum(not other.is_leaving for other in self.servers.values()) < self._target_servers:
-                # Where a process died the next may live; it may take Ray long to give up a node that does not answer.
+                # A node whose process died may be fine; Ray may take long to give up one that does not answer.
                 self._start_server(avoid=handle.node if handle.is_unreachable else None)
 
     def _restart_controller(self) -> None:
@@ -384,9 +377,8 @@ class RayServers:
             if len(remaining) > self._target_servers:
                 leaving = max(remaining, key=lambda handle: servers_per_node[handle.node or ""])
                 leaving.is_leaving = True
-                drain = threading.Thread(target=self._try_drain, args=(leaving,), name="echelon-drain", daemon=True)
-                self._drain_thread = drain
-                drain.start()
+                self._drain_thread = threading.Thread(target=self._try_drain, args=(leaving,), daemon=True)
+                self._drain_thread.start()
             elif find_crowded_node(self._alive_nodes(), servers_per_node, **self._server_resources()):
                 log_event("spreading", {"servers": dict(servers_per_node), "to": self._start_server().node})
 
@@ -409,9 +401,7 @@ def _require_ray() -> Any:
         import ray
         import ray.util.client
     except ImportError as error:
-        raise ServerError(
-            f"servers on a cluster need Ray, which is not installed ({error}); pip install 'echelon[ray]'"
-        ) from None
+        raise ServerError(f"servers on a cluster need Ray ({error}); pip install 'echelon[ray]'") from None
     return ray
 
 

@@ -1,4 +1,4 @@
-"""What local servers and servers on Ray share: the options of a job, checked."""
+"""Check the options of a job, for local servers and servers on Ray."""
 
 from __future__ import annotations
 
@@ -22,16 +22,11 @@ def controller_config(
     restore: Path | str | None,
     heads: int | None = None,
 ) -> dict[str, Any]:
-    """The configuration of a controller of `n` servers; ServerError if there can be no such job.
-
-    Creates the folder, a temporary one if it is None.
-    """
+    """The configuration of a controller of `n` servers. Creates the folder, a temporary one if it is None."""
     if n < 1 or not 1 <= replicas <= 3:
         raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
     if staleness is not None and staleness < 0:
-        raise ServerError(
-            f"staleness={staleness}; use the steps that a worker may be ahead, 0 or more, or None for any"
-        )
+        raise ServerError(f"staleness={staleness}; use the steps that a worker may be ahead, or None for any")
     if aggregate and staleness != 0:
         raise ServerError(f"aggregate=True needs workers in step; use staleness=0 instead of {staleness}")
     if memory is not None and memory < 1 << 20:

@@ -14,7 +14,8 @@ from echelon.server.log import COMPILING_EVENT, EventLogger, log_event
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import CONTROL, LINK, PEER, Action, perform
 from echelon.server.protocol.auth import SERVER, HandshakeAborted, SecretError, authenticate
-from echelon.server.protocol.event_loop import Connection, EventLoop, host_name, parse_address
+from echelon.server.protocol.connection import parse_address
+from echelon.server.protocol.event_loop import Connection, EventLoop
 from echelon.server.protocol.shard_map import ShardMap
 from echelon.server.protocol.specs import spec_from_plain
 from echelon.server.replica import events
@@ -27,7 +28,7 @@ HEARTBEAT_INTERVAL = 0.15
 REPORT_INTERVAL = 1.0
 RETRY_INTERVAL = 0.05
 COMPILE_LOG_INTERVAL = 0.2
-#: A loop that has not turned for so long is not alive, whatever its threads send.
+#: Seconds after which a loop that made no progress sends no more heartbeats.
 MAX_LOOP_STALL = 10.0
 #: Requests of workers and administrators.
 _WORKER_REQUESTS = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}
@@ -55,20 +56,17 @@ class ServerProcess:
         self.name, self.incarnation = name, 0
         self._memory, self._spill = memory, spill
         self.loop = EventLoop(self, secret, allow_shm=True)
-        address = self.loop.listen(*parse_address(bind))
-        # Bound to all interfaces, a server has no address that others could connect to.
-        self.address = f"{advertise}:{parse_address(address)[1]}" if advertise else address
-        self.host = host or host_name()
+        # Bound to all interfaces, a server has no address that others could connect to without `advertise`.
+        self.address = self.loop.listen(bind, advertise=advertise)
+        self.host = host or socket.gethostname()
         self.replica: ReplicaState | None = None
         self._store: Any = None
-        #: Accepted connections by number, connections to other servers by name.
-        self._peer_connections: dict[Any, Connection] = {}
+        #: Connections to other servers by name.
         self._link_connections: dict[str, Connection] = {}
         self._retry_at: dict[str, float] = {}
         self._controller_connection: Connection | None = None
         self._has_joined = False
         self._authentication_error: SecretError | None = None
-        self._last_peer_id = 0
         self._last_heartbeat = self._last_report = self._last_compile_log = 0.0
         self._last_counters: tuple[float, dict[str, int]] = (time.monotonic(), {})
         self._last_progress = time.monotonic()
@@ -112,13 +110,8 @@ class ServerProcess:
             meta = {"role": "server", "id": self.name, "incarnation": self.incarnation or None}
             meta |= {"address": self.address, "host": self.host}
             self.loop.send(connection, wire.encode(wire.JOIN, 1, meta))
-        elif isinstance(connection.tag, str):
-            if self.replica is not None:
-                self._perform(events.on_link_up(self.replica, time.monotonic(), connection.tag))
-        else:
-            self._last_peer_id += 1
-            connection.tag = self._last_peer_id
-            self._peer_connections[self._last_peer_id] = connection
+        elif isinstance(connection.tag, str) and self.replica is not None:
+            self._perform(events.on_link_up(self.replica, time.monotonic(), connection.tag))
 
     def on_frame(self, connection: Connection, frame: wire.Frame) -> None:
         now = time.monotonic()
@@ -143,10 +136,8 @@ class ServerProcess:
                 del self._link_connections[tag]
                 if self.replica is not None:
                     self._perform(events.on_link_lost(self.replica, now, tag))
-        elif tag is not None:
-            self._peer_connections.pop(tag, None)
-            if self.replica is not None:
-                self._perform(events.on_peer_lost(self.replica, now, tag))
+        elif tag is not None and self.replica is not None:
+            self._perform(events.on_peer_lost(self.replica, now, tag))
 
     def on_tick(self, now: float) -> None:
         self._last_progress = now
@@ -237,7 +228,7 @@ class ServerProcess:
         store.declare(spec)
 
     def _declaration_error(self, spec: dict[str, Any]) -> str | None:
-        """Why this server could not hold a table or dense parameter, if so."""
+        """Why this server cannot hold a table or dense parameter, if so."""
         try:
             trial = self._create_store(self._store.num_shards)
             self._declare(trial, spec_from_plain(spec))
@@ -250,7 +241,7 @@ class ServerProcess:
         """This server was declared dead: its data is of no use any more."""
         self._log_event("out", {"server": self.name, "incarnation": self.incarnation})
         self.replica, self.incarnation, self._has_joined = None, 0, False
-        for connection in [*self._peer_connections.values(), *self._link_connections.values()]:
+        for connection in [*self.loop.peers.values(), *self._link_connections.values()]:
             self.loop.close(connection)
         if self._store is not None:
             self._store.close()
@@ -274,14 +265,14 @@ class ServerProcess:
 
     def _connection_to(self, channel: str, peer: Any) -> Connection | None:
         if channel == PEER:
-            return self._peer_connections.get(peer)
+            return self.loop.peers.get(peer)
         if channel == LINK:
             return self._link_connections.get(peer)
         assert channel == CONTROL
         return self._controller_connection if self._has_joined else None
 
     def _connect_links(self, now: float, replica: ReplicaState) -> None:
-        """Connect to the replicas of the shards that are headed here."""
+        """Connect to the other replicas of this head's shards."""
         for server in replica.links:
             if server not in self._link_connections and self._retry_at.get(server, 0.0) <= now:
                 self._retry_at[server] = now + RETRY_INTERVAL
@@ -300,5 +291,5 @@ class ServerProcess:
 
 
 def snapshot_if_ready(replica: ReplicaState, shard: int) -> list[SnapshotPart] | None:
-    """A shard for a checkpoint, if this head serves it: one that is still to be restored is empty here."""
+    """A shard for a checkpoint, if this head serves it: one that is still being restored is empty here."""
     return replica.shards.snapshot(shard) if replica.is_ready[shard] else None

@@ -69,7 +69,7 @@ def test_a_job_by_hand(served: tuple[str, Path], tmp_path: Path) -> None:
         client.flush()
         shown = server("status", *here)
         assert "s1" in shown
-        assert "4 shards, 1 replicas wished" in shown
+        assert "4 shards, 1 replicas wanted" in shown
         found = json.loads(server("status", *here, "--json"))
         assert found["workers"]["0"]["here"]
         assert found["servers"]["s1"]["heads"] == 4

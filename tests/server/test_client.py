@@ -377,7 +377,7 @@ def test_a_forked_child_has_no_client(client, table):
             client.push({table: (np.arange(2), np.ones((2, 4)))})
         except ServerError as error:
             client.close()
-            os._exit("which was forked; connect() in this one" in str(error))
+            os._exit("which was forked; connect() in this process" in str(error))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     client.push({table: (np.arange(2), np.ones((2, 4)))})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echelon.server.client.outbox import build_routes
-from echelon.server.client.requests import Pull, Push, RoutingTable, TablePull, TablePush
+from echelon.server.client.requests import Pull, Push, TablePull, TablePush
+from echelon.server.client.routing import RoutingTable
 from echelon.server.protocol.hashing import shard_of
 from echelon.server.protocol.specs import Table
 from echelon.server.protocol.wire_dtypes import quantize
@@ -17,7 +17,7 @@ TABLE = Table(name="t", dim=4)
 
 
 def roads(chains: list[tuple[str, ...]] = CHAINS) -> RoutingTable:
-    return RoutingTable.from_routes(build_routes(chains), len(chains))
+    return RoutingTable.from_chains(chains)
 
 
 @pytest.mark.parametrize("large", [1 << 20, 1000])

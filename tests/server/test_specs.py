@@ -70,7 +70,7 @@ def test_blocks_cover_a_parameter_once(spec):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Rule(kind="adamw"), "rule.kind: 'adamw' is not a rule"),
+        (lambda: Rule(kind="adamw"), "rule.kind: 'adamw'; use one of sgd"),
         (lambda: Rule(lr=float("nan")), "rule.lr: nan"),
         (lambda: Rule(lr=-1.0), "rule.lr: -1.0"),
         (lambda: Rule(beta2=1.0), "rule.beta2: 1.0"),

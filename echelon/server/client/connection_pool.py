@@ -1,6 +1,6 @@
-"""A worker's connections to all servers: frames out and in without blocking, connections that end are made again.
+"""A worker's connections to all servers, polled by one thread and reopened when they end.
 
-One thread, one `poll`. A line that ends tells its owner; what was under way over it is the owner's to send again.
+Requests that were in flight on a lost connection are returned to the owner, who sends them again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from collections.abc import Callable
 from echelon.errors import EchelonError
 from echelon.server.client.connection import Request, ServerConnection
 
-#: A dial (connecting and the handshake) that takes longer is given up and begun again.
+#: Seconds for connecting and the handshake, before a new attempt.
 DIAL_TIMEOUT = 3.0
-#: Seconds until a server is dialled again: the first time, and at most.
+#: Seconds until the next attempt: at first, and at most.
 MIN_REDIAL_DELAY, MAX_REDIAL_DELAY = 0.01, 0.25
 
 
 class ConnectionPool:
-    """All lines of a worker. `on_ready(server)` is called when one can be used, `lost(server, requests)` when one ended."""
+    """Calls `on_ready(server)` when a connection can be used, and `on_lost(server, requests)` when one ended."""
 
     def __init__(
-        self,
-        secret: bytes,
-        *,
-        on_ready: Callable[[str], None],
-        on_lost: Callable[[str, list[Request]], None],
+        self, secret: bytes, *, on_ready: Callable[[str], None], on_lost: Callable[[str, list[Request]], None]
     ) -> None:
         self._secret, self._on_ready, self._on_lost = secret, on_ready, on_lost
         self._addresses: dict[str, str] = {}
@@ -34,22 +30,21 @@ class ConnectionPool:
         self._connection_by_fd: dict[int, ServerConnection] = {}
         self._poller = select.poll()
         self._watched: tuple[int, Callable[[], None]] | None = None
-        #: Servers without a line: when to dial next; and after how long the time after that.
+        #: Servers without a connection: when to dial next, and the delay of the dial after that.
         self._dial_times: dict[str, float] = {}
         self._redial_delays: dict[str, float] = {}
         self._failed_connections: list[tuple[ServerConnection, BaseException]] = []
-        #: What came over lines that ended.
         self._closed_chunks_received = 0
-        #: Why a server could not be reached the last time.
+        #: Why a server could not be reached.
         self.last_errors: dict[str, str] = {}
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever this file has something to read."""
+        """Call `callback` whenever this file can be read."""
         self._watched = (fd, callback)
         self._poller.register(fd, select.POLLIN)
 
     def set_addresses(self, addresses: dict[str, str]) -> None:
-        """Where the servers are now: lines to others, or to other addresses, end; missing ones are dialled."""
+        """Set where the servers are: close connections to any other address, and open missing ones."""
         for server, connection in list(self._connections.items()):
             if addresses.get(server) != connection.address:
                 self._close_connection(connection, "it left the map")
@@ -64,34 +59,31 @@ class ConnectionPool:
 
     @property
     def chunks_received(self) -> int:
-        """Grows while long answers are on their way in."""
-        return self._closed_chunks_received + sum(
-            connection.chunks_received for connection in self._connections.values()
-        )
+        """A counter that grows while long replies arrive."""
+        return self._closed_chunks_received + sum(each.chunks_received for each in self._connections.values())
 
     def is_ready(self, server: str) -> bool:
-        """Whether requests can be sent to this server."""
         connection = self._connections.get(server)
         return connection is not None and connection.is_ready
 
     def send_request(self, server: str, request: Request) -> None:
-        """Send a request to a server that is up. A connection that turns out to be dead is told of in the next `poll`."""
+        """Send a request to a server that is ready. If its connection turns out to be dead, the next `poll` reports it."""
         connection = self._connections[server]
         try:
             connection.send_request(request)
-            self._poller.modify(connection.socket, connection.poll_events)
+            self._poller.modify(connection.fd, connection.poll_events)
         except OSError as error:
             self._failed_connections.append((connection, error))
 
     def abandon(self, request: Request) -> None:
-        """Take no notice of this request's answer."""
+        """Ignore the reply to this request."""
         request.abandoned = True
         connection = self._connections.get(request.server)
         if connection is not None and connection.receiving_request is request:
-            self._failed_connections.append((connection, EOFError("its answer was no longer wanted")))
+            self._failed_connections.append((connection, EOFError("its reply was abandoned")))
 
     def poll(self, timeout: float) -> None:
-        """Wait at most so long for something to happen, and handle what did."""
+        """Wait at most `timeout` seconds for events, and handle them."""
         failed, self._failed_connections = self._failed_connections, []
         for connection, error in failed:
             self._close_and_redial(connection, error)
@@ -108,7 +100,6 @@ class ConnectionPool:
             self._redial_due()
 
     def close(self) -> None:
-        """End all lines."""
         for connection in list(self._connections.values()):
             self._unregister(connection)
         self._addresses, self._dial_times = {}, {}
@@ -123,12 +114,12 @@ class ConnectionPool:
         except (OSError, EOFError, EchelonError) as error:
             self._close_and_redial(connection, error)
             return
-        except BaseException as error:  # whoever got an answer was interrupted: all that is unanswered is asked again
+        except BaseException as error:  # a reply's handler was interrupted: send all unanswered requests again
             self._failed_connections.append((connection, error))
             raise
         if self._connections.get(connection.server) is not connection:
             return
-        self._poller.modify(connection.socket, connection.poll_events)
+        self._poller.modify(connection.fd, connection.poll_events)
         if connection.is_ready and not was_ready:
             self.last_errors.pop(connection.server, None)
             self._redial_delays.pop(connection.server, None)
@@ -146,7 +137,7 @@ class ConnectionPool:
             self._redial_delays[server] = min(2 * delay, MAX_REDIAL_DELAY)
 
     def _redial_due(self) -> None:
-        """Give up dials that take too long; dial again what is due."""
+        """Give up slow dials, and dial again what is due."""
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if not connection.is_ready and now - connection.dialed_at > DIAL_TIMEOUT:
@@ -163,18 +154,17 @@ class ConnectionPool:
             self.last_errors[server] = str(error)
             self._schedule_redial(server)
             return
-        self._connections[server] = self._connection_by_fd[connection.socket.fileno()] = connection
-        self._poller.register(connection.socket, connection.poll_events)
+        self._connections[server] = self._connection_by_fd[connection.fd] = connection
+        self._poller.register(connection.fd, connection.poll_events)
 
     def _close_connection(self, connection: ServerConnection, reason: str) -> None:
         self.last_errors[connection.server] = reason
         self._unregister(connection)
-        self._on_lost(
-            connection.server, [request for request in connection.pending_requests.values() if not request.abandoned]
-        )
+        requests = [request for request in connection.pending_requests.values() if not request.abandoned]
+        self._on_lost(connection.server, requests)
 
     def _unregister(self, connection: ServerConnection) -> None:
         self._closed_chunks_received += connection.chunks_received
-        del self._connections[connection.server], self._connection_by_fd[connection.socket.fileno()]
-        self._poller.unregister(connection.socket)
+        del self._connections[connection.server], self._connection_by_fd[connection.fd]
+        self._poller.unregister(connection.fd)
         connection.close()

@@ -1,6 +1,6 @@
-"""A worker's connection to the controller: a thread that joins, keeps the lease alive, and brings every new map.
+"""A worker's connection to the controller: a thread that joins, renews the lease, and receives every new map.
 
-The data path never waits for it: while the controller is down, maps are what they were.
+The data path never waits for it: while the controller is down, the last map stays in use.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from echelon.errors import EchelonError, ServerError
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import WORKER, HandshakeAborted, SecretError, authenticate
-from echelon.server.protocol.event_loop import parse_address
+from echelon.server.protocol.connection import parse_address
 from echelon.server.protocol.shard_map import ShardMap
 
-#: Seconds between signs of life. A worker leaves the clocks after 2 s without one.
+#: Seconds. A worker leaves the clocks after 2 s without a heartbeat.
 HEARTBEAT_INTERVAL = 0.5
-#: Seconds between attempts to reach a controller that is down.
+#: Seconds between attempts to connect.
 RETRY_INTERVAL = 0.1
 
 
@@ -37,15 +37,11 @@ class _PendingRequest:
 
 
 class ControllerClient:
-    """`take_new_map()` gives the newest map since it was last asked. `notify_fd` becomes readable when there is one, or an answer."""
+    """`notify_fd` becomes readable when there is a new map, which `take_new_map()` returns, or a reply."""
 
     def __init__(self, address: str, secret: bytes, join_meta: Mapping[str, Any]) -> None:
-        self.address, self._host_and_port, self._secret, self._join_meta = (
-            address,
-            parse_address(address),
-            secret,
-            dict(join_meta),
-        )
+        self.address, self._host_and_port = address, parse_address(address)
+        self._secret, self._join_meta = secret, dict(join_meta)
         self.incarnation = 0
         self.settings: dict[str, Any] = {}
         self.specs: list[dict[str, Any]] = []
@@ -53,13 +49,11 @@ class ControllerClient:
         self.last_error = "not tried yet"
         self.notify_fd, self._notify_write_fd = os.pipe()
         self._wakeup_read_fd, self._wakeup_write_fd = os.pipe()
-        os.set_blocking(self.notify_fd, False)
-        os.set_blocking(self._notify_write_fd, False)
-        os.set_blocking(self._wakeup_read_fd, False)
+        for fd in (self.notify_fd, self._notify_write_fd, self._wakeup_read_fd):
+            os.set_blocking(fd, False)
         self._lock = threading.Lock()
-        self._map: ShardMap | None = None
+        self._new_map: ShardMap | None = None
         self._map_version = -1
-        self._has_new_map = False
         self._pending_requests: list[_PendingRequest] = []
         self._fatal_error: EchelonError | None = None
         self._closing = False
@@ -68,17 +62,17 @@ class ControllerClient:
         self._thread.start()
 
     def take_new_map(self) -> ShardMap | None:
-        """The newest map, if it came since the last call. Raises what ended the thread."""
+        """The newest map, if it arrived since the last call. Raises what ended the thread."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.notify_fd, 4096)
         if self._fatal_error is not None:
             raise self._fatal_error
         with self._lock:
-            is_new, self._has_new_map = self._has_new_map, False
-            return self._map if is_new else None
+            new_map, self._new_map = self._new_map, None
+            return new_map
 
     def send_request(self, kind: int, meta: dict[str, Any]) -> Future[wire.Frame]:
-        """A request to the controller; asked again after it was away, so it must do no harm twice. Raises what ended the thread."""
+        """Send an idempotent request: it is sent again after a reconnection. Raises what ended the thread."""
         if self._fatal_error is not None:
             raise self._fatal_error
         request = _PendingRequest(kind=kind, meta=meta, reply=Future())
@@ -88,12 +82,12 @@ class ControllerClient:
         return request.reply
 
     def cancel_request(self, reply: Future[wire.Frame]) -> None:
-        """Nobody waits for this answer any longer."""
+        """Stop waiting for this reply."""
         with self._lock:
             self._pending_requests = [request for request in self._pending_requests if request.reply is not reply]
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave the job (or only hang up) and end the thread."""
+        """Leave the job, or only disconnect, and end the thread."""
         if leave and self.connected and not self._closing:
             with contextlib.suppress(Exception):
                 self.send_request(wire.LEAVE, {}).result(timeout=1.0)
@@ -107,44 +101,35 @@ class ControllerClient:
 
     def _run(self) -> None:
         try:
-            self._reconnect_until_closed()
+            while not self._closing and self._fatal_error is None:
+                try:
+                    self._run_connection()
+                except (OSError, EOFError, EchelonError, KeyError, TypeError, ValueError) as error:
+                    self.last_error = str(error) or "the connection ended"
+                    if isinstance(error, SecretError) and not isinstance(error, HandshakeAborted):
+                        self._fatal_error = SecretError(f"controller {self.address}: {error}")
+                self.connected = False
+                if not self._closing and self._fatal_error is None:
+                    time.sleep(RETRY_INTERVAL)
         finally:
-            # By the thread that uses them: `close` does not wait for ever, and their numbers would be another file's by then.
+            self._notify()
+            # By the thread that uses them: `close` does not wait forever, and their numbers could be reused by then.
             os.close(self._notify_write_fd)
             os.close(self._wakeup_read_fd)
-
-    def _reconnect_until_closed(self) -> None:
-        while not self._closing:
-            try:
-                self._run_connection()
-            except HandshakeAborted as error:
-                self.last_error = str(error)
-            except SecretError as error:
-                self._fatal_error = SecretError(f"controller {self.address}: {error}")
-                self._notify()
-                return
-            except (OSError, EOFError, EchelonError, KeyError, TypeError, ValueError) as error:
-                self.last_error = str(error) or "the connection ended"
-            self.connected = False
-            if not self._closing:
-                time.sleep(RETRY_INTERVAL)
 
     def _run_connection(self) -> None:
         with socket.create_connection(self._host_and_port, timeout=5.0) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             authenticate(connection, self._secret, WORKER)
-            self._last_request_id = 1
-            wire.send(connection, wire.encode(wire.JOIN, 1, self._join_meta))
-            reply = wire.receive(connection)
-            while reply.request_id != 1:
-                reply = wire.receive(connection)
+            self._last_request_id = 0
+            join_id = self._send(connection, wire.JOIN, self._join_meta)
+            while (reply := wire.receive(connection)).request_id != join_id:
+                pass
             if reply.kind == wire.REFUSED:
                 self._fatal_error = ServerError(f"controller {self.address}: {reply.meta.get('message')}")
-                self._notify()
-                self._closing = True
                 return
-            self.connected, self.last_error = True, "it is connected, and does not answer"
-            # The controller gives each life of a worker a number; after a cut it goes on under the same one.
+            self.connected, self.last_error = True, "it is connected but does not reply"
+            # The controller numbers each incarnation of a worker; a reconnection keeps the number.
             self._join_meta["incarnation"] = self.incarnation = int(reply.meta["incarnation"])
             self._receive_map(reply)
             for request in self._pending_requests:
@@ -185,12 +170,10 @@ class ControllerClient:
 
     def _complete_request(self, frame: wire.Frame) -> None:
         with self._lock:
-            completed = [request for request in self._pending_requests if request.request_id == frame.request_id]
-            self._pending_requests = [
-                request for request in self._pending_requests if request.request_id != frame.request_id
-            ]
-        for request in completed:
-            request.reply.set_result(frame)
+            for request in list(self._pending_requests):
+                if request.request_id == frame.request_id:
+                    self._pending_requests.remove(request)
+                    request.reply.set_result(frame)
         self._notify()
 
     def _receive_map(self, frame: wire.Frame) -> None:
@@ -199,7 +182,7 @@ class ControllerClient:
         self.settings = frame.meta.get("settings", self.settings)
         with self._lock:
             if new_map.version > self._map_version:
-                self._map, self._map_version, self._has_new_map = new_map, new_map.version, True
+                self._new_map, self._map_version = new_map, new_map.version
         self._notify()
 
     def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker pulls and pushes, cut by route: arrays sorted once, of which each route's frame takes slices."""
+"""A worker's pulls and pushes, split by route: arrays are grouped once, and each route's frame takes slices of them."""
 
 from __future__ import annotations
 
@@ -8,84 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server.client.outbox import Route
-from echelon.server.protocol.grouped_ids import GroupedIds, group_by_route
-from echelon.server.protocol.hashing import block_shards, shard_of
+from echelon.server.client.routing import NO_ROUTE, Route, RoutingTable
+from echelon.server.protocol.grouped_ids import GroupedIds
 from echelon.server.protocol.specs import BLOCK_SIZE, Dense, Table
 from echelon.server.protocol.wire import ChunkedArray
 from echelon.server.protocol.wire_dtypes import dequantize
 
-#: Which rows of a parcel: a slice where a route's lie together, else their numbers.
+#: Which rows of a table: a slice if a route's lie together, else their numbers.
 RowIndex = slice | np.ndarray
-#: In place of a route's number: the shard has no living replica.
-NO_ROUTE = 65535
-#: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
+#: Where to receive an array; None: in a new one.
+Destination = np.ndarray | ChunkedArray | None
+#: Bytes of rows in one frame at most: frames have a limit (wire.MAX_FRAME_BYTES), and a server sends them one at a time.
 MAX_ROWS_BYTES = 64 << 20
-_EMPTY_MASK = np.zeros(0, bool)
 _NO_SHARDS = np.empty(0, np.uint16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingTable:
-    """The routes of one map, by shard; NOWHERE for shards on none.
-
-    `numbered_routes`: all routes with their numbers, and, if some shards are on none, NOWHERE and None. `route_numbers`: a route's, by its id.
-    """
-
-    routes: tuple[Route, ...]
-    route_of_shard: np.ndarray
-    numbered_routes: tuple[tuple[int, Route | None], ...]
-    route_numbers: Mapping[int, int]
-
-    @classmethod
-    def from_routes(cls, routes: Sequence[Route], num_shards: int) -> RoutingTable:
-        """Which of these routes each of so many shards is on."""
-        route_of_shard = np.full(num_shards, NO_ROUTE, np.uint16)
-        for number, route in enumerate(routes):
-            route_of_shard[route.shards] = number
-        unrouted = [(NO_ROUTE, None)] if (route_of_shard == NO_ROUTE).any() else []
-        return cls(
-            routes=tuple(routes),
-            route_of_shard=route_of_shard,
-            numbered_routes=(*enumerate(routes), *unrouted),
-            route_numbers={id(route): number for number, route in enumerate(routes)},
-        )
-
-    @property
-    def num_shards(self) -> int:
-        """How many there are."""
-        return len(self.route_of_shard)
-
-    def group_ids(self, ids: np.ndarray) -> GroupedIds:
-        """Each id once, by route."""
-        return group_by_route(ids, self.route_of_shard, len(self.routes))
-
-    def split_by_route(self, shards: np.ndarray) -> Iterator[tuple[Route | None, np.ndarray]]:
-        """Places in `shards` by the route of the shard; None: they are on no route."""
-        route_numbers = self.route_of_shard[shards]
-        for number in np.unique(route_numbers):
-            yield (self.routes[number] if number != NO_ROUTE else None), np.flatnonzero(route_numbers == number)
 
 
 @dataclass(slots=True, eq=False)
 class TablePush:
-    """A table's part of a push: each id once, gradients added up, by the routes of the map at that time."""
+    """A table's part of a push: distinct ids by route, and their summed gradients."""
 
     spec: Table
     grouped_ids: GroupedIds
     values: np.ndarray
-    _id_shards: np.ndarray | None = None
 
     def select(self, route_number: int | None, shard_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and gradients of a route by its number, or of the shards in `shard_mask`."""
-        ids = self.grouped_ids.ids
+        """Ids and gradients of a route, or of the shards in `shard_mask` if it is None."""
+        rows: RowIndex
         if route_number is not None:
-            rows: RowIndex = self.grouped_ids.route_slice(route_number)
+            rows = self.grouped_ids.route_slice(route_number)
         else:
-            if self._id_shards is None:
-                self._id_shards = shard_of(ids, len(shard_mask))
-            rows = np.flatnonzero(shard_mask[self._id_shards])
-        return ids[rows], self.values[rows]
+            rows = np.flatnonzero(shard_mask[self.grouped_ids.shards(len(shard_mask))])
+        return self.grouped_ids.ids[rows], self.values[rows]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,20 +50,20 @@ class DensePush:
     block_shards: np.ndarray
 
     def select(self, shard_mask: np.ndarray) -> list[np.ndarray]:
-        """The blocks of the shards in `shard_mask`, and each block's gradient."""
+        """The numbers of the blocks in `shard_mask`, and each block's gradient."""
         blocks = np.flatnonzero(shard_mask[self.block_shards])
         return [blocks, *(self.values[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] for block in blocks)]
 
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """A push as a worker made it."""
+    """One call of `push` or `assign`."""
 
     routing_table: RoutingTable
     meta: dict[str, Any]
     tables: list[TablePush]
     dense: list[DensePush]
-    #: Values are to be set, not gradients to be applied.
+    #: Set the values instead of applying gradients.
     is_assignment: bool = False
 
     @property
@@ -119,15 +72,13 @@ class Push:
         table_bytes = sum(part.values.nbytes + part.grouped_ids.ids.nbytes for part in self.tables)
         return table_bytes + sum(part.values.nbytes for part in self.dense)
 
-    def _shard_mask(self, shards: np.ndarray) -> np.ndarray:
-        mask = np.zeros(self.routing_table.num_shards, bool)
-        mask[shards] = True
-        return mask
-
     def build_frame(self, route: Route, shards: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-        """The ops of a frame for these shards, and its arrays."""
-        route_number = self.routing_table.route_numbers.get(id(route)) if len(shards) == len(route.shards) else None
-        shard_mask = self._shard_mask(shards) if route_number is None or self.dense else _EMPTY_MASK
+        """The ops and arrays of a frame for these shards of a route."""
+        is_whole_route = len(shards) == len(route.shards) and self.routing_table.has_route(route)
+        route_number = route.number if is_whole_route else None
+        shard_mask = np.zeros(self.routing_table.num_shards if self.dense or not is_whole_route else 0, bool)
+        if len(shard_mask):
+            shard_mask[shards] = True
         ops: list[dict[str, Any]] = []
         arrays = [shards]
         for table_push in self.tables:
@@ -145,36 +96,25 @@ class Push:
 
 @dataclass(slots=True, eq=False)
 class TablePull:
-    """A table's part of a pull: each id once, by route, and the rows as they come in."""
+    """A table's part of a pull: distinct ids by route, and their rows."""
 
     spec: Table
     wire_dtype: str
     grouped_ids: GroupedIds
     rows: np.ndarray
-    _id_shards: np.ndarray | None = None
-
-    def id_shards(self, num_shards: int) -> np.ndarray:
-        """The shard of each id."""
-        if self._id_shards is None:
-            self._id_shards = shard_of(self.grouped_ids.ids, num_shards)
-        return self._id_shards
 
     @property
     def can_receive_in_place(self) -> bool:
-        """Whether rows arrive as they are wanted, so that they can be received in place."""
+        """Whether rows arrive in the dtype of the table."""
         return self.wire_dtype == self.spec.dtype
 
     def store_rows(self, index: RowIndex, rows: np.ndarray) -> None:
-        """Rows that came in. All of them at once stay where they lie: that may be memory that the server wrote."""
-        destination = self.rows
-        if (
-            isinstance(index, slice)
-            and index == slice(0, len(destination))
-            and (rows.shape, rows.dtype) == (destination.shape, destination.dtype)
-        ):
+        """Store received rows. An array of all rows is kept as it is: it may be shared memory that the server wrote."""
+        is_all = isinstance(index, slice) and index == slice(0, len(self.rows))
+        if is_all and (rows.shape, rows.dtype) == (self.rows.shape, self.rows.dtype):
             self.rows = rows
         else:
-            destination[index] = rows
+            self.rows[index] = rows
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +126,7 @@ class DensePull:
     block_shards: np.ndarray
 
     def block_destinations(self, blocks: np.ndarray) -> ChunkedArray:
-        """Where these blocks go: neighbours together."""
+        """Where to receive these blocks: adjacent ones as one array."""
         run_ends = np.flatnonzero(np.diff(blocks, append=-1) != 1)
         first_blocks, last_blocks = blocks[np.concatenate(([0], run_ends[:-1] + 1))], blocks[run_ends]
         runs = zip(first_blocks.tolist(), last_blocks.tolist(), strict=True)
@@ -195,29 +135,25 @@ class DensePull:
 
 @dataclass(slots=True, eq=False)
 class PullPart:
-    """What one frame of a pull asks for."""
+    """One frame of a pull."""
 
     pull: Pull
     shards: np.ndarray
     tables: list[tuple[TablePull, RowIndex]]
     dense: list[tuple[DensePull, np.ndarray]]
-    #: Where the answer's arrays were received, by their place in it.
-    _destinations: list[np.ndarray | ChunkedArray | None] = field(default_factory=list)
+    #: Where the arrays of the reply were received.
+    _destinations: list[Destination] = field(default_factory=list)
 
     def build_frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-        """Its ops and arrays."""
-        ops: list[dict[str, Any]] = [
-            {"table": pulled.spec.name, "wire": pulled.wire_dtype} for pulled, _ in self.tables
-        ]
-        ops += [{"dense": pulled.spec.name} for pulled, _ in self.dense]
-        arrays = [pulled.grouped_ids.ids[rows] for pulled, rows in self.tables] + [blocks for _, blocks in self.dense]
+        """The ops and arrays of its frame."""
+        ops: list[dict[str, Any]] = [{"table": table.spec.name, "wire": table.wire_dtype} for table, _ in self.tables]
+        ops += [{"dense": dense.spec.name} for dense, _ in self.dense]
+        arrays = [table.grouped_ids.ids[rows] for table, rows in self.tables] + [blocks for _, blocks in self.dense]
         return ops, [self.shards, *arrays]
 
-    def choose_destinations(
-        self, meta: Mapping[str, Any], layouts: Sequence[Any]
-    ) -> list[np.ndarray | ChunkedArray | None]:
-        """Where the arrays of the answer go; None: into an array of their own first."""
-        destinations: list[np.ndarray | ChunkedArray | None] = []
+    def choose_destinations(self, meta: Mapping[str, Any], layouts: Sequence[Any]) -> list[Destination]:
+        """Where to receive the arrays of the reply."""
+        destinations: list[Destination] = []
         for table, rows in self.tables:
             destinations.append(table.rows[rows] if table.can_receive_in_place and isinstance(rows, slice) else None)
             if table.wire_dtype in ("i2", "i1"):
@@ -225,24 +161,22 @@ class PullPart:
         for dense, blocks in self.dense:
             destinations.append(dense.block_destinations(blocks))
         fits = len(destinations) == len(layouts) and all(
-            destination is None or (destination.dtype == dtype and destination.shape == shape)
-            for destination, (dtype, shape) in zip(destinations, layouts, strict=True)
+            array is None or (array.dtype, array.shape) == layout
+            for array, layout in zip(destinations, layouts, strict=True)
         )
         self._destinations = destinations if fits else [None] * len(layouts)
         return self._destinations
 
     def store_reply(self, arrays: Sequence[Any]) -> None:
-        """The answer is here: put what is not in its place there."""
+        """Store the arrays of the reply that were not received in place."""
         destinations = self._destinations if len(self._destinations) == len(arrays) else [None] * len(arrays)
         received = iter(zip(arrays, destinations, strict=True))
         for table, rows in self.tables:
             array, destination = next(received)
             scales = [next(received)[0]] if table.wire_dtype in ("i2", "i1") else []
-            if array is destination:
-                continue
-            table.store_rows(
-                rows, array if table.can_receive_in_place else dequantize([array, *scales], table.spec.dtype)
-            )
+            if array is not destination:
+                is_final = table.can_receive_in_place
+                table.store_rows(rows, array if is_final else dequantize([array, *scales], table.spec.dtype))
         for dense, blocks in self.dense:
             array, destination = next(received)
             if array is not destination:
@@ -252,28 +186,26 @@ class PullPart:
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """Everything that one call pulls. `pending_parts` counts the parts that are not here."""
+    """One call of `pull`. `pending_parts`: how many parts have no reply."""
 
     step: int
     staleness: int | None
     tables: dict[str, TablePull] = field(default_factory=dict)
     dense: dict[str, DensePull] = field(default_factory=dict)
     pending_parts: int = 0
-    #: What a server refused of it.
+    #: Why a server refused a part.
     error: Exception | None = None
 
     def split_by_route(self, routing_table: RoutingTable) -> list[tuple[Route | None, PullPart]]:
-        """Cut by route, the first time: rows lie together, and a route's frame covers all of it. Large answers come in several."""
+        """Split a new pull by route, and large replies into several parts: each route's rows lie together."""
         parts: list[tuple[Route | None, PullPart]] = []
         for route_number, route in routing_table.numbered_routes:
             remaining_bytes = 0
             for pulled, rows, nbytes in self._bounded_ranges(routing_table, route_number):
                 if nbytes > remaining_bytes:
-                    part, remaining_bytes = (
-                        PullPart(self, route.shards if route else _NO_SHARDS, [], []),
-                        MAX_ROWS_BYTES,
-                    )
+                    part = PullPart(self, route.shards if route else _NO_SHARDS, [], [])
                     parts.append((route, part))
+                    remaining_bytes = MAX_ROWS_BYTES
                 remaining_bytes -= nbytes
                 if isinstance(pulled, TablePull):
                     part.tables.append((pulled, rows))
@@ -282,48 +214,41 @@ class Pull:
                     part.dense.append((pulled, rows))
         return parts
 
-    def _bounded_ranges(
-        self, routing_table: RoutingTable, route_number: int
-    ) -> Iterator[tuple[TablePull | DensePull, RowIndex, int]]:
-        """A route's share, in pieces of at most LARGE bytes."""
-        for table in self.tables.values():
-            rows, row_bytes = table.grouped_ids.route_slice(route_number), max(1, table.rows.itemsize * table.spec.dim)
+    def _bounded_ranges(self, routing: RoutingTable, number: int) -> Iterator[_Range]:
+        """A route's rows and blocks, and the bytes of each range."""
+        for pulled in self.tables.values():
+            rows, row_bytes = pulled.grouped_ids.route_slice(number), max(1, pulled.rows.itemsize * pulled.spec.dim)
             count = max(1, MAX_ROWS_BYTES // row_bytes)
             for first in range(rows.start, rows.stop, count):
                 end = min(rows.stop, first + count)
-                yield table, slice(first, end), (end - first) * row_bytes
+                yield pulled, slice(first, end), (end - first) * row_bytes
         for dense in self.dense.values():
-            blocks = np.flatnonzero(routing_table.route_of_shard[dense.block_shards] == route_number)
-            count = max(1, MAX_ROWS_BYTES // (BLOCK_SIZE * dense.values.itemsize))
+            blocks = np.flatnonzero(routing.route_of_shard[dense.block_shards] == number)
+            block_bytes = BLOCK_SIZE * dense.values.itemsize
+            count = max(1, MAX_ROWS_BYTES // block_bytes)
             for first in range(0, len(blocks), count):
-                block_range = blocks[first : first + count]
-                yield dense, block_range, len(block_range) * BLOCK_SIZE * dense.values.itemsize
+                yield dense, blocks[first : first + count], len(blocks[first : first + count]) * block_bytes
 
     def reroute_part(self, part: PullPart, routing_table: RoutingTable) -> Iterator[tuple[Route | None, PullPart]]:
-        """Cut a part by the routes of another map."""
+        """Split a part by the routes of another map."""
         parts: dict[int, PullPart] = {}
-        routes: dict[int, Route | None] = {}
+        shards: dict[int, list[np.ndarray]] = {}
 
-        def part_of(route: Route | None) -> PullPart:
-            routes[id(route)] = route
-            return parts.setdefault(id(route), PullPart(self, np.empty(0, np.uint16), [], []))
+        def split(item_shards: np.ndarray) -> Iterator[tuple[PullPart, np.ndarray]]:
+            for number, positions in routing_table.split_by_route(item_shards):
+                shards.setdefault(number, []).append(item_shards[positions])
+                yield parts.setdefault(number, PullPart(self, _NO_SHARDS, [], [])), positions
 
         for table, rows in part.tables:
             row_numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-            for route, positions in routing_table.split_by_route(
-                table.id_shards(routing_table.num_shards)[row_numbers]
-            ):
-                part_of(route).tables.append((table, row_numbers[positions]))
+            for new_part, positions in split(table.grouped_ids.shards(routing_table.num_shards)[row_numbers]):
+                new_part.tables.append((table, row_numbers[positions]))
         for dense, blocks in part.dense:
-            for route, positions in routing_table.split_by_route(dense.block_shards[blocks]):
-                part_of(route).dense.append((dense, blocks[positions]))
-        for route_id, new_part in parts.items():
-            shards = [table.id_shards(routing_table.num_shards)[rows] for table, rows in new_part.tables]
-            shards += [dense.block_shards[blocks] for dense, blocks in new_part.dense]
-            new_part.shards = np.unique(np.concatenate(shards)).astype(np.uint16)
-            yield routes[route_id], new_part
+            for new_part, positions in split(dense.block_shards[blocks]):
+                new_part.dense.append((dense, blocks[positions]))
+        for number, new_part in parts.items():
+            new_part.shards = np.unique(np.concatenate(shards[number])).astype(np.uint16)
+            yield (routing_table.routes[number] if number != NO_ROUTE else None), new_part
 
 
-def shards_of_blocks(spec: Dense, num_shards: int) -> np.ndarray:
-    """The shard of each block."""
-    return block_shards(spec, num_shards)
+_Range = tuple[TablePull | DensePull, RowIndex, int]

@@ -1,11 +1,11 @@
-"""The compiled inner loops of a server's store: index, rows, rules, first values, narrow numbers.
+"""The compiled inner loops of a server's store: hash index, rows, update rules, initial values, quantization.
 
-All njit code is in this folder: what is kept of it is renewed by a change of any of its files (`jit_cache`). Nothing here depends on the
-machine's libm, on fused multiply-adds or on the order in which a vector unit would add: replicas on unlike machines stay byte-equal.
-Sums over a row are in eight lanes, in this order everywhere.
+All njit code is in this folder: a change of any file invalidates the whole cache (`jit_cache`). Nothing here depends on the machine's
+libm, on fused multiply-adds or on the order of a vector unit's sums, so that replicas on different machines stay byte-equal: sums
+over a row always take eight lanes, in the same order.
 
-A row is `words` 64-bit words: id, lsn, then weights, scale and state where the layout says. The same memory is passed as several views:
-`int64_view` int64, `float_view` the arithmetic's float, `float32_view` float32, `int16_view` int16, `int8_view` int8. Row 0 is scratch.
+A row is `words` 64-bit words: id, lsn, then weights, scale and state as the layout says. The same memory is passed as several views:
+`int64_view`, `float_view` (the dtype of the arithmetic), `float32_view`, `int16_view` and `int8_view`. Row 0 is scratch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from __future__ import annotations
 from echelon.errors import EchelonError
 
 try:
-    import numba as _numba  # noqa: F401 (whether it is there)
+    import numba as _numba  # noqa: F401 (checked before the kernels import it)
 except ImportError as error:
-    raise EchelonError(
-        "echelon.server: the parameter server's loops are compiled by numba, which is not installed; "
-        "pip install 'echelon[server]'"
-    ) from error
+    raise EchelonError("the parameter server needs numba; pip install 'echelon[server]'") from error
 
 from echelon.server.kernels.constants import F2, F4, I1, I2, LR, NATIVE, STATE_INIT
 from echelon.server.kernels.hash_index import (
@@ -40,34 +37,8 @@ from echelon.server.kernels.unique_ids import all_unique, gather_rows, group_ids
 from echelon.server.kernels.update_rules import lamb_block_direction, update_block
 
 __all__ = [
-    "LOOKUP_BATCH",
-    "F2",
-    "F4",
-    "STATE_INIT",
-    "I1",
-    "I2",
-    "LR",
-    "NATIVE",
-    "segment_sum",
-    "write_rows",
-    "read_column",
-    "insert_rows",
-    "copy_rows",
-    "lamb_block_direction",
-    "update_block",
-    "find_rows",
-    "group_ids",
-    "init_row",
-    "mix64",
-    "rehash_slots",
-    "quantize_rows",
-    "normal_quantile",
-    "read_rows",
-    "remove_rows",
-    "gather_rows",
-    "all_unique",
-    "update_rows",
-    "list_rows",
-    "dequantize_rows",
-    "list_written_rows",
-]
+    "F2", "F4", "I1", "I2", "LOOKUP_BATCH", "LR", "NATIVE", "STATE_INIT",
+    "all_unique", "copy_rows", "dequantize_rows", "find_rows", "gather_rows", "group_ids", "init_row", "insert_rows",
+    "lamb_block_direction", "list_rows", "list_written_rows", "mix64", "normal_quantile", "quantize_rows", "read_column",
+    "read_rows", "rehash_slots", "remove_rows", "segment_sum", "update_block", "update_rows", "write_rows",
+]  # fmt: skip

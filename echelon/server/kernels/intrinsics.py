@@ -1,4 +1,4 @@
-"""What numba has no words for: asking the cache for a line, views that are not counted, sums in eight lanes, bits of floats; the hash of ids."""
+"""What numba cannot express: prefetches, views without reference counts, sums in eight lanes, bits of floats; and the hash of ids."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.jit_cache import inlined
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _intrinsic: Any = intrinsic
 
-_inlined = cached_njit(forceinline=True)
-
 
 @_intrinsic
 def prefetch_line(typing, array, index):
-    """Asks the cache for the line of array[index], which is not waited for."""
+    """Prefetch the cache line of array[index]."""
 
     def build(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -39,7 +37,7 @@ def prefetch_line(typing, array, index):
 
 @_intrinsic
 def borrow(typing, array):
-    """The array without its owner: slices of it are not counted, which for a row would cost more than its arithmetic."""
+    """The array without its owner: its slices have no reference counts, which would cost more than a row's arithmetic."""
 
     def build(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -52,19 +50,14 @@ def borrow(typing, array):
 
 @_intrinsic
 def copy_elements(typing, target, target_start, source, source_start, count):
-    """`count` elements from source[start] to to[at], by the machine's best loop."""
+    """Copy `count` elements, as memcpy does."""
 
     def build(context, builder, signature, args):
         target_array = context.make_array(signature.args[0])(context, builder, args[0])
         source_array = context.make_array(signature.args[2])(context, builder, args[2])
-        item_size = signature.args[0].dtype.bitwidth // 8
-        cgutils.raw_memcpy(
-            builder,
-            builder.gep(target_array.data, [args[1]]),
-            builder.gep(source_array.data, [args[3]]),
-            args[4],
-            item_size,
-        )
+        target_pointer = builder.gep(target_array.data, [args[1]])
+        source_pointer = builder.gep(source_array.data, [args[3]])
+        cgutils.raw_memcpy(builder, target_pointer, source_pointer, args[4], signature.args[0].dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(target, types.int64, source, types.int64, types.int64), build
@@ -72,7 +65,7 @@ def copy_elements(typing, target, target_start, source, source_start, count):
 
 @_intrinsic
 def sum_squares_by_eight(typing, array, count):
-    """The sum of squares of the first 8 * count elements: lane j adds each eighth element from j on, then lanes pair up."""
+    """The sum of squares of the first 8 * count elements: lane j adds every eighth element from j on, then lanes are added in pairs."""
 
     def build(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -82,15 +75,18 @@ def sum_squares_by_eight(typing, array, count):
             address = builder.gep(view.data, [builder.mul(loop.index, ir.IntType(64)(8))])
             x = builder.load(builder.bitcast(address, lanes.as_pointer()), align=4)
             builder.store(builder.fadd(builder.load(total), builder.fmul(x, x)), total)
-        x = builder.load(total)
-        lane_sums = [builder.extract_element(x, ir.IntType(32)(j)) for j in range(8)]
-        while len(lane_sums) > 1:
-            lane_sums = [
-                builder.fadd(lane_sums[j], lane_sums[j + len(lane_sums) // 2]) for j in range(len(lane_sums) // 2)
-            ]
-        return lane_sums[0]
+        return _reduce_lanes(builder, builder.load(total), builder.fadd)
 
     return array.dtype(array, types.int64), build
+
+
+def _reduce_lanes(builder, vector, combine):
+    """Combine eight lanes pairwise: 0 with 4, 1 with 5, ..., then their results."""
+    lanes = [builder.extract_element(vector, ir.IntType(32)(j)) for j in range(8)]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [combine(lanes[j], lanes[j + half]) for j in range(half)]
+    return lanes[0]
 
 
 def _load_eight_floats(context, builder, array_type, view, index):
@@ -103,30 +99,28 @@ def _load_eight_floats(context, builder, array_type, view, index):
 
 @_intrinsic
 def max_abs_bits(typing, array, count):
-    """The largest magnitude of the first 8 * count elements, as float32's bits: what is not finite is the largest."""
+    """The largest magnitude of the first 8 * count elements, as the bits of a float32: non-finite values compare largest."""
 
     def build(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
+
+        def larger(x, y):
+            return builder.select(builder.icmp_unsigned(">", x, y), x, y)
+
         lanes = ir.VectorType(ir.IntType(32), 8)
         largest = cgutils.alloca_once_value(builder, ir.Constant(lanes, None))
         mask = ir.Constant(lanes, [0x7FFFFFFF] * 8)
         with cgutils.for_range(builder, args[1]) as loop:
             x = builder.bitcast(_load_eight_floats(context, builder, signature.args[0], view, loop.index), lanes)
-            x, previous = builder.and_(x, mask), builder.load(largest)
-            builder.store(builder.select(builder.icmp_unsigned(">", x, previous), x, previous), largest)
-        x = builder.load(largest)
-        lane_maxima = [builder.extract_element(x, ir.IntType(32)(j)) for j in range(8)]
-        while len(lane_maxima) > 1:
-            pairs = [(lane_maxima[j], lane_maxima[j + len(lane_maxima) // 2]) for j in range(len(lane_maxima) // 2)]
-            lane_maxima = [builder.select(builder.icmp_unsigned(">", b, c), b, c) for b, c in pairs]
-        return lane_maxima[0]
+            builder.store(larger(builder.and_(x, mask), builder.load(largest)), largest)
+        return _reduce_lanes(builder, builder.load(largest), larger)
 
     return types.uint32(array, types.int64), build
 
 
 @_intrinsic
 def round_stochastically(typing, values, inverse_scale, draws, out, count):
-    """floor(values * rate + draw) of the first 8 * count elements; a draw of 16 bits stands for the middle of its interval."""
+    """floor(values * inverse_scale + draw) of the first 8 * count elements; a 16-bit draw is the middle of its interval."""
 
     def build(context, builder, signature, args):
         values_type, _, draws_type, out_type, _ = signature.args
@@ -175,16 +169,16 @@ def bits_to_float(typing, bits):
     return types.float32(types.uint32), build
 
 
-@_inlined
+@inlined
 def mix64(x):
     x = (x ^ (x >> np.uint64(30))) * _MIX_MULTIPLIER_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_MULTIPLIER_2
     return x ^ (x >> np.uint64(31))
 
 
-@_inlined
+@inlined
 def integer_power(base, exponent):
-    """base ** times, the same on every machine."""
+    """base ** exponent, the same on every machine."""
     result = 1.0
     while exponent > 0:
         if exponent & 1:

@@ -1,6 +1,6 @@
-"""How the server's loops are compiled: by numba, when first called, and kept for all checkouts of one user.
+"""Compile the kernels with numba when they are first called, and cache them for all checkouts of one user.
 
-numba itself keeps what it compiled beside the file, so that every fresh clone would compile for a minute.
+numba's own cache lies in the source folder, so every fresh clone would compile for a minute.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from numba.core import caching, event
 
 @lru_cache
 def hash_sources(folder: Path) -> str:
-    """What all files of a folder say: a function is compiled together with those that it calls, which lie in others."""
+    """A hash of all sources in a folder: a kernel is compiled together with those that it calls in other files."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
 
 
 class _SourceHashLocator:
-    """Of one of numba's places: what is kept there is good while no file beside the function's has changed."""
+    """Invalidates the cache when any file in the function's folder changes."""
 
     _py_file: str
 
     def get_source_stamp(self) -> str:
-        """Whether what is kept is of this source."""
         return hash_sources(Path(self._py_file).parent)
 
 
 class _SharedCacheLocator(_SourceHashLocator, caching.UserWideCacheLocator):
-    """The user's cache folder, by what the files say and not by where they lie."""
+    """The user's cache folder, by content instead of path."""
 
     def __init__(self, function: Any, file: str) -> None:
         super().__init__(function, file)
@@ -42,10 +41,10 @@ class _SharedCacheLocator(_SourceHashLocator, caching.UserWideCacheLocator):
 
 
 class _CacheImpl(caching.CompileResultCacheImpl):
-    """First where the user says (NUMBA_CACHE_DIR), then shared, then where numba would."""
+    """Try NUMBA_CACHE_DIR, then the shared folder, then numba's own choices."""
 
     _locator_classes: list[Any] = [  # noqa: RUF012 (numba's own name and kind)
-        type("_Given", (_SourceHashLocator, caching.UserProvidedCacheLocator), {}),
+        type("_UserProvided", (_SourceHashLocator, caching.UserProvidedCacheLocator), {}),
         _SharedCacheLocator,
         *(
             type(f"_{locator.__name__}", (_SourceHashLocator, locator), {})
@@ -60,26 +59,29 @@ class _KernelCache(caching.FunctionCache):
 
 
 def cached_njit(**options: Any) -> Callable[[Any], Any]:
-    """A decorator: compiled when first called, kept where that is possible."""
+    """A decorator that compiles a function on its first call, and caches it if a folder is writable."""
 
     def decorate(function: Any) -> Any:
         compiled = njit(nogil=True, error_model="numpy", **options)(function)
-        with suppress(RuntimeError):  # no folder that can be written to: compiled anew by each process
+        with suppress(RuntimeError):  # no writable folder: each process compiles
             compiled._cache = _KernelCache(function)
         return compiled
 
     return decorate
 
 
+compiled, inlined = cached_njit(), cached_njit(forceinline=True)
+
+
 def cache_folder(function: Any) -> Path | None:
-    """The folder in which a compiled function is kept."""
+    """The folder in which a compiled function is cached."""
     path = getattr(function._cache, "cache_path", None)
     return None if path is None else Path(path)
 
 
 @contextmanager
 def watch_compilation(callback: Callable[[], None]) -> Iterator[None]:
-    """`callback` is called whenever this thread begins or has done one function's compilation."""
+    """Call `callback` whenever this thread starts or finishes compiling a function."""
     thread_id = threading.get_ident()
 
     class CompileListener(event.Listener):

@@ -1,4 +1,4 @@
-"""Updates that rows missed, made up for: see `store.lazy_updates`."""
+"""Apply the updates that rows missed: see `store.lazy_updates`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,32 @@ import math
 import numpy as np
 
 from echelon.server.kernels.intrinsics import integer_power
-from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.jit_cache import compiled, inlined
 
-#: How missed updates are made up for.
+#: How missed updates are applied.
 LINEAR, ADAM, ADAM_COUPLED, ADAGRAD = range(4)
-#: Places among a rule's numbers.
+#: Indices into a rule's numbers.
 METHOD, MU, GRAD_WEIGHT, NESTEROV, DECAY, B1, B2, EPS, STATE_INIT = range(9)
-#: Places among a layout's.
+#: Indices into a layout.
 WORDS, DIM, WEIGHT_OFFSET, STATE_OFFSET, STATE_SIZE = range(5)
-#: Updates whose product is kept; those of twice, four times, ... as many above them.
+#: Updates per leaf of the product tree; each node above has the product of its two children.
 UPDATES_PER_LEAF = 16
-#: Updates after which it is looked whether the rest of Adam's is below rounding.
+#: Updates between checks whether the rest of Adam's sum is below rounding.
 _CONVERGENCE_INTERVAL = 16
 _CACHED_PRODUCTS = 256
 
-_compiled = cached_njit()
-_inlined = cached_njit(forceinline=True)
 
-
-@_inlined
+@inlined
 def _compose(late, early):
-    """The product of two by two numbers: `early` comes first."""
+    """The product of two 2x2 matrices: `early` is applied first."""
     a, b, c, d = late
     e, f, g, h = early
     return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
 
 
-@_inlined
+@inlined
 def _update_matrix(rule_numbers, t, rate):
-    """What update t (from 0) makes of a row's weight and momentum where the gradient is zero."""
+    """The matrix of update t (from 0) on a row's weight and momentum where the gradient is zero."""
     decay = rule_numbers[DECAY]
     if rule_numbers[METHOD] != LINEAR:
         return 1.0 - rate * decay, 0.0, 0.0, 1.0
@@ -47,14 +44,19 @@ def _update_matrix(rule_numbers, t, rate):
     return 1.0 - rate * momentum_gain, -rate * mu, momentum_gain, mu
 
 
-@_inlined
-def _load_node(product_tree, i):
-    return product_tree[i, 0], product_tree[i, 1], product_tree[i, 2], product_tree[i, 3]
+@inlined
+def _load_node(products, i):
+    return products[i, 0], products[i, 1], products[i, 2], products[i, 3]
 
 
-@_compiled
+@inlined
+def _store_node(products, i, product):
+    products[i, 0], products[i, 1], products[i, 2], products[i, 3] = product
+
+
+@compiled
 def extend_products(rule_numbers, rates, adam_terms, product_tree, first, last):
-    """What is kept of the updates first .. last - 1, whose rates are there."""
+    """Extend the product tree and Adam's terms by the updates first .. last - 1."""
     leaves = product_tree.shape[0] // 2
     for t in range(first, last):
         if adam_terms.shape[0]:
@@ -67,14 +69,14 @@ def extend_products(rule_numbers, rates, adam_terms, product_tree, first, last):
                 product = _compose(_update_matrix(rule_numbers, s, rates[s]), product)
             i = leaves + t // UPDATES_PER_LEAF
             while True:
-                product_tree[i, 0], product_tree[i, 1], product_tree[i, 2], product_tree[i, 3] = product
+                _store_node(product_tree, i, product)
                 if i & 1 == 0:
                     break
                 product = _compose(product, _load_node(product_tree, i - 1))
                 i >>= 1
 
 
-@_compiled
+@compiled
 def _range_product(rule_numbers, rates, product_tree, t, last):
     """The product of the updates t .. last - 1."""
     product = 1.0, 0.0, 0.0, 1.0
@@ -102,12 +104,12 @@ def _range_product(rule_numbers, rates, product_tree, t, last):
     return product
 
 
-@_inlined
+@inlined
 def _sum_adam_updates(
     rule_numbers, adam_terms, rates, max_rate, min_decay_factor, t, update_count, m, root_v, weight_delta, cast
 ):
-    """The sum of what Adam's averages `m` and the roots `root_v` of the others add to the weights in updates t .. now - 1, into `weight_delta`, to be
-    multiplied by m; up to which update: the rest is below rounding.
+    """Sum what the updates t .. update_count - 1 of Adam add to the weights, divided by `m`, into `weight_delta`; `root_v`: the roots of
+    the second moments. Returns the update from which on the rest is below rounding.
 
     Each term is at most `shrink` times the one before it, but for its rate, which is at most `max_rate`.
     """
@@ -121,12 +123,8 @@ def _sum_adam_updates(
     while t < update_count:
         m_decay *= b1
         root_v_decay *= root
-        cast[0], cast[1], cast[2], cast[3] = (
-            adam_terms[t, 0] * m_decay,
-            root_v_decay,
-            adam_terms[t, 1],
-            1.0 - rates[t] * decay,
-        )
+        cast[0], cast[1], cast[2] = adam_terms[t, 0] * m_decay, root_v_decay, adam_terms[t, 1]
+        cast[3] = 1.0 - rates[t] * decay
         rate, root_factor, eps, keep = cast[0], cast[1], cast[2], cast[3]
         for j in range(n):
             weight_delta[j] = weight_delta[j] * keep + rate / (root_v[j] * root_factor + eps)
@@ -135,43 +133,22 @@ def _sum_adam_updates(
             next_check += _CONVERGENCE_INTERVAL
             cast[0] = tail_bound * m_decay
             tail = cast[0]
-            converged = True
             for j in range(n):
                 if m[j] != 0 and not tail / (root_v[j] * root_factor + eps) <= tolerance * abs(weight_delta[j]):
-                    converged = False
                     break
-            if converged:
+            else:
                 break
     return t
 
 
-@_compiled
+@compiled
 def apply_missed_updates(
-    rule_numbers,
-    rates,
-    adam_terms,
-    product_tree,
-    max_rate,
-    min_decay_factor,
-    update_count,
-    layout,
-    row_numbers,
-    int64_view,
-    float_view,
-    out,
-    scratch,
-    cast,
-    stored_update_count,
-):
-    """Rows as they are after `update_count` updates: into `out`, which has their weights as they lie, and of absent rows (0) the first ones; or,
-    with `stored_update_count` >= 0, into the rows themselves, which get that mark."""
-    words, dim, weight_offset, state_offset, state_size = (
-        layout[WORDS],
-        layout[DIM],
-        layout[WEIGHT_OFFSET],
-        layout[STATE_OFFSET],
-        layout[STATE_SIZE],
-    )
+    rule_numbers, rates, adam_terms, product_tree, max_rate, min_decay_factor, update_count, layout, row_numbers, int64_view,
+    float_view, out, scratch, cast, stored_update_count,
+):  # fmt: skip
+    """Rows as they are after `update_count` updates: into `out`, which holds their stored weights and the initial ones of absent rows (0);
+    or, with `stored_update_count` >= 0, into the rows themselves, which get that count."""
+    words, dim, state_size = layout[WORDS], layout[DIM], layout[STATE_SIZE]
     floats_per_word = 8 // float_view.itemsize
     method = rule_numbers[METHOD]
     w, m, v = scratch[:dim], scratch[dim : 2 * dim], scratch[2 * dim : 3 * dim]
@@ -185,10 +162,8 @@ def apply_missed_updates(
             int64_view[row * words + words - 1] = stored_update_count
         if row_update_count >= update_count:
             continue
-        weight_start, state_start = (
-            row * words * floats_per_word + weight_offset,
-            row * words * floats_per_word + state_offset,
-        )
+        weight_start = row * words * floats_per_word + layout[WEIGHT_OFFSET]
+        state_start = row * words * floats_per_word + layout[STATE_OFFSET]
         for j in range(dim):
             w[j] = float_view[weight_start + j] if stored_update_count >= 0 else out[i, j]
         for j in range(state_size):
@@ -198,18 +173,9 @@ def apply_missed_updates(
             slot = row_update_count & (_CACHED_PRODUCTS - 1)
             if cached_update_counts[slot] != row_update_count:
                 cached_update_counts[slot] = row_update_count
-                (
-                    cached_products[slot, 0],
-                    cached_products[slot, 1],
-                    cached_products[slot, 2],
-                    cached_products[slot, 3],
-                ) = _range_product(rule_numbers, rates, product_tree, row_update_count, update_count)
-            a, b, p, q = (
-                cached_products[slot, 0],
-                cached_products[slot, 1],
-                cached_products[slot, 2],
-                cached_products[slot, 3],
-            )
+                product = _range_product(rule_numbers, rates, product_tree, row_update_count, update_count)
+                _store_node(cached_products, slot, product)
+            a, b, p, q = _load_node(cached_products, slot)
         if method == LINEAR:
             cast[0], cast[1], cast[2], cast[3] = a, b, p, q
             w_from_w, w_from_m, m_from_w, m_from_m = cast[0], cast[1], cast[2], cast[3]
@@ -230,18 +196,9 @@ def apply_missed_updates(
                     root_v[j] = math.sqrt(v[j])
                     weight_delta[j] = 0
                 converged_at = _sum_adam_updates(
-                    rule_numbers,
-                    adam_terms,
-                    rates,
-                    max_rate,
-                    min_decay_factor,
-                    row_update_count,
-                    update_count,
-                    m,
-                    root_v,
-                    weight_delta,
-                    cast,
-                )
+                    rule_numbers, adam_terms, rates, max_rate, min_decay_factor, row_update_count, update_count, m, root_v,
+                    weight_delta, cast,
+                )  # fmt: skip
                 cast[1] = 1.0
                 if converged_at < update_count and rule_numbers[DECAY] != 0:
                     cast[1] = _range_product(rule_numbers, rates, product_tree, converged_at, update_count)[0]
@@ -254,22 +211,15 @@ def apply_missed_updates(
                 decay_factor = cast[0]
                 for j in range(dim):
                     w[j] *= decay_factor
-            cast[0], cast[1] = (
-                integer_power(rule_numbers[B1], update_count - row_update_count),
-                integer_power(rule_numbers[B2], update_count - row_update_count),
-            )
+            cast[0] = integer_power(rule_numbers[B1], update_count - row_update_count)
+            cast[1] = integer_power(rule_numbers[B2], update_count - row_update_count)
             m_decay, v_decay = cast[0], cast[1]
             for j in range(dim):
                 m[j] *= m_decay
                 v[j] *= v_decay
         elif method == ADAM_COUPLED:
-            cast[0], cast[1], cast[2], cast[3], cast[4] = (
-                rule_numbers[DECAY],
-                rule_numbers[B1],
-                1.0 - rule_numbers[B1],
-                rule_numbers[B2],
-                1.0 - rule_numbers[B2],
-            )
+            cast[0], cast[1], cast[2] = rule_numbers[DECAY], rule_numbers[B1], 1.0 - rule_numbers[B1]
+            cast[3], cast[4] = rule_numbers[B2], 1.0 - rule_numbers[B2]
             decay, b1, b1c, b2, b2c = cast[0], cast[1], cast[2], cast[3], cast[4]
             for t in range(row_update_count, update_count):
                 cast[0], cast[1] = adam_terms[t, 0], adam_terms[t, 1]

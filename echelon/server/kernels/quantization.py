@@ -1,7 +1,7 @@
-"""Rows narrower than their arithmetic: fp16, and int16 and int8 with a scale.
+"""Rows stored narrower than the arithmetic: fp16, and int16 and int8 with a scale.
 
-Numbers go up or down by draws of 16 bits. With all draws in the middle that is to the nearest; random ones make updates that are smaller
-than a step count in the mean.
+Values round up or down by 16-bit draws. With every draw in the middle they round to the nearest; with random draws, updates smaller than
+a step count on average.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from echelon.server.kernels.intrinsics import (
     mix64,
     round_stochastically,
 )
-from echelon.server.kernels.jit_cache import cached_njit
-
-_compiled = cached_njit()
-_inlined = cached_njit(forceinline=True)
+from echelon.server.kernels.jit_cache import compiled, inlined
 
 
-@_inlined
+@inlined
 def _float32_to_float16(x, draw):
-    """A float32 as the bits of a float16, up or down by the draw; finite values beyond its range become its largest."""
+    """A float32 as the bits of a float16, rounded by the draw; finite values beyond its range become its largest."""
     b = np.int64(float_to_bits(x))
     a = b & 0x7FFFFFFF
     if a < 0x38800000:
@@ -40,25 +37,24 @@ def _float32_to_float16(x, draw):
     return np.int16(h | ((b >> 16) & 0x8000))
 
 
-@_inlined
+@inlined
 def _float16_to_float32(half_bits):
     """The float32 of a float16's bits."""
     h = np.uint32(np.uint16(half_bits))
     exponent_mantissa = h & np.uint32(0x7FFF)
     subnormal = np.float32(np.int32(exponent_mantissa)) * np.float32(5.9604644775390625e-08)
-    bits = (exponent_mantissa << np.uint32(13)) + (
-        np.uint32(0x70000000) if exponent_mantissa >= np.uint32(0x7C00) else np.uint32(0x38000000)
-    )
+    bias = np.uint32(0x70000000) if exponent_mantissa >= np.uint32(0x7C00) else np.uint32(0x38000000)
+    bits = (exponent_mantissa << np.uint32(13)) + bias
     bits = float_to_bits(subnormal) if exponent_mantissa < np.uint32(0x400) else bits
     return bits_to_float(bits | ((h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@_inlined
+@inlined
 def _row_scale(values, max_integer):
-    """What one step of an integer row stands for; nan where a value is not finite.
+    """The value of one step of an integer row; nan if a value is not finite.
 
-    A little (2**-21) more than needed, so that the largest value is within the integers' range however it is rounded. A row
-    so small that the scale has no inverse is zeros.
+    A little (2**-21) larger than needed, so that the largest value is within range however it is rounded. A row so small that the scale
+    has no inverse becomes zeros.
     """
     n = values.shape[0]
     bits = np.int64(max_abs_bits(values, n >> 3))
@@ -70,7 +66,7 @@ def _row_scale(values, max_integer):
     return scale if scale < math.inf else np.float32(math.nan)
 
 
-@_inlined
+@inlined
 def fill_draws(key, draws):
     """Sixteen random bits per column into `draws`, four columns from one hash."""
     n = draws.shape[0]
@@ -81,9 +77,9 @@ def fill_draws(key, draws):
             x >>= np.uint64(16)
 
 
-@_inlined
+@inlined
 def _quantize_row(values, scale, draws, out):
-    """Integer steps of `scale`, by the draws; a draw of 32768 gives the nearest."""
+    """Integer multiples of `scale`, by the draws; a draw of 32768 rounds to the nearest."""
     n = values.shape[0]
     if not scale > np.float32(0):
         for j in range(n):
@@ -96,39 +92,37 @@ def _quantize_row(values, scale, draws, out):
         out[j] = np.int32(np.floor(np.float32(values[j]) * inverse_scale + u))
 
 
-@_inlined
-def _row_to_float16(values, draws, out):
-    """Float16's bits, by the draws: the 13 bits that are cut off carry where they and the draw's are together more than one."""
+@inlined
+def _dequantize_row(values, scale, out):
     for j in range(values.shape[0]):
-        out[j] = _float32_to_float16(np.float32(values[j]), np.int64(draws[j]))
+        out[j] = np.float32(values[j]) * scale
 
 
-@_compiled
+@compiled
 def store_weights(values, draws, layout, row, float32_view, int16_view, int8_view):
-    """Weights into a row that holds them narrower than `values`."""
-    stored, dim, words = layout[STORED], layout[DIM], layout[WORDS]
-    offset = layout[WEIGHT_OFFSET]
+    """Weights into a row that stores them narrower than `values`."""
+    stored, dim, words, offset = layout[STORED], layout[DIM], layout[WORDS], layout[WEIGHT_OFFSET]
     if stored == F4:
         w4 = float32_view[row * words * 2 + offset : row * words * 2 + offset + dim]
         for j in range(dim):
             w4[j] = np.float32(values[j])
     elif stored == F2:
-        _row_to_float16(values, draws, int16_view[row * words * 4 + offset : row * words * 4 + offset + dim])
-    elif stored == I2:
-        scale = _row_scale(values, np.float32(32767))
-        float32_view[row * words * 2 + layout[SCALE_OFFSET]] = scale
-        _quantize_row(values, scale, draws, int16_view[row * words * 4 + offset : row * words * 4 + offset + dim])
+        w2 = int16_view[row * words * 4 + offset : row * words * 4 + offset + dim]
+        for j in range(dim):
+            w2[j] = _float32_to_float16(np.float32(values[j]), np.int64(draws[j]))
     else:
-        scale = _row_scale(values, np.float32(127))
+        scale = _row_scale(values, np.float32(32767) if stored == I2 else np.float32(127))
         float32_view[row * words * 2 + layout[SCALE_OFFSET]] = scale
-        _quantize_row(values, scale, draws, int8_view[row * words * 8 + offset : row * words * 8 + offset + dim])
+        if stored == I2:
+            _quantize_row(values, scale, draws, int16_view[row * words * 4 + offset : row * words * 4 + offset + dim])
+        else:
+            _quantize_row(values, scale, draws, int8_view[row * words * 8 + offset : row * words * 8 + offset + dim])
 
 
-@_compiled
+@compiled
 def load_weights(layout, row, float_view, float32_view, int16_view, int8_view, out):
     """A row's weights into `out`."""
-    stored, dim, words = layout[STORED], layout[DIM], layout[WORDS]
-    offset = layout[WEIGHT_OFFSET]
+    stored, dim, words, offset = layout[STORED], layout[DIM], layout[WORDS], layout[WEIGHT_OFFSET]
     if stored == NATIVE:
         start = row * words * (8 // float_view.itemsize) + offset
         w = float_view[start : start + dim]
@@ -142,31 +136,24 @@ def load_weights(layout, row, float_view, float32_view, int16_view, int8_view, o
         w2 = int16_view[row * words * 4 + offset : row * words * 4 + offset + dim]
         for j in range(dim):
             out[j] = _float16_to_float32(w2[j])
-    elif stored == I2:
-        scale = float32_view[row * words * 2 + layout[SCALE_OFFSET]]
-        w2 = int16_view[row * words * 4 + offset : row * words * 4 + offset + dim]
-        for j in range(dim):
-            out[j] = np.float32(w2[j]) * scale
     else:
         scale = float32_view[row * words * 2 + layout[SCALE_OFFSET]]
-        w1 = int8_view[row * words * 8 + offset : row * words * 8 + offset + dim]
-        for j in range(dim):
-            out[j] = np.float32(w1[j]) * scale
+        if stored == I2:
+            _dequantize_row(int16_view[row * words * 4 + offset : row * words * 4 + offset + dim], scale, out)
+        else:
+            _dequantize_row(int8_view[row * words * 8 + offset : row * words * 8 + offset + dim], scale, out)
 
 
-@_compiled
+@compiled
 def quantize_rows(values, max_integer, draws, out, scales):
     values, out, draws = borrow(values), borrow(out), borrow(draws)
     for i in range(values.shape[0]):
-        scale = _row_scale(values[i], max_integer)
-        scales[i] = scale
-        _quantize_row(values[i], scale, draws, out[i])
+        scales[i] = _row_scale(values[i], max_integer)
+        _quantize_row(values[i], scales[i], draws, out[i])
 
 
-@_compiled
+@compiled
 def dequantize_rows(values, scales, out):
     values, out = borrow(values), borrow(out)
     for i in range(values.shape[0]):
-        scale, v, o = scales[i], values[i], out[i]
-        for j in range(v.shape[0]):
-            o[j] = np.float32(v[j]) * scale
+        _dequantize_row(values[i], scales[i], out[i])

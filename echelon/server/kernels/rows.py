@@ -1,4 +1,4 @@
-"""Many rows at once: read, updated, made."""
+"""Read, update and create many rows at once."""
 
 from __future__ import annotations
 
@@ -16,58 +16,35 @@ from echelon.server.kernels.constants import (
     WORDS,
 )
 from echelon.server.kernels.hash_index import (
+    BATCH_MASK,
     LOOKUP_BATCH,
-    LOW_32_BITS,
     PREFETCH_DISTANCE,
     allocate_row,
     confirm_row,
     find_candidates,
     insert_slot,
     prefetch_slots,
+    shard_and_tag,
 )
 from echelon.server.kernels.initial_values import init_row
 from echelon.server.kernels.intrinsics import GOLDEN, borrow, copy_elements, mix64, prefetch_line
-from echelon.server.kernels.jit_cache import cached_njit
+from echelon.server.kernels.jit_cache import compiled
 from echelon.server.kernels.quantization import fill_draws, load_weights, store_weights
 from echelon.server.kernels.update_rules import apply_rule
 
-_compiled = cached_njit()
 
-
-@_compiled
+@compiled
 def read_rows(
-    index,
-    starts,
-    masks,
-    shift,
-    ids,
-    row_numbers,
-    batch_buffer,
-    layout,
-    int64_view,
-    float_view,
-    float32_view,
-    int16_view,
-    int8_view,
-    init_kind,
-    init_scalars,
-    seed,
-    nearest_draws,
-    out,
-):
-    """The weights of each id into `out`; of a row that is not there, those it would be created with.
+    index, starts, masks, shift, ids, row_numbers, batch_buffer, layout, int64_view, float_view, float32_view, int16_view,
+    int8_view, init_kind, init_scalars, seed, nearest_draws, out,
+):  # fmt: skip
+    """The weights of each id into `out`; for an absent row those with which it would be created.
 
-    known: the row of each id or 0, as far as known; filled in. ring: room for those under way (2, 2 * BATCH).
+    `row_numbers`: the row of each id as far as known, else 0; filled in. `batch_buffer`: int64 (2, 2 * LOOKUP_BATCH).
     """
     index, starts, masks, ids, layout = borrow(index), borrow(starts), borrow(masks), borrow(ids), borrow(layout)
-    int64_view, float_view, float32_view, int16_view, int8_view, out = (
-        borrow(int64_view),
-        borrow(float_view),
-        borrow(float32_view),
-        borrow(int16_view),
-        borrow(int8_view),
-        borrow(out),
-    )
+    int64_view, float_view, float32_view = borrow(int64_view), borrow(float_view), borrow(float32_view)
+    int16_view, int8_view, out = borrow(int16_view), borrow(int8_view), borrow(out)
     nearest_draws, row_numbers = borrow(nearest_draws), borrow(row_numbers)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
@@ -95,40 +72,19 @@ def read_rows(
                 load_weights(layout, row, float_view, float32_view, int16_view, int8_view, out[i])
 
 
-@_compiled
+@compiled
 def update_rows(
-    index,
-    starts,
-    masks,
-    shift,
-    ids,
-    row_numbers,
-    batch_buffer,
-    values,
-    lsns,
-    layout,
-    int64_view,
-    float_view,
-    cast_scalars,
-    scalars,
-    switches,
-    scratch,
-    absent_positions,
-):
-    """Rows that are there (and hold weights as the arithmetic's float) updated by their gradients. Ids are unique.
+    index, starts, masks, shift, ids, row_numbers, batch_buffer, values, lsns, layout, int64_view, float_view, cast_scalars,
+    scalars, switches, scratch, absent_positions,
+):  # fmt: skip
+    """Update present rows, whose weights are stored in the dtype of the arithmetic, by their gradients. Ids are unique.
 
-    known, ring: as in `read_rows`. The places of ids that have no row go into `absent_positions`; how many.
+    `row_numbers`, `batch_buffer`: as in `read_rows`. Returns how many ids have no row; their positions go into `absent_positions`.
     """
-    index, starts, masks, int64_view, ids, row_numbers = (
-        borrow(index),
-        borrow(starts),
-        borrow(masks),
-        borrow(int64_view),
-        borrow(ids),
-        borrow(row_numbers),
-    )
-    float_view, values, lsns, scratch = borrow(float_view), borrow(values), borrow(lsns), borrow(scratch)
-    cast_scalars, scalars, switches, layout = borrow(cast_scalars), borrow(scalars), borrow(switches), borrow(layout)
+    index, starts, masks, int64_view = borrow(index), borrow(starts), borrow(masks), borrow(int64_view)
+    ids, row_numbers, values, lsns = borrow(ids), borrow(row_numbers), borrow(values), borrow(lsns)
+    float_view, scratch, cast_scalars = borrow(float_view), borrow(scratch), borrow(cast_scalars)
+    scalars, switches, layout = borrow(scalars), borrow(switches), borrow(layout)
     n = ids.shape[0]
     dim, words = layout[DIM], layout[WORDS]
     floats_per_word = 8 // float_view.itemsize
@@ -147,7 +103,7 @@ def update_rows(
                 absent_positions[missing] = i
                 missing += 1
                 continue
-            int64_view[row * words + 1] = lsns[batch_shards[i & (2 * LOOKUP_BATCH - 1)]]
+            int64_view[row * words + 1] = lsns[batch_shards[i & BATCH_MASK]]
             row_start = row * words * floats_per_word
             w = float_view[row_start + layout[WEIGHT_OFFSET] : row_start + layout[WEIGHT_OFFSET] + dim]
             state = float_view[row_start + layout[STATE_OFFSET] : row_start + layout[STATE_OFFSET] + layout[STATE_SIZE]]
@@ -155,48 +111,33 @@ def update_rows(
     return missing
 
 
-@_compiled
+@compiled
 def write_rows(
-    index, starts, masks, rows_per_shard, shift, row_allocator, ids, row_numbers, values, lsns, layout, int64_view, float_view, float32_view, int16_view, int8_view, init_kind, init_scalars, seed,
-    cast_scalars, scalars, switches, scratch, nearest_draws, draws, is_assignment,
+    index, starts, masks, rows_per_shard, shift, row_allocator, ids, row_numbers, values, lsns, layout, int64_view, float_view,
+    float32_view, int16_view, int8_view, init_kind, init_scalars, seed, cast_scalars, scalars, switches, scratch, nearest_draws,
+    draws, is_assignment,
 ):  # fmt: skip
-    """Each row updated by its gradient, or set to its value (`is_assignment`: 1); those that are not there are made. Ids are unique."""
-    float_view, float32_view, int16_view, int8_view, values, scratch = (
-        borrow(float_view),
-        borrow(float32_view),
-        borrow(int16_view),
-        borrow(int8_view),
-        borrow(values),
-        borrow(scratch),
-    )
+    """Update each row by its gradient, or set it to its value (`is_assignment`: 1); absent rows are created. Ids are unique."""
+    index, starts, masks, row_allocator = borrow(index), borrow(starts), borrow(masks), borrow(row_allocator)
+    int64_view, float_view, float32_view = borrow(int64_view), borrow(float_view), borrow(float32_view)
+    int16_view, int8_view, values, scratch = borrow(int16_view), borrow(int8_view), borrow(values), borrow(scratch)
     cast_scalars, scalars, switches, layout = borrow(cast_scalars), borrow(scalars), borrow(switches), borrow(layout)
-    index, starts, masks, int64_view, row_allocator = (
-        borrow(index),
-        borrow(starts),
-        borrow(masks),
-        borrow(int64_view),
-        borrow(row_allocator),
-    )
     nearest_draws, draws = borrow(nearest_draws), borrow(draws)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
     floats_per_word = 8 // float_view.itemsize
     state_init = cast_scalars[STATE_INIT]
-    weight_buffer = scratch[:dim]
-    step_scratch = scratch[dim:]
+    weight_buffer, step_scratch = scratch[:dim], scratch[dim:]
     for i in range(n):
         if i + PREFETCH_DISTANCE < n:
-            row = row_numbers[i + PREFETCH_DISTANCE]
             for k in range(0, words, 8):
-                prefetch_line(int64_view, row * words + k)
-        row = row_numbers[i]
-        row_id = ids[i]
-        hashed = mix64(np.uint64(row_id))
-        shard = np.int64(hashed >> shift) if shift < 64 else 0
+                prefetch_line(int64_view, row_numbers[i + PREFETCH_DISTANCE] * words + k)
+        row, row_id = row_numbers[i], ids[i]
+        shard, tag = shard_and_tag(row_id, shift)
         is_new = row == 0
         if is_new:
             row = allocate_row(int64_view, words, row_allocator)
-            insert_slot(index, starts[shard], masks[shard], hashed & LOW_32_BITS, np.uint64(row))
+            insert_slot(index, starts[shard], masks[shard], tag, np.uint64(row))
             rows_per_shard[shard] += 1
             int64_view[row * words] = row_id
         int64_view[row * words + 1] = lsns[shard]

@@ -1,18 +1,16 @@
-"""Ids that come more than once, and in the order of their routes."""
+"""Deduplicate ids and group them by route."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from echelon.server.kernels.intrinsics import borrow, copy_elements, mix64
-from echelon.server.kernels.jit_cache import cached_njit
-
-_compiled = cached_njit()
+from echelon.server.kernels.jit_cache import compiled
 
 
-@_compiled
+@compiled
 def all_unique(ids, table):
-    """Whether no id is there twice. table: int32 zeros, a power of two of at least twice as many; left dirty."""
+    """Whether no id occurs twice. `table`: int32 zeros, a power of two of at least twice the ids; left dirty."""
     mask = table.shape[0] - 1
     for i in range(ids.shape[0]):
         slot = np.int64(mix64(np.uint64(ids[i])) & np.uint64(mask))
@@ -24,11 +22,11 @@ def all_unique(ids, table):
     return True
 
 
-@_compiled
+@compiled
 def group_ids(ids, table, shift, route_of_shard, distinct, route_offsets, inverse):
-    """The distinct ids in the order of their shard's route (in a route: as they first come), and where each id went.
+    """Distinct ids by the route of their shard, in each route in order of first occurrence; `inverse`: the place of each id among them.
 
-    bounds: zeros, routes + 2, filled with where each route starts; shards of no route (65535) are the last one.
+    `route_offsets`: routes + 2 zeros, filled with where each route starts; shards without a route (65535) come last.
     """
     n = ids.shape[0]
     mask = table.shape[0] - 1
@@ -72,9 +70,9 @@ def group_ids(ids, table, shift, route_of_shard, distinct, route_offsets, invers
     return num_distinct
 
 
-@_compiled
+@compiled
 def segment_sum(values, segments, out):
-    """The sum of the values of each place, in the order in which they come."""
+    """Add up the values of each segment, in their order."""
     values, out = borrow(values), borrow(out)
     is_empty = np.ones(out.shape[0], np.uint8)
     for i in range(values.shape[0]):
@@ -88,12 +86,12 @@ def segment_sum(values, segments, out):
                 o[j] += v[j]
 
 
-@_compiled
+@compiled
 def gather_rows(rows, positions, out):
-    """The row of each place, in the order of the places.
+    """rows[positions].
 
-    Element by element, so that all of `out` is written from its front to its end: `copy`, as numpy's own take, writes each row's end out
-    of turn, and the cache then reads first what is written over (4096 rows of 64 floats in a worker's loop: 240 us, so 70, Neoverse N1).
+    Element by element, so that `out` is written from front to end: memcpy, as numpy's take, writes each row's end out of order, and the
+    cache then loads lines that are about to be overwritten (4096 rows of 64 floats in a worker's loop: 240 us, this way 70, Neoverse N1).
     """
     rows, out = borrow(rows), borrow(out)
     for i in range(positions.shape[0]):

@@ -1,4 +1,4 @@
-"""The optimizers' updates of one row or block."""
+"""Optimizer updates of one row or block."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ from echelon.server.kernels.constants import (
     SPARSE,
     STEP,
     WIDTH,
-)
+)  # fmt: skip
 from echelon.server.kernels.intrinsics import integer_power, sum_squares_by_eight
-from echelon.server.kernels.jit_cache import cached_njit
-
-_compiled = cached_njit()
-_inlined = cached_njit(forceinline=True)
+from echelon.server.kernels.jit_cache import compiled, inlined
 
 
-@_inlined
+@inlined
 def _sum_squares(x):
     """The sum of squares, in eight lanes."""
     n = x.shape[0]
@@ -46,9 +43,9 @@ def _sum_squares(x):
     return total
 
 
-@_inlined
+@inlined
 def _count_update(switches, state):
-    """Which update of this row or block this is, from 1; its own count goes on where it keeps one."""
+    """The number of this update of the row or block, from 1; increments its own count if it has one."""
     offset = switches[COUNT_OFFSET]
     step = switches[STEP]
     if offset >= 0:
@@ -58,7 +55,7 @@ def _count_update(switches, state):
     return step
 
 
-@_inlined
+@inlined
 def _lamb_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections):
     """LAMB's direction before the trust ratio, into `direction`."""
     n = w.shape[0]
@@ -67,23 +64,17 @@ def _lamb_direction(cast_scalars, scalars, switches, w, g, state, direction, cor
     corrections[0] = 1.0 / (1.0 - integer_power(scalars[B1], step))
     corrections[1] = 1.0 / math.sqrt(1.0 - integer_power(scalars[B2], step))
     m_correction, v_correction = corrections[0], corrections[1]
-    b1, one_minus_b1, b2, one_minus_b2, eps, decay = (
-        cast_scalars[B1],
-        cast_scalars[ONE_MINUS_B1],
-        cast_scalars[B2],
-        cast_scalars[ONE_MINUS_B2],
-        cast_scalars[EPS],
-        cast_scalars[DECAY],
-    )
+    b1, one_minus_b1, eps = cast_scalars[B1], cast_scalars[ONE_MINUS_B1], cast_scalars[EPS]
+    b2, one_minus_b2, decay = cast_scalars[B2], cast_scalars[ONE_MINUS_B2], cast_scalars[DECAY]
     for j in range(n):
         m[j] = b1 * m[j] + one_minus_b1 * g[j]
         v[j] = b2 * v[j] + one_minus_b2 * g[j] * g[j]
         direction[j] = (m[j] * m_correction) / (math.sqrt(v[j]) * v_correction + eps) + decay * w[j]
 
 
-@_inlined
+@inlined
 def apply_rule(cast_scalars, scalars, switches, w, g, state, scratch):
-    """One update of `w` by the gradient `g`. `cast_scalars`: the rule's scalars in the arithmetic's float, `scalars`: in float64."""
+    """Update `w` by the gradient `g`. `cast_scalars`: the rule's scalars in the dtype of the arithmetic, `scalars`: in float64."""
     n = w.shape[0]
     kind = switches[KIND]
     lr, decay = cast_scalars[LR], cast_scalars[DECAY]
@@ -130,12 +121,8 @@ def apply_rule(cast_scalars, scalars, switches, w, g, state, scratch):
     elif kind == ADAM:
         step = _count_update(switches, state)
         m, v = state[:n], state[n : 2 * n]
-        b1, one_minus_b1, b2, one_minus_b2 = (
-            cast_scalars[B1],
-            cast_scalars[ONE_MINUS_B1],
-            cast_scalars[B2],
-            cast_scalars[ONE_MINUS_B2],
-        )
+        b1, one_minus_b1 = cast_scalars[B1], cast_scalars[ONE_MINUS_B1]
+        b2, one_minus_b2 = cast_scalars[B2], cast_scalars[ONE_MINUS_B2]
         bias_correction = math.sqrt(1.0 - integer_power(scalars[B2], step))
         scratch[0] = scalars[LR] * bias_correction / (1.0 - integer_power(scalars[B1], step))
         scratch[1] = scalars[EPS] if switches[SPARSE] else scalars[EPS] * bias_correction
@@ -150,22 +137,20 @@ def apply_rule(cast_scalars, scalars, switches, w, g, state, scratch):
         u = scratch[:n]
         _lamb_direction(cast_scalars, scalars, switches, w, g, state, u, scratch[n:])
         weight_norm_squared, direction_norm_squared = _sum_squares(w), _sum_squares(u)
-        rate = (
-            lr * (math.sqrt(weight_norm_squared) / math.sqrt(direction_norm_squared))
-            if weight_norm_squared > 0 and direction_norm_squared > 0
-            else lr
-        )
+        rate = lr
+        if weight_norm_squared > 0 and direction_norm_squared > 0:
+            rate = lr * (math.sqrt(weight_norm_squared) / math.sqrt(direction_norm_squared))
         for j in range(n):
             w[j] -= rate * u[j]
 
 
-@_compiled
+@compiled
 def update_block(cast_scalars, scalars, switches, w, g, state, scratch):
     apply_rule(cast_scalars, scalars, switches, w, g, state, scratch)
 
 
-@_compiled
+@compiled
 def lamb_block_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections):
-    """LAMB's direction of one block, and what the block adds to the norms of weights and direction."""
+    """LAMB's direction of one block. Returns its sums of squares of weights and direction."""
     _lamb_direction(cast_scalars, scalars, switches, w, g, state, direction, corrections)
     return np.float64(_sum_squares(w)), np.float64(_sum_squares(direction))

@@ -1,4 +1,4 @@
-"""What the pure state machines want done, in order."""
+"""Side effects that the pure state machines request, in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from echelon.server.protocol import wire
 from echelon.server.protocol.event_loop import Connection, EventLoop
 
-#: Kinds of connection: one that was accepted, one to another server, the one to the controller.
+#: Kinds of connection: accepted, to another server, to the controller.
 PEER, LINK, CONTROL = "peer", "link", "control"
 
 
 class Send(NamedTuple):
-    """Send a frame over a connection; where it is gone, nothing happens."""
+    """Send a frame over a connection."""
 
     channel: str
     peer: Hashable
@@ -33,20 +33,20 @@ class Close(NamedTuple):
 
 
 class Persist(NamedTuple):
-    """Write the controller's document and sync it to the disk, before anything that follows."""
+    """Write the controller's document and sync it to disk before the next action."""
 
     document: dict[str, Any]
 
 
 class WriteManifest(NamedTuple):
-    """Complete a checkpoint: write its manifest, give the folder its name, and tell `on_manifest` how that went."""
+    """Write a checkpoint's manifest, rename its folder, and report the outcome to `on_manifest`."""
 
     path: str
     document: dict[str, Any]
 
 
 class LogEvent(NamedTuple):
-    """Say something that people should hear of."""
+    """Log an event."""
 
     event: str
     details: dict[str, Any]
@@ -61,15 +61,13 @@ def perform(
     connection_to: Callable[[str, Any], Connection | None],
     log_event: Callable[[str, Mapping[str, Any]], None],
 ) -> None:
-    """Send, close and log. An action on a connection that is gone does nothing."""
+    """Send, close and log. Actions on closed connections are skipped."""
     for action in actions:
         if isinstance(action, LogEvent):
             log_event(action.event, action.details)
         elif isinstance(action, Send | Close):
             connection = connection_to(action.channel, action.peer)
-            if connection is None:
-                continue
-            if isinstance(action, Send):
+            if connection is not None and isinstance(action, Send):
                 loop.send(connection, wire.encode(action.kind, action.request_id, action.meta, action.arrays))
-            else:
+            elif connection is not None:
                 loop.close(connection)

@@ -1,11 +1,11 @@
-"""Who may speak: both ends of a connection prove that they hold the job's secret before anything else is read.
+"""Both ends of a connection prove that they hold the job's secret before anything else is read.
 
     caller  -> listener   magic, protocol, role, nonce of the caller                        40 bytes
     listener -> caller    magic, protocol, role, nonce of the listener, its proof           72 bytes
     caller  -> listener   the caller's proof                                                32 bytes
 
-A proof is HMAC-SHA256 under the secret over (whose proof, protocol, role, both nonces). The secret never travels and neither proof can
-be turned round or used again. What follows is neither encrypted nor signed: it is for a network whose wires are trusted.
+A proof is HMAC-SHA256 under the secret over (signer, protocol, role, both nonces). The secret is never sent, and neither proof can be
+reflected or replayed. Frames are neither encrypted nor signed: the network must be trusted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pathlib import Path
 from echelon.errors import ServerError
 
 PROTOCOL_VERSION = 2
-HANDSHAKE_TIMEOUT = 5.0  # seconds that a caller has to prove itself
+HANDSHAKE_TIMEOUT = 5.0  # seconds
 WORKER, SERVER, ADMIN = 1, 2, 3
-ROLE_NAMES = {WORKER: "worker", SERVER: "server", ADMIN: "admin"}
 
 _MAGIC = b"EHLO"
 _HELLO_STRUCT = struct.Struct("<4sHBx32s")
@@ -34,15 +33,15 @@ _MIN_SECRET_BYTES = 16
 
 
 class SecretError(ServerError):
-    """The other end does not hold this job's secret, or the secret's file is not private."""
+    """The other end does not hold this job's secret, or the secret file is not private."""
 
 
 class HandshakeAborted(SecretError):  # noqa: N818 (what happened; its base says error)
-    """The other end did not get as far as a proof: it is just ending, or starved. To be tried again."""
+    """The other end sent no proof, because it is shutting down or starved. Retry."""
 
 
 def make_secret() -> bytes:
-    """A fresh secret."""
+    """A new random secret."""
     return secrets.token_bytes(32)
 
 
@@ -54,13 +53,12 @@ def write_secret(path: Path, secret: bytes) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file; refused where others may read it."""
+    """The secret in a file that only its owner can read."""
     try:
         mode, text = path.stat().st_mode, path.read_text()
     except OSError as error:
-        raise SecretError(
-            f"{path}: the secret cannot be read ({error.strerror}); give --secret-file of this job"
-        ) from None
+        message = f"{path}: the secret cannot be read ({error.strerror}); give --secret-file of this job"
+        raise SecretError(message) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SecretError(f"{path}: mode {stat.S_IMODE(mode):o} lets others read the secret; chmod 600 {path}")
     return parse_secret(text)
@@ -71,9 +69,7 @@ def parse_secret(text: str) -> bytes:
     try:
         secret = bytes.fromhex(text.strip())
     except ValueError:
-        raise SecretError(
-            "the secret is not written in hexadecimal digits; make one with `openssl rand -hex 32`"
-        ) from None
+        raise SecretError("the secret is not hexadecimal; create one with `openssl rand -hex 32`") from None
     if len(secret) < _MIN_SECRET_BYTES:
         raise SecretError(f"a secret of {len(secret)} bytes can be guessed; use at least {_MIN_SECRET_BYTES}")
     return secret
@@ -85,66 +81,54 @@ def _compute_proof(secret: bytes, signer: bytes, role: int, caller_nonce: bytes,
 
 
 class CallerHandshake:
-    """The calling end, without a socket: send `hello`, then `feed` what comes until `done`."""
+    """The calling end, without a socket: send `hello`, then `feed` the replies until `done`."""
 
     def __init__(self, secret: bytes, role: int) -> None:
         self._secret, self._role, self._nonce = secret, role, secrets.token_bytes(32)
         self.hello = _HELLO_STRUCT.pack(_MAGIC, PROTOCOL_VERSION, role, self._nonce)
-        self.bytes_needed = _REPLY_STRUCT.size
-        self.done = False
+        self.bytes_needed, self.done = _REPLY_STRUCT.size, False
 
     def feed(self, reply: bytes) -> bytes:
-        """The listener's reply (all `bytes_needed` bytes): our proof, to be sent."""
+        """Check the listener's reply, of `bytes_needed` bytes. Returns our proof, to be sent."""
         magic, protocol, role, nonce, proof = _REPLY_STRUCT.unpack(reply)
         if magic != _MAGIC:
             raise SecretError("the other end is no echelon server")
         if protocol != PROTOCOL_VERSION:
-            raise SecretError(
-                f"the other end speaks protocol {protocol}, this one {PROTOCOL_VERSION}; install one version on both"
-            )
-        if role != self._role or not hmac.compare_digest(
-            proof, _compute_proof(self._secret, b"listener", self._role, self._nonce, nonce)
-        ):
+            message = f"the other end speaks protocol {protocol}, this one {PROTOCOL_VERSION}"
+            raise SecretError(f"{message}; install one version on both")
+        expected_proof = _compute_proof(self._secret, b"listener", self._role, self._nonce, nonce)
+        if role != self._role or not hmac.compare_digest(proof, expected_proof):
             raise SecretError("the other end does not hold this job's secret; give both the same")
         self.done = True
         return _compute_proof(self._secret, b"caller", self._role, self._nonce, nonce)
 
 
 class ListenerHandshake:
-    """The listening end, without a socket: `feed` exactly `bytes_needed` bytes until `done`; `role` says who it is then."""
+    """The listening end, without a socket: `feed` exactly `bytes_needed` bytes until `done`; `role` is then the caller's."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret, self._nonce = secret, secrets.token_bytes(32)
         self._caller_nonce = b""
-        self.role = 0
-        self.bytes_needed = _HELLO_STRUCT.size
-        self.done = False
+        self.role, self.bytes_needed, self.done = 0, _HELLO_STRUCT.size, False
 
     def feed(self, data: bytes) -> bytes:
-        """What the caller sent: what to send back."""
+        """Check what the caller sent. Returns the reply."""
         if not self._caller_nonce:
             magic, _protocol, role, nonce = _HELLO_STRUCT.unpack(data)
-            if magic != _MAGIC or role not in ROLE_NAMES:
+            if magic != _MAGIC or role not in (WORKER, SERVER, ADMIN):
                 raise SecretError("a caller that is no part of echelon")
             self.role, self._caller_nonce, self.bytes_needed = role, nonce, 32
-            return _REPLY_STRUCT.pack(
-                _MAGIC,
-                PROTOCOL_VERSION,
-                role,
-                self._nonce,
-                _compute_proof(self._secret, b"listener", role, nonce, self._nonce),
-            )
-        if not hmac.compare_digest(
-            data, _compute_proof(self._secret, b"caller", self.role, self._caller_nonce, self._nonce)
-        ):
+            proof = _compute_proof(self._secret, b"listener", role, nonce, self._nonce)
+            return _REPLY_STRUCT.pack(_MAGIC, PROTOCOL_VERSION, role, self._nonce, proof)
+        expected_proof = _compute_proof(self._secret, b"caller", self.role, self._caller_nonce, self._nonce)
+        if not hmac.compare_digest(data, expected_proof):
             raise SecretError("a caller that does not hold this job's secret")
-        self.done = True
-        self.bytes_needed = 0
+        self.done, self.bytes_needed = True, 0
         return b""
 
 
 def authenticate(connection: socket.socket, secret: bytes, role: int, *, timeout: float = HANDSHAKE_TIMEOUT) -> None:
-    """The calling end over a blocking socket."""
+    """Run the calling end over a blocking socket."""
     previous_timeout = connection.gettimeout()
     handshake, deadline, reply = CallerHandshake(secret, role), time.monotonic() + timeout, b""
     try:

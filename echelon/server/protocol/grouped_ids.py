@@ -1,4 +1,4 @@
-"""A worker's ids before they are sent: each once, in the order of the routes they take, gradients of duplicates added up."""
+"""Deduplicate and group a worker's ids by route before sending them; add up the gradients of duplicates."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.protocol.hashing import shard_bits
+from echelon.server.protocol.hashing import shard_bits, shard_of
 from echelon.server.protocol.specs import StoreError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class GroupedIds:
-    """Distinct ids by route, in a route as they first came: `ids[bounds[r]:bounds[r + 1]]` are route r's.
+    """Distinct ids by route, in each route in order of first occurrence: `ids[route_offsets[r]:route_offsets[r + 1]]` are route r's.
 
-    The last two bounds are of those that have no route. `places[i]`: where the i-th id given lies in `ids`. `input_bytes`: all of them as they
-    came, in bytes, which tell several times faster than arrays whether others are the same.
+    The last range is that of ids without a route. `inverse[i]`: the position in `ids` of the i-th id. `input_bytes`: the ids as given, in
+    bytes, which compare several times faster than arrays.
     """
 
     input_bytes: bytes
     ids: np.ndarray
     route_offsets: list[int]
     inverse: np.ndarray
+    _shards: np.ndarray | None = None
+
+    def shards(self, num_shards: int) -> np.ndarray:
+        """The shard of each of `ids`."""
+        if self._shards is None:
+            self._shards = shard_of(self.ids, num_shards)
+        return self._shards
 
     def route_slice(self, route: int) -> slice:
-        """Where a route's lie in `ids`; a number behind all routes stands for none."""
+        """The range of a route in `ids`; any larger number means ids without a route."""
         index = min(route, len(self.route_offsets) - 2)
         return slice(self.route_offsets[index], self.route_offsets[index + 1])
 
     def sum_gradients(self, grads: np.ndarray) -> np.ndarray:
-        """Gradients, a row per id given, as a row per id in `ids`; those of one id are added in the order given."""
+        """Gradients of the ids as given, as one row for each of `ids`; duplicates are added in their order."""
         grads = np.ascontiguousarray(grads)
         if grads.ndim != 2 or len(grads) != len(self.inverse):
             raise StoreError(f"gradients: shape {grads.shape} for {len(self.inverse)} ids; expected one row per id")
@@ -39,7 +46,7 @@ class GroupedIds:
         return out
 
     def expand(self, rows: np.ndarray) -> np.ndarray:
-        """Rows in the order of `ids`, as the ids were given."""
+        """Rows of `ids` as rows of the ids as given."""
         if len(rows) != len(self.ids):
             raise StoreError(f"rows: {len(rows)} for {len(self.ids)} distinct ids; expected one per id")
         out = np.empty((len(self.inverse), rows.shape[1]), rows.dtype)
@@ -48,28 +55,17 @@ class GroupedIds:
 
 
 def group_by_route(ids: np.ndarray, route_of: np.ndarray, num_routes: int) -> GroupedIds:
-    """`route_of`: the route of each shard, 65535 for none; `num_routes`: how many there are."""
+    """`route_of`: the route of each shard, 65535 for none."""
     ids = np.ascontiguousarray(ids, np.int64).reshape(-1)
     ids = ids if ids.flags.writeable else ids.copy()
-    route_of = np.ascontiguousarray(route_of, np.uint16)
-    count = len(ids)
-    distinct, inverse = np.empty(count, np.int64), np.empty(count, np.int32)
+    distinct, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
+    table, shift = make_hash_table(len(ids)), np.uint64(64 - shard_bits(len(route_of)))
     route_offsets = np.zeros(num_routes + 2, np.int64)
-    route_of = route_of if route_of.flags.writeable else route_of.copy()
-    num_distinct = k.group_ids(
-        ids,
-        make_hash_table(count),
-        np.uint64(64 - shard_bits(len(route_of))),
-        route_of,
-        distinct,
-        route_offsets,
-        inverse,
-    )
-    return GroupedIds(
-        input_bytes=ids.tobytes(), ids=distinct[:num_distinct], route_offsets=route_offsets.tolist(), inverse=inverse
-    )
+    num_distinct = k.group_ids(ids, table, shift, route_of, distinct, route_offsets, inverse)
+    offsets = route_offsets.tolist()
+    return GroupedIds(input_bytes=ids.tobytes(), ids=distinct[:num_distinct], route_offsets=offsets, inverse=inverse)
 
 
 def make_hash_table(count: int) -> np.ndarray:
-    """An empty hash table for n entries, at most half full."""
+    """An empty hash table that `count` entries fill at most by half."""
     return np.zeros(1 << max(4, (2 * count - 1).bit_length()), np.int32)

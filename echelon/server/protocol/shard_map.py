@@ -1,4 +1,4 @@
-"""Which server holds what: one frozen document, written by the controller alone, known to everyone by its version."""
+"""Which server holds which shards: a frozen, versioned document that only the controller writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.errors import DocumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEntry:
-    """A server of the map: where it listens, on which host, in which life."""
+    """A server: where it listens, on which host, as which incarnation."""
 
     address: str
     host: str
@@ -24,13 +24,12 @@ class ServerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
-    """Versioned: what one version says never changes.
+    """Versioned: a version never changes.
 
-    `chains[s]` are the servers of shard s, head first. `epochs[s]` is the version at which its head last changed. `learners[s]` are on
-    their way into the chain. `lost_shards` shards have no living replica and no chain; it names who had them last. `sources[s]` is the
-    checkpoint folder that a shard was last restored from, and the version that ordered it; `rolled_back_shards` ones were lost while workers
-    went on, and went back to it. `horizon`: lives up to this number are over for ever, but for those `retained_incarnations`: nothing is taken of them, and
-    what was known of them is forgotten.
+    `chains[s]`: the servers of shard s, head first. `epochs[s]`: the version at which its head last changed. `learners[s]`: servers that are
+    catching up to join the chain. `lost_shards` have no living replica and no chain, only their last servers. `restored_from[s]`: the
+    checkpoint folder that a shard was last restored from, and the version that ordered it; `rolled_back_shards` were lost while workers
+    continued. Worker incarnations up to `horizon` are over and forgotten, except `retained_incarnations`: their pushes are refused.
     """
 
     version: int
@@ -48,38 +47,27 @@ class ShardMap:
     def __post_init__(self) -> None:
         num_shards = len(self.chains)
         if not num_shards or num_shards & (num_shards - 1) or num_shards > 1 << 15:
-            raise DocumentError(f"map: {num_shards} shards; their number is a power of two up to 32768")
+            raise DocumentError(f"map: {num_shards} shards; the number must be a power of two up to 32768")
         if len(self.epochs) != num_shards or len(self.learners) != num_shards:
-            raise DocumentError(
-                f"map: {num_shards} chains, {len(self.epochs)} epochs, {len(self.learners)} learners; one of each per shard"
-            )
+            counts = f"{num_shards} chains, {len(self.epochs)} epochs, {len(self.learners)} learners"
+            raise DocumentError(f"map: {counts}; there must be one of each per shard")
         for shard, chain in enumerate(self.chains):
             if len(set(chain)) != len(chain) or set(chain) & set(self.learners[shard]):
                 raise DocumentError(f"map: shard {shard} names a server twice: {chain} and {self.learners[shard]}")
             if any(server not in self.servers for server in (*chain, *self.learners[shard])):
-                raise DocumentError(f"map: shard {shard} lies on {chain}, of which some are not in the map")
+                raise DocumentError(f"map: some servers of shard {shard}, {chain}, are not in the map")
 
     @property
     def num_shards(self) -> int:
-        """How many virtual shards there are: fixed for the job's life."""
         return len(self.chains)
 
     @cached_property
     def heads(self) -> tuple[str | None, ...]:
-        """Per shard who orders its pushes; None where nobody has it."""
+        """The head of each shard, which orders its pushes; None for lost shards."""
         return tuple(chain[0] if chain else None for chain in self.chains)
 
-    @cached_property
-    def routes(self) -> Mapping[tuple[str, ...], np.ndarray]:
-        """Shards with the same chain, which share frames. Those that nobody has are on none."""
-        shards_by_chain: dict[tuple[str, ...], list[int]] = {}
-        for shard, chain in enumerate(self.chains):
-            if chain:
-                shards_by_chain.setdefault(chain, []).append(shard)
-        return {chain: np.array(shards, np.uint16) for chain, shards in shards_by_chain.items()}
-
     def is_expired(self, incarnation: int) -> bool:
-        """Whether this life of a worker has ended for ever."""
+        """Whether this incarnation of a worker is over for good."""
         return incarnation <= self.horizon and incarnation not in self.retained_incarnations
 
     def why_superseded(self, worker: str, incarnation: int) -> str | None:
@@ -94,19 +82,16 @@ class ShardMap:
         return None
 
     def head_mask(self, server: str) -> np.ndarray:
-        """Per shard whether this server is its head."""
+        """The shards whose head is this server."""
         return np.fromiter((head == server for head in self.heads), bool, self.num_shards)
 
     def replica_mask(self, server: str) -> np.ndarray:
-        """Per shard whether this server is in its chain or learns it."""
-        return np.fromiter(
-            (server in chain or server in learners for chain, learners in zip(self.chains, self.learners, strict=True)),
-            bool,
-            self.num_shards,
-        )
+        """The shards that this server holds or learns."""
+        replicas = (chain + learners for chain, learners in zip(self.chains, self.learners, strict=True))
+        return np.fromiter((server in names for names in replicas), bool, self.num_shards)
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON. Chains are written once each, and per shard the number of its own."""
+        """As JSON: each chain once, and per shard the number of its chain."""
         distinct_chains = sorted({*self.chains, *self.learners})
         chain_index = {chain: index for index, chain in enumerate(distinct_chains)}
         return {
@@ -126,7 +111,7 @@ class ShardMap:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> ShardMap:
-        """Read what `document` wrote; DocumentError for anything else."""
+        """The inverse of `to_document`; DocumentError for anything else."""
         try:
             distinct_chains = [tuple(str(server) for server in chain) for chain in document["kinds"]]
             return cls(
@@ -149,13 +134,10 @@ class ShardMap:
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             text = json.dumps(document, default=str)[:120]
-            raise DocumentError(
-                f"map: {type(error).__name__}: {error} in {text}; it is not one, or of another version"
-            ) from None
+            raise DocumentError(f"map: {type(error).__name__}: {error} in {text}; not a map of this version") from None
 
 
 def empty_map(num_shards: int) -> ShardMap:
-    """Version 0: nobody holds anything."""
-    return ShardMap(
-        version=0, servers={}, chains=((),) * num_shards, epochs=(0,) * num_shards, learners=((),) * num_shards
-    )
+    """Version 0, in which no server holds a shard."""
+    nobody = ((),) * num_shards
+    return ShardMap(version=0, servers={}, chains=nobody, epochs=(0,) * num_shards, learners=nobody)

@@ -1,4 +1,4 @@
-"""The shards that a frame covers, ready for indexing: workers send the same few covers again and again."""
+"""The shards that a frame covers, prepared for indexing and cached: workers send the same few sets again and again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ _UINT16 = np.dtype(np.uint16)
 
 
 def all_set(flags: np.ndarray) -> bool:
-    """Whether all flags are set. Of every frame several such questions are asked, and `all` and `has_drawn` take six times as long."""
+    """Whether all flags are set. Asked several times per frame: numpy's `all` and `any` take six times as long."""
     return 0 not in flags.tobytes()
 
 
 def any_set(flags: np.ndarray) -> bool:
-    """Whether any flag is set."""
     return 1 in flags.tobytes()
 
 
 class ShardSet:
-    """`shards`: their numbers; `index`: what indexes arrays per shard, a slice where they are evenly spaced (several times faster)."""
+    """`index` selects the shards from per-shard arrays: a slice if they are evenly spaced, which is several times faster."""
 
     __slots__ = ("index", "shards", "wire_shards")
 
@@ -41,31 +40,30 @@ class ShardSet:
         return len(self.wire_shards)
 
     def subset(self, mask: np.ndarray) -> ShardSet:
-        """Those for which `mask` is true."""
         return ShardSet(self.wire_shards[mask])
 
 
 class ShardSetCache:
-    """Covers by their bytes, checked once: each shard exists, and is named once."""
+    """Shard sets by their bytes, checked once: each shard exists and occurs once."""
 
     def __init__(self, num_shards: int) -> None:
         self.num_shards = num_shards
         self._cached: dict[bytes, ShardSet] = {}
 
     def get(self, array: np.ndarray) -> ShardSet:
-        """The cover that a frame's first array is."""
+        """The set in a frame's first array."""
         if array.dtype != _UINT16 or array.ndim != 1:
-            raise WireError("a cover is one row of 16-bit shard numbers")
+            raise WireError("a shard set is a flat array of 16-bit shard numbers")
         key = array.tobytes()
         shard_set = self._cached.get(key)
         if shard_set is None:
             if not len(array) or int(array.max()) >= self.num_shards or np.bincount(array).max() > 1:
-                raise WireError(f"a cover names shards below {self.num_shards}, each once")
+                raise WireError(f"a shard set has shards below {self.num_shards}, each once")
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             shard_set = self._cached[key] = ShardSet(array.copy())
         return shard_set
 
     def from_numbers(self, shards: np.ndarray) -> ShardSet:
-        """The cover of shard numbers of any kind."""
+        """The set of shard numbers of any dtype."""
         return self.get(np.asarray(shards).astype(np.uint16))

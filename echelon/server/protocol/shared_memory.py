@@ -1,12 +1,12 @@
-"""Long frames between two processes of one machine: by memory that both have, and a short frame over the socket that says where.
+"""Long frames between two processes of one machine: through shared memory, announced by short frames over the socket.
 
-Whoever called offers it once both have proved themselves: SHM_OFFER {pid, handle, token} names a memory file that cannot shrink; the other
-end opens it, finds the token in it, and answers SHM_OFFER_REPLY {taken}. Where that fails (another machine, container or user, or no Linux) all
-frames go by the socket, as do those that are short and those for which there is no room: nobody ever waits for memory.
+The caller offers memory once both ends are authenticated: SHM_OFFER {pid, handle, token} names a memory file that cannot shrink; the
+other end opens it, finds the token in it, and replies SHM_OFFER_REPLY {taken}. If that fails (another machine, container or user, or no
+Linux) all frames use the socket, as do short ones and those for which there is no room: nobody ever waits for memory.
 
-A frame lies in the sender's half as it would travel, and is announced by SHM_REF {at, size, slot, turn}, in its place among the other
-frames. The receiver reads it where it lies and gives the slot back when nothing looks at the frame any more. Neither end's death harms
-the other: memory stays while somebody has it, and frames that were not announced were never sent.
+A frame lies in the sender's half in wire format, and is announced by SHM_REF {at, size, slot, turn} in its place among the other
+frames. The receiver reads it in place and releases the slot when the last view of the frame is gone. Neither end's death harms the other:
+memory stays while somebody maps it, and frames that were not announced were never sent.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import numpy as np
 
 from echelon.server.protocol import wire
 
-#: Bytes of each direction: a few batches. Memory is taken as it is first used, the lowest first.
+#: A few batches. Memory is committed on first use, lowest first.
 BYTES_PER_DIRECTION = 4 << 20
-#: Shorter frames go by the socket: two system calls cost as much as the copies.
+#: Shorter frames use the socket: the copies cost no more than two system calls.
 MIN_FRAME_BYTES = 32 << 10
 SLOTS_PER_DIRECTION = 32
 _TOKEN_BYTES = 32
-#: In front of the halves: the token, then how often each slot of either half was given back.
+#: Before the halves: the token, then the last released generation of each slot of either half.
 _PREFIX_BYTES = 4096
 _COUNTERS_OFFSET = 64
+_AREA_BYTES = _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION
 
 
 class _PublishedFrame(NamedTuple):
-    """A frame that the other end may still look at."""
+    """A frame that the other end may still read."""
 
     start: int
     end: int
@@ -46,7 +47,7 @@ class _PublishedFrame(NamedTuple):
 
 
 class SharedMemoryChannel:
-    """One connection's memory, as one of its ends has it: `first` for the end that made it."""
+    """One end of a connection's shared memory."""
 
     def __init__(self, area: mmap.mmap, *, is_creator: bool) -> None:
         view, counters = memoryview(area), memoryview(area)[_COUNTERS_OFFSET:_PREFIX_BYTES].cast("Q")
@@ -61,7 +62,7 @@ class SharedMemoryChannel:
         self._pid = os.getpid()
 
     def publish(self, buffers: Sequence[wire.Buffer]) -> list[wire.Buffer] | None:
-        """Put a frame where the other end sees it: what to send instead. None: it is short, or there is no room for it now."""
+        """Write a frame into shared memory. Returns the frame to send instead; None if it is short or there is no room for it now."""
         size = wire.frame_size(buffers)
         if not MIN_FRAME_BYTES <= size <= BYTES_PER_DIRECTION:
             return None
@@ -70,7 +71,7 @@ class SharedMemoryChannel:
         if len(published) == SLOTS_PER_DIRECTION:
             return None
         offset = position = 0
-        for frame in published:  # in the order in which they lie
+        for frame in published:  # in address order
             if frame.start - offset >= size:
                 break
             offset, position = -(-frame.end // wire.ALIGNMENT) * wire.ALIGNMENT, position + 1
@@ -87,21 +88,13 @@ class SharedMemoryChannel:
         return wire.encode(wire.SHM_REF, 0, {"at": frame.start, "size": size, "slot": slot, "turn": frame.generation})
 
     def resolve(self, meta: dict[str, Any]) -> wire.Frame:
-        """The frame that the other end announced; its slot is given back when the last view of it is gone."""
+        """The frame that the other end announced; its slot is released when its last view is gone."""
         offset, size, slot, generation = (meta.get(name) for name in ("at", "size", "slot", "turn"))
         if not (type(offset) is type(size) is type(slot) is type(generation) is int):
-            raise wire.WireError("SHM_REF: at, size, slot and turn are numbers")
-        if (
-            not (
-                0 <= offset < offset + size <= BYTES_PER_DIRECTION
-                and 0 <= slot < SLOTS_PER_DIRECTION
-                and 0 < generation < 1 << 62
-            )
-            or offset % wire.ALIGNMENT
-        ):
-            raise wire.WireError(
-                f"SHM_REF: {size} bytes at {offset} in slot {slot} are not in the memory that is shared"
-            )
+            raise wire.WireError("SHM_REF: at, size, slot and turn are integers")
+        is_inside = 0 <= offset < offset + size <= BYTES_PER_DIRECTION and offset % wire.ALIGNMENT == 0
+        if not (is_inside and 0 <= slot < SLOTS_PER_DIRECTION and 0 < generation < 1 << 62):
+            raise wire.WireError(f"SHM_REF: {size} bytes at {offset} in slot {slot} are not in the shared memory")
         if generation <= self._last_generations[slot]:
             raise wire.WireError(f"SHM_REF: turn {generation} of slot {slot} after {self._last_generations[slot]}")
         self._last_generations[slot] = generation
@@ -109,7 +102,7 @@ class SharedMemoryChannel:
         released, pid = self._released_by_us, self._pid
 
         def release_slot(_: object) -> None:
-            if os.getpid() == pid:  # a forked child's views are not ours, and the memory is the parent's
+            if os.getpid() == pid:  # not in a forked child: the memory is the parent's
                 released[slot] = generation
 
         self._frames_in_use[slot] = weakref.ref(raw, release_slot)
@@ -117,30 +110,29 @@ class SharedMemoryChannel:
 
 
 class SharedMemoryOffer:
-    """Memory that was offered and not answered yet."""
+    """Memory that was offered to the other end, which has not replied yet."""
 
     def __init__(self, fd: int, area: mmap.mmap, token: bytes) -> None:
         self._fd, self.area, self._token = fd, area, token
 
     @property
     def frame(self) -> list[wire.Buffer]:
-        """What to say to the other end."""
         return wire.encode(wire.SHM_OFFER, 0, {"pid": os.getpid(), "handle": self._fd, "token": self._token.hex()})
 
     def on_reply(self, meta: dict[str, Any]) -> SharedMemoryChannel | None:
-        """The other end's word: what both have, if it took it."""
+        """The channel, if the other end took the offer."""
         self.close()
         return SharedMemoryChannel(self.area, is_creator=True) if meta.get("taken") is True else None
 
     def close(self) -> None:
-        """No longer to be had by others."""
+        """Withdraw the offer."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def make_offer(connection: socket.socket) -> SharedMemoryOffer | None:
-    """Memory to share over this connection; None where it leads to another machine, or this one cannot."""
+    """Memory to share over this connection; None if it leads to another machine, or this one has no memory files."""
     if not hasattr(os, "memfd_create"):
         return None
     fd = -1
@@ -148,9 +140,9 @@ def make_offer(connection: socket.socket) -> SharedMemoryOffer | None:
         if connection.getpeername()[0] != connection.getsockname()[0]:
             return None
         fd = os.memfd_create("echelon", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION)
+        os.ftruncate(fd, _AREA_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        area = mmap.mmap(fd, _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION)
+        area = mmap.mmap(fd, _AREA_BYTES)
     except OSError:
         if fd >= 0:
             os.close(fd)
@@ -161,26 +153,23 @@ def make_offer(connection: socket.socket) -> SharedMemoryOffer | None:
 
 
 def accept_offer(meta: dict[str, Any]) -> SharedMemoryChannel | None:
-    """Memory that a caller offered; None where it cannot be had from here, or is not what was offered."""
+    """The memory that a caller offered; None if it cannot be opened here, or is not what was offered."""
     pid, peer_fd, token = meta.get("pid"), meta.get("handle"), meta.get("token")
     if type(pid) is not int or type(peer_fd) is not int or type(token) is not str:
         raise wire.WireError("SHM_OFFER: pid, handle and token are expected")
-    path, size, fd = f"/proc/{pid}/fd/{peer_fd}", _PREFIX_BYTES + 2 * BYTES_PER_DIRECTION, -1
+    path, fd = f"/proc/{pid}/fd/{peer_fd}", -1
     try:
         file_stat = os.stat(path)
-        if not stat.S_ISREG(file_stat.st_mode) or file_stat.st_size != size:
+        if not stat.S_ISREG(file_stat.st_mode) or file_stat.st_size != _AREA_BYTES:
             return None
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        # A file that could shrink would end us with a signal when we read what is gone.
-        if os.fstat(fd).st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        # Reading the lost part of a file that shrank would kill this process.
+        if os.fstat(fd).st_size != _AREA_BYTES or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return None
-        area = mmap.mmap(fd, size)
-        # The number of a process may be another's where we are.
-        return (
-            SharedMemoryChannel(area, is_creator=False)
-            if secrets.compare_digest(area[:_TOKEN_BYTES].hex(), token)
-            else None
-        )
+        area = mmap.mmap(fd, _AREA_BYTES)
+        # The pid may be another process's in this namespace.
+        is_offered = secrets.compare_digest(area[:_TOKEN_BYTES].hex(), token)
+        return SharedMemoryChannel(area, is_creator=False) if is_offered else None
     except (OSError, OverflowError, TypeError, ValueError):
         return None
     finally:

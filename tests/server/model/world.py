@@ -122,7 +122,7 @@ class World:
                 for other in node.replica.links:
                     yield name, other
             if isinstance(node, Worker) and node.outbox is not None:
-                for route in node.outbox.routes:
+                for route in node.outbox.routing_table.routes:
                     yield name, route.head
 
     def servers(self) -> list[str]:
