@@ -21,12 +21,12 @@ from typing import Any
 
 from echelon.errors import EchelonError, LaunchError, ServerError
 from echelon.server.controller.state import SERVER_LEASE
+from echelon.server.local_servers import controller_config
 from echelon.server.log import log_event
 from echelon.server.node_placement import NodeResources, choose_node, find_crowded_node
 from echelon.server.protocol import wire
 from echelon.server.protocol.auth import make_secret
 from echelon.server.ray_actors import Result, ServerActor, Worker, WorkerFunction, run_workers, summarize_error
-from echelon.server.server_options import controller_config
 from echelon.server.status import fetch_status, send_request
 
 #: Seconds until all servers must have joined: cold nodes compile first.

@@ -146,7 +146,7 @@ class ServerConnection(BaseConnection):
                     continue
                 prefix_length = wire.HEADER.size + wire.max_prefix_length(header)
                 if available >= prefix_length:
-                    self._incoming = self._begin_long_frame(header, buffer[offset : offset + available], length)
+                    self._incoming = self._begin_long_frame(buffer[offset : offset + available], length)
                     offset = self._buffered
                 elif prefix_length > len(buffer):
                     self._buffer = np.empty(prefix_length + RECEIVE_BUFFER_BYTES, np.uint8)
@@ -157,10 +157,9 @@ class ServerConnection(BaseConnection):
             self._buffer[:remaining] = buffer[offset : self._buffered].copy()
             self._buffered = remaining
 
-    def _begin_long_frame(self, header: bytes, prefix: np.ndarray, length: int) -> _IncomingFrame:
+    def _begin_long_frame(self, prefix: np.ndarray, length: int) -> _IncomingFrame:
         """Choose where to receive the arrays of a long frame, of which `prefix` is here."""
-        meta, layouts = wire.parse_prefix(prefix)
-        _magic, kind, _flags, request_id, *_ = wire.HEADER.unpack(header)
+        kind, request_id, meta, layouts = wire.parse_prefix(prefix.data)
         request = self.pending_requests.get(request_id)
         destinations: Destinations = [None] * len(layouts)
         if request is not None and request.choose_destinations and not request.abandoned and kind == wire.ROWS:

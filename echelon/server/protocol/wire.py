@@ -53,8 +53,6 @@ _DTYPE_BY_CODE = {code: dtype for dtype, code in _CODE_BY_DTYPE.items()}
 _MAX_ELEMENTS = 1 << 40
 
 Buffer = bytes | bytearray | memoryview
-#: A frame's JSON object, and the dtype, shape and offset of each array.
-Prefix = tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]
 
 _descriptor_structs = [struct.Struct(f"<BB{ndim}Q") for ndim in range(MAX_NDIM + 1)]
 _padding = [bytes(count) for count in range(ALIGNMENT)]
@@ -173,14 +171,9 @@ def max_prefix_length(header: Buffer) -> int:
     return int(min(meta_length + array_count * (2 + 8 * MAX_NDIM), body_length))
 
 
-def parse_prefix(raw: np.ndarray) -> Prefix:
-    """The prefix in a frame's first bytes."""
-    view = raw.data
-    _magic, kind, _flags, _request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(view)
-    return _parse_prefix(view, kind, meta_length, array_count, body_length)
-
-
-def _parse_prefix(view: memoryview, kind: int, meta_length: int, array_count: int, body_length: int) -> Prefix:
+def parse_prefix(view: memoryview) -> tuple[int, int, dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
+    """A frame's kind, request id and JSON object, and the dtype, shape and offset of each array, from its first bytes."""
+    _magic, kind, _flags, request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(view)
     offset, end = HEADER.size + meta_length, HEADER.size + body_length
     try:
         text = str(view[HEADER.size : offset], "utf-8")
@@ -215,7 +208,7 @@ def _parse_prefix(view: memoryview, kind: int, meta_length: int, array_count: in
             raise _frame_error(kind, f"arrays of more than its {body_length} bytes")
     if offset != end:
         raise _frame_error(kind, f"{end - offset} bytes too many")
-    return meta, layouts
+    return kind, request_id, meta, layouts
 
 
 def parse(raw: np.ndarray) -> Frame:
@@ -223,8 +216,7 @@ def parse(raw: np.ndarray) -> Frame:
     view = raw.data
     if len(view) < HEADER.size or frame_length(view, limit=len(view)) != len(view):
         raise WireError(f"{len(raw)} bytes are not one frame")
-    _magic, kind, _flags, request_id, meta_length, array_count, _reserved, body_length = HEADER.unpack_from(view)
-    meta, layouts = _parse_prefix(view, kind, meta_length, array_count, body_length)
+    kind, request_id, meta, layouts = parse_prefix(view)
     # An empty array may start behind the last byte, which numpy does not allow.
     arrays = [np.ndarray(shape, dtype, view, offset if offset < len(view) else 0) for dtype, shape, offset in layouts]
     return Frame(kind, request_id, meta, arrays, raw)
