@@ -11,7 +11,7 @@ from typing import Any
 from echelon.errors import DocumentError, EchelonError, ServerError
 from echelon.files import acquire_lock, atomic_write
 from echelon.server.controller import events
-from echelon.server.controller.state import SERVER_LEASE, Refusal, open_controller
+from echelon.server.controller.state import SERVER_LEASE, open_controller
 from echelon.server.log import EventLogger, log_event
 from echelon.server.protocol import wire
 from echelon.server.protocol.actions import Action, Persist, WriteManifest, perform
@@ -86,17 +86,10 @@ class ControllerProcess:
     def on_frame(self, connection: Connection, frame: wire.Frame) -> None:
         if connection.role == WORKER and frame.kind not in _WORKER_REQUESTS:
             self.loop.close(connection)
-            return
-        try:
-            if frame.kind == wire.DECLARE:
-                _check_declaration(frame)
-            elif frame.kind == wire.CHECKPOINT:
-                _check_checkpoint_target(frame)
-        except Refusal as refusal:
-            meta = {"error": refusal.error, "message": str(refusal)}
-            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, meta))
-            return
-        self._perform(events.on_frame(self.controller, time.monotonic(), connection.tag, frame))
+        elif (refusal := _find_refusal(frame)) is not None:
+            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request_id, refusal))
+        else:
+            self._perform(events.on_frame(self.controller, time.monotonic(), connection.tag, frame))
 
     def on_close(self, connection: Connection) -> None:
         if connection.tag is not None:
@@ -143,25 +136,23 @@ def _check_same_settings(folder: Path, existing: Mapping[str, Any], requested: M
         raise ServerError(f"{folder}: holds a job with {have}, but {want} was requested; use those or a new folder")
 
 
-def _check_declaration(frame: wire.Frame) -> None:
-    """Refuse a spec that no server could take: it must not reach the document."""
+def _find_refusal(frame: wire.Frame) -> dict[str, str] | None:
+    """Why a request is refused before it can reach the document: a spec that no server can hold, or a folder with other files."""
     try:
-        spec = spec_from_plain(frame.meta["spec"], "spec")
+        if frame.kind == wire.DECLARE:
+            spec = spec_from_plain(frame.meta["spec"], "spec")
+            if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
+                raise ServerError(
+                    f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of it"
+                )
+        elif frame.kind == wire.CHECKPOINT:
+            shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
     except EchelonError as error:
-        raise Refusal(type(error).__name__, str(error)) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refusal("ServerError", f"DECLARE: {type(error).__name__}: {error}") from error
-    if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
-        message = f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of one parameter"
-        raise Refusal("ServerError", message)
-
-
-def _check_checkpoint_target(frame: wire.Frame) -> None:
-    """Refuse a folder that holds other things than a checkpoint."""
-    try:
-        shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
-    except (EchelonError, KeyError, OSError, ValueError) as error:
-        raise Refusal("CheckpointError", str(error)) from error
+        return {"error": type(error).__name__, "message": str(error)}
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        message = f"{wire.KIND_NAMES[frame.kind]}: {type(error).__name__}: {error}"
+        return {"error": "ServerError", "message": message}
+    return None
 
 
 def _complete_checkpoint(action: WriteManifest) -> str | None:
