@@ -142,9 +142,7 @@ def _find_refusal(frame: wire.Frame) -> dict[str, str] | None:
         if frame.kind == wire.DECLARE:
             spec = spec_from_plain(frame.meta["spec"], "spec")
             if isinstance(spec, Dense) and spec.blocks > MAX_DENSE_BLOCKS:
-                raise ServerError(
-                    f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks of it"
-                )
+                raise ServerError(f"{spec.name}.size: {spec.size}; servers hold at most {MAX_DENSE_BLOCKS} blocks")
         elif frame.kind == wire.CHECKPOINT:
             shard_checkpoint.check_target_folder(Path(str(frame.meta["path"])))
     except EchelonError as error:

@@ -38,7 +38,7 @@ from echelon.server.protocol.specs import DTYPE_BYTES, Dense, Table, check_learn
 Secret = bytes | Path | str
 Arrays = Mapping[str, np.ndarray]
 Spec = TypeVar("Spec", Table, Dense)
-LearningRates = Mapping[str, float] | float | None
+Rates = Mapping[str, float] | float | None
 #: name -> (ids, gradients or rows)
 TableValues = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -123,12 +123,7 @@ class Client:
             return {name: pull.dense[name].values for name in names}
 
     def push(
-        self,
-        tables: TableValues | None = None,
-        dense: Arrays | None = None,
-        *,
-        lr: LearningRates = None,
-        tick: bool = True,
+        self, tables: TableValues | None = None, dense: Arrays | None = None, *, lr: Rates = None, tick: bool = True
     ) -> int:
         """Send gradients, after adding up those of equal ids. Returns the push's number at once; `flush` waits for it. `tick` ends a step."""
         with self._lock:
@@ -274,7 +269,7 @@ class Client:
         spec = self._spec(name, Dense)
         return DensePush(spec, flatten_dense(spec, values), self._session.block_shards[name])
 
-    def _learning_rates(self, lr: LearningRates, names: Sequence[str]) -> dict[str, float] | None:
+    def _learning_rates(self, lr: Rates, names: Sequence[str]) -> dict[str, float] | None:
         requested = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(names, lr)
         rates = {}
         for name, rate in requested.items():

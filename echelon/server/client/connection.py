@@ -82,7 +82,7 @@ class ServerConnection(BaseConnection):
         self.pending_requests[self._last_request_id] = request
         request.server = self.server
         queue_was_empty = not self.send_queue
-        self.queue_frame(wire.encode(request.kind, self._last_request_id, request.meta, request.arrays))
+        self.queue(wire.encode(request.kind, self._last_request_id, request.meta, request.arrays))
         if queue_was_empty:
             self.write()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from echelon.server.protocol import wire
 from echelon.server.protocol.event_loop import Connection, EventLoop
 
@@ -22,7 +20,7 @@ class Send(NamedTuple):
     kind: int
     request_id: int
     meta: dict[str, Any]
-    arrays: Sequence[np.ndarray | wire.ChunkedArray] = ()
+    arrays: wire.Arrays = ()
 
 
 class Close(NamedTuple):

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from echelon.errors import ServerError
 from echelon.server.protocol import shared_memory, wire
@@ -78,18 +78,14 @@ class BaseConnection:
             self.queue([self.handshake.feed(received)])
             self.is_ready = self.handshake.done
 
-    def queue(self, buffers: Iterable[wire.Buffer]) -> None:
-        """Send these bytes with the next `write`."""
+    def queue(self, buffers: Sequence[wire.Buffer]) -> None:
+        """Send these bytes with the next `write`: through shared memory if they are a long frame and there is room for it."""
+        if self.shm_channel is not None:
+            buffers = self.shm_channel.publish(buffers) or buffers
         for buffer in buffers:
             if len(buffer):
                 self.send_queue.append(memoryview(buffer))
                 self.unsent_bytes += len(buffer)
-
-    def queue_frame(self, buffers: list[wire.Buffer]) -> None:
-        """Send a frame with the next `write`: through shared memory if it is long and there is room for it."""
-        if self.shm_channel is not None:
-            buffers = self.shm_channel.publish(buffers) or buffers
-        self.queue(buffers)
 
     def write(self) -> int:
         """Send what the socket takes now. Returns the number of bytes."""

@@ -109,7 +109,7 @@ class EventLoop:
     def send(self, connection: Connection, buffers: list[wire.Buffer]) -> None:
         """Send a frame at the end of this event, as far as the socket takes it, and the rest when there is room."""
         if connection.fd in self._connections:
-            connection.queue_frame(buffers)
+            connection.queue(buffers)
             self._unflushed[connection.fd] = connection
 
     def close(self, connection: Connection) -> None:

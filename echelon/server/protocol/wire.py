@@ -109,9 +109,11 @@ class ChunkedArray:
         self.nbytes = self.shape[0] * self.dtype.itemsize
 
 
-def encode(
-    kind: int, request_id: int, meta: dict[str, Any], arrays: Sequence[np.ndarray | ChunkedArray] = ()
-) -> list[Buffer]:
+#: What a frame can carry.
+Arrays = Sequence[np.ndarray | ChunkedArray]
+
+
+def encode(kind: int, request_id: int, meta: dict[str, Any], arrays: Arrays = ()) -> list[Buffer]:
     """A frame as buffers for sendmsg. Contiguous arrays are not copied."""
     text = _encode_json(meta).encode() if meta else b"{}"
     if len(text) > MAX_META_BYTES:
