@@ -320,7 +320,7 @@ def test_what_one_call_was_refused_is_not_told_to_the_next(client, table):
 
 
 def test_changes_come_in_parts_that_frames_hold(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.client.MAX_ROWS_BYTES", 2400)  # 100 rows
+    monkeypatch.setattr("echelon.server.client.ask_shards.MAX_ROWS_BYTES", 2400)  # 100 rows
     client.push({table: (np.arange(5000), np.ones((5000, 4)))})
     client.flush()
     ids, _, mark = client.pull_changes(table)
