@@ -31,7 +31,7 @@ def test_what_was_measured_is_not_lost_to_a_cache_that_cannot_be_written(
     monkeypatch.setattr(measure_cluster, "_measure_cluster", lambda *_: make_cluster())
     found = measure_cluster.measure(store=DocumentCache(tmp_path / "file" / "cache"))
     assert found.nodes == make_cluster().nodes
-    assert "cannot be kept there (Not a directory)" in found.notes[0]
+    assert "cannot be cached there (Not a directory)" in found.notes[0]
     assert "ECHELON_CACHE" in found.notes[0]
     assert measure_cluster.measure(store=DocumentCache(tmp_path / "cache")).notes == ()
 
