@@ -127,9 +127,7 @@ def refusal(world: World, plan: str) -> str:
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
 def test_plans_that_share_the_model_refuse_them(ranks: RankPool, plan: str) -> None:
-    assert all(
-        "cannot train loss.vectors, a parameter that loss= holds" in each for each in ranks.run(2, refusal, plan)
-    )
+    assert all("cannot train loss.vectors, a parameter of loss=" in each for each in ranks.run(2, refusal, plan))
 
 
 def test_a_parameter_that_nothing_uses_is_refused() -> None:

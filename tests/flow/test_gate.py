@@ -319,7 +319,7 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     [
         ("sparse", "auto", "optimizer= is SparseAdam, which takes sparse gradients alone"),
         ("sparse", "dp=2", "optimizer= is SparseAdam, which takes sparse gradients alone"),
-        ("scaled", "pp=2 micro=4", "cannot train loss.scale, a parameter that loss= holds"),
+        ("scaled", "pp=2 micro=4", "cannot train loss.scale, a parameter of loss="),
         ("normalised", "dp=2", "differs when it is read again; each data rank reads only some of the samples"),
     ],
 )

@@ -210,7 +210,9 @@ class Packed:
         if column is None and len(ragged) > 1:
             example = f"pack_sequences({length}, {ragged[0]!r})"
             raise DataError(f"pack_sequences({length}) takes one of {', '.join(ragged)}: choose one, as {example}")
-        return PackedSequences(self, column or (ragged[0] if ragged else ""), length)
+        column = column or (ragged[0] if ragged else "")
+        read = partial(self.read_column, column)
+        return PackedSequences(self.lengths(column), read, length, f"{self.identity}, {column!r}")
 
     def __getstate__(self) -> Any:
         # A worker maps the files itself.

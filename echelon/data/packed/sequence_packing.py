@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from echelon.errors import DataError
-
-if TYPE_CHECKING:
-    from echelon.data.packed.reader import Packed
 
 
 class PackedSequences:
@@ -20,13 +16,15 @@ class PackedSequences:
     `positions` (of a token in its sample). Which samples share a row follows from their lengths alone. Each sample is in one row; one
     longer than a row is cut into pieces."""
 
-    def __init__(self, data: Packed, column: str, length: int) -> None:
+    def __init__(
+        self, lengths: np.ndarray, read: Callable[[np.ndarray], Sequence[torch.Tensor]], length: int, identity: str
+    ) -> None:
+        """`lengths`: tokens of each sample; `read`: samples by id; `length`: tokens of a row; `identity`: of the samples."""
         if length < 1:
             raise DataError(f"length={length}: a row has at least one token")
-        self._data, self._column, self._row_length = data, column, length
-        self._layout = pack_best_fit(data.lengths(column), length)
+        self._read, self._row_length, self._layout = read, length, pack_best_fit(lengths, length)
         #: What the rows hold: a run does not resume with other data or other rows.
-        self.packed_identity = f"{data.identity}, {column!r} in rows of {length}"
+        self.packed_identity = f"{identity} in rows of {length}"
 
     def __len__(self) -> int:
         return len(self._layout.rows) - 1
@@ -39,7 +37,7 @@ class PackedSequences:
         bounds = self._layout.rows
         spans = [slice(bounds[index], bounds[index + 1]) for index in indices]
         ids = np.concatenate([self._layout.samples[span] for span in spans])
-        samples = iter(self._data.read_column(self._column, ids))
+        samples = iter(self._read(ids))
         return [self._build_row(span, samples) for span in spans]
 
     def _build_row(self, span: slice, samples: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
